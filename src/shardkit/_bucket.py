@@ -1,0 +1,283 @@
+"""One bucket: parameters of a group with one storage dtype, compute dtype and trainability.
+
+[Note: tensors of a bucket]
+- shard: 1-D, ``layout.shard_numel``, storage dtype. This rank's range; the optimizer updates it
+  through the sharded parameters, whose pieces are views of it. Lives as long as the bucket.
+- unsharded buffer: 1-D, ``layout.padded_numel``, compute dtype. The whole bucket. Its storage object
+  lives as long as the bucket; the memory behind it comes and goes (`_memory`).
+- sharded parameter: the user's own Parameter object, turned into a `ShardedTensor`.
+- unsharded parameter: global shape, compute dtype, a view into the unsharded buffer with a version
+  counter of its own (made by ``set_``: gloo's worker thread bumps the buffer's counter at any
+  time, and backward would fail). Made once.
+Where no cast and no other rank is involved the unsharded buffer IS the shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit import _compat
+from shardkit._errors import FreedParameterError, WrapError
+from shardkit._layout import FlatLayout
+from shardkit._sharded import ShardedTensor, ShardSpec
+from shardkit.backends.base import Gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._memory import Slot, SlotPool
+    from shardkit._mesh import DeviceMesh
+    from shardkit._policy import MixedPrecisionPolicy
+
+
+_HARMLESS = (
+    "__get__",  # Attributes: shape, dtype, grad, ...
+    "__set__",
+    "__delete__",
+    "requires_grad_",
+    "register_post_accumulate_grad_hook",
+)
+
+
+class FreedParameter(nn.Parameter):
+    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
+
+    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
+    which costs nothing, rather than its contents.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let attributes be read and hooks work; refuse everything else."""
+        del types
+        if getattr(func, "__name__", "") in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented for subclasses
+                return func(*args, **(kwargs or {}))
+        name = next((a.__dict__["fqn"] for a in args if isinstance(a, FreedParameter)), "?")
+        msg = (
+            f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
+            f"memory has been given back. Do not keep it; take the sharded one from "
+            f"module.parameters(), or call unshard() on its module around the use."
+        )
+        raise FreedParameterError(msg)
+
+
+@dataclass(slots=True, eq=False)
+class FoundParam:
+    """A parameter to shard.
+
+    Attributes:
+        name: For errors: relative to the group's module until the root's first forward.
+        param: The user's object.
+        sites: Every (module, attribute) that holds it.
+    """
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]]
+
+
+class Bucket:
+    """See the module's docstring. Nothing is changed before `adopt`."""
+
+    def __init__(
+        self,
+        found: Sequence[FoundParam],
+        *,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        first = found[0].param
+        self.found = list(found)
+        self.axis = mesh.backend.axis(mesh.ndim - 1)
+        self.orig_dtype = first.dtype
+        self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
+        self.device = first.device
+        itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
+        self.layout = FlatLayout.plan(
+            [tuple(f.param.shape) for f in found], world_size=self.axis.size, itemsize=itemsize
+        )
+        self.aliases_shard = self.axis.size == 1 and self.param_dtype == self.orig_dtype
+        # Tensors made in inference mode could never be trained.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.shard = self._cut_shard()
+            self.specs = [
+                ShardSpec(self.layout, i, mesh=mesh, axis=self.axis, name=f.name)
+                for i, f in enumerate(found)
+            ]
+            self.replacements = [self._make_replacement(i) for i in range(len(found))]
+            self._make_unsharded()
+        self._slot: Slot | None = None
+        self._gathered_version = -1
+        self._visible = False
+
+    # --- construction ---
+
+    def _cut_shard(self) -> Tensor:
+        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.device)
+        for i, found in enumerate(self.found):
+            start, stop = self.layout.owned_range(i, self.axis.rank)
+            to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
+            shard[to_start:to_stop] = found.param.detach().reshape(-1)[start:stop]
+        return shard
+
+    def piece(self, flat: Tensor, index: int) -> Tensor:
+        """Return the view of a shard-sized `flat` that belongs to parameter `index`."""
+        start, stop = self.layout.shard_range(index, self.axis.rank)
+        return flat[start:stop]
+
+    def _make_replacement(self, index: int) -> nn.Parameter:
+        """Make what the user's parameter is exchanged with."""
+        old, spec = self.found[index].param, self.specs[index]
+        sharded = ShardedTensor(self.piece(self.shard, index), spec)
+        new = nn.Parameter(sharded, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        if old.grad is not None:
+            new.grad = ShardedTensor(spec.slice_full(old.grad.detach()).clone(), spec)
+        for hook in _compat.post_accumulate_grad_hooks(old):
+            new.register_post_accumulate_grad_hook(hook)
+        return new
+
+    def _make_unsharded(self) -> None:
+        """Make the unsharded buffer's storage, with nothing behind it, and the views into it."""
+        if self.aliases_shard:
+            self.storage = self.shard.untyped_storage()
+        else:
+            nbytes = self.layout.padded_numel * self.param_dtype.itemsize
+            self.storage = torch.UntypedStorage(nbytes, device=self.device)
+        self._nbytes = self.storage.nbytes()
+        self.full = self._view((self.layout.padded_numel,), 0)
+        own_start = self.axis.rank * self.layout.shard_numel
+        self.own = self._view((self.layout.shard_numel,), own_start)
+        self.unsharded = []
+        for i, found in enumerate(self.found):
+            view = self._view(self.layout.shapes[i], self.layout.offsets[i])
+            param = nn.Parameter(view, requires_grad=found.param.requires_grad)
+            param.__dict__.update(found.param.__dict__)
+            param.__dict__["fqn"] = found.name
+            if not self.aliases_shard:
+                param.__class__ = FreedParameter
+            self.unsharded.append(param)
+        if not self.aliases_shard:
+            self.storage.resize_(0)
+
+    def _view(self, shape: tuple[int, ...], offset: int) -> Tensor:
+        strides, step = [], 1
+        for dim in reversed(shape):
+            strides.append(step)
+            step *= max(dim, 1)
+        empty = torch.empty(0, dtype=self.param_dtype, device=self.device)
+        return empty.set_(self.storage, offset, shape, tuple(reversed(strides)))
+
+    # --- exchange of the user's parameters ---
+
+    def adopt(self, index: int) -> None:
+        """Turn the user's parameter `index` into the sharded one; the same call undoes it."""
+        found = self.found[index]
+        modules = [module for module, _ in found.sites if isinstance(module, nn.RNNBase)]
+        for module in modules:
+            _compat.rnn_forget_weight_refs(module)
+        try:
+            torch.utils.swap_tensors(found.param, self.replacements[index])
+        except RuntimeError as error:
+            msg = (
+                f"parameter {found.name!r} cannot be sharded in place: {error} Call fully_shard "
+                f"before anything keeps weak references to the parameter or a graph that uses it "
+                f"(delete old outputs and losses first)."
+            )
+            raise WrapError(msg) from error
+
+    def drop_originals(self) -> None:
+        """Forget the full-size tensors; from now on there is no way back."""
+        self.replacements = []
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter wants a gradient now."""
+        return any(found.param.requires_grad for found in self.found)
+
+    @property
+    def sharded(self) -> list[nn.Parameter]:
+        """The user's parameters."""
+        return [found.param for found in self.found]
+
+    def rename(self, index: int, name: str) -> None:
+        """Give a parameter its full name."""
+        self.found[index].name = self.specs[index].name = name
+        self.unsharded[index].__dict__["fqn"] = name
+
+    # --- unsharded memory ---
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded buffer while it exists; 0 where it is the shard itself."""
+        return 0 if self.aliases_shard else self._nbytes
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard changed since it was gathered."""
+        return self._slot is not None and self._gathered_version != self.shard_version
+
+    @property
+    def shard_version(self) -> int:
+        """torch's version counter of the shard, which every in-place operation raises."""
+        return self.shard._version  # noqa: SLF001 - documented for this use
+
+    def attach(self, pool: SlotPool) -> Any:
+        """Get memory; return the fence after which it may be written."""
+        self._slot = pool.attach(self.storage, self._nbytes)
+        self._gathered_version = self.shard_version
+        for param in self.unsharded:
+            param.__class__ = nn.Parameter
+        return self._slot.free_after
+
+    def detach(self, pool: SlotPool, fence: Any) -> None:
+        """Give the memory back; its readers are done at `fence`."""
+        assert self._slot is not None
+        pool.detach(self.storage, self._slot, fence)
+        self._slot = None
+        for param in self.unsharded:
+            param.__class__ = FreedParameter
+
+    def gather_job(self) -> Gather:
+        """Return what the backend has to gather."""
+        return Gather(self.full, self.own, self.shard)
+
+    # --- what the modules see ---
+
+    def show(self, *, unsharded: bool) -> None:
+        """Let the modules hold the unsharded parameters, or the sharded ones."""
+        if unsharded == self._visible:
+            return
+        self._visible = unsharded
+        for found, param in zip(self.found, self.unsharded, strict=True):
+            shown = found.param
+            if unsharded:
+                shown = param
+                if param.requires_grad != found.param.requires_grad:
+                    param.requires_grad_(found.param.requires_grad)
+            for module, attribute in found.sites:
+                if isinstance(module, nn.RNNBase):
+                    setattr(module, attribute, shown)  # It keeps a list of its weights as well.
+                else:
+                    module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
+
+
+def make_buckets(
+    found: Sequence[FoundParam], *, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> list[Bucket]:
+    """Split parameters into buckets, in order of first appearance; the same on every rank."""
+    by_kind: dict[tuple[Any, ...], list[FoundParam]] = {}
+    for item in found:
+        param = item.param
+        kind = (param.dtype, policy.dtypes_for(param.dtype), param.requires_grad)
+        by_kind.setdefault(kind, []).append(item)
+    make = functools.partial(Bucket, mesh=mesh, policy=policy)
+    return [make(items) for items in by_kind.values()]

@@ -1,0 +1,81 @@
+"""Every private torch name that shardkit uses: why, and the versions it was tried on.
+
+Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in the library may use a private torch name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim import optimizer as _torch_optimizer
+from torch.utils import _foreach_utils
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""torch >= 2.12 can exchange the memory behind two storages (pytorch#177449); older resizes."""
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""Tensor subclasses that only want `__torch_dispatch__` skip `__torch_function__` with it."""
+
+
+def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange memory and nbytes of two storages of one device; one of them has none."""
+    storage._swap_data_ptr_(other)
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` once at the end of the running backward; there is no public way."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward, e.g. in a checkpoint's recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def backward_reaches(node: Any) -> bool:
+    """Whether the running backward will execute `node`; False for all but the named leaves of
+    `autograd.grad` and `backward(inputs=...)`.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def make_wrapper(cls: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
+    """Return a tensor of `cls` with a global `shape` and no memory of its own."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+
+
+def register_foreach_class(cls: type[Tensor]) -> None:
+    """Let optimizers and `clip_grad_norm_` take their foreach path for `cls`, as for DTensor."""
+    lists: tuple[list[Any], ...] = (
+        _torch_optimizer._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,
+    )
+    for supported in lists:
+        if cls not in supported:
+            supported.append(cls)
+
+
+def is_mutable_op(func: Any) -> bool:
+    """Whether the operator writes to one of its arguments."""
+    return bool(func._schema.is_mutable)
+
+
+def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them."""
+    module._flat_weight_refs = []
+
+
+def rnn_reset_weights(module: torch.nn.RNNBase) -> None:
+    """Let an RNN collect its weights anew after they were exchanged."""
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -1,0 +1,245 @@
+"""The unit of communication: the parameters of one `fully_shard` call."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+
+from shardkit._bucket import make_buckets
+from shardkit._gradients import GroupGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    from shardkit._bucket import Bucket, FoundParam
+    from shardkit._gradients import ReduceSetPool
+    from shardkit._memory import SlotPool
+    from shardkit._mesh import DeviceMesh
+    from shardkit._policy import MixedPrecisionPolicy
+    from shardkit.backends.base import Handle, Lanes
+
+
+class GradListener(Protocol):
+    """Who wants to know that gradients came: the runtime."""
+
+    def on_grad(self, group: Group) -> None:
+        """A gradient was taken."""
+
+
+class Group:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: Names of the modules, for errors.
+        buckets: All parameters.
+        gradients: Of the trainable buckets.
+        index: Position among the groups of the root; its name in schedules.
+        listener: The root's runtime.
+        records: Forwards that may have a backward (`_runtime.ForwardRecord`).
+        num_active: Forwards that backward is inside of.
+        num_arrived: Gradients that came in this backward.
+        num_expected: Gradients that come if this backward uses every parameter.
+        is_complete: This backward brings no more of them.
+        is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
+        sync: `set_requires_gradient_sync`.
+        all_reduce: `set_requires_all_reduce`.
+        reshard_after_forward: True, False, or None for True unless it is the root's.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        found: Sequence[FoundParam],
+        *,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules = list(modules)
+        self.name = ", ".join(type(module).__name__ for module in modules)
+        self.mesh = mesh
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.sync = True
+        self.all_reduce = True
+        self.is_root = False
+        self.index = -1
+        self.listener: GradListener | None = None
+        self.records: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.num_active = 0
+        self.num_arrived = 0
+        self.num_expected = 0
+        self.is_complete = False
+        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
+        self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
+        self.replicate_axis = mesh.backend.axis(0) if mesh.ndim > 1 else None
+        self._gathering: Handle | None = None
+        self._make_gradients()
+
+    def _make_gradients(self) -> None:
+        """Put a hook on every parameter that can be trained, also on those frozen for now."""
+        self.grad_buckets = [
+            bucket for bucket in self.buckets if bucket.param_dtype.is_floating_point
+        ]
+        self.gradients = GroupGradients(
+            self.grad_buckets, shard_axis=self.shard_axis, replicate_axis=self.replicate_axis
+        )
+        for i, bucket in enumerate(self.grad_buckets):
+            for index, param in enumerate(bucket.unsharded):
+                was_frozen = not param.requires_grad
+                param.requires_grad_(True)
+                param.register_post_accumulate_grad_hook(
+                    functools.partial(self._take_grad, i, index)
+                )
+                if was_frozen:
+                    param.requires_grad_(False)
+
+    def _take_grad(self, bucket_index: int, index: int, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        assert self.listener is not None
+        self.gradients.take(bucket_index, index, grad)
+        self.listener.on_grad(self)
+
+    # --- adopting the user's parameters ---
+
+    def adopt_params(self) -> None:
+        """Turn the user's parameters into sharded ones, all or none.
+
+        Raises:
+            WrapError: One of them cannot be exchanged; the others are as they were.
+        """
+        done: list[tuple[Bucket, int]] = []
+        try:
+            for bucket in self.buckets:
+                for index in range(len(bucket.found)):
+                    bucket.adopt(index)
+                    done.append((bucket, index))
+        except Exception:
+            for bucket, index in reversed(done):
+                bucket.adopt(index)
+            raise
+        for bucket in self.buckets:
+            bucket.drop_originals()
+
+    # --- sizes and state ---
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(bucket.is_trainable for bucket in self.grad_buckets)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are."""
+        return self.buckets[0].device
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the memory is given back between forward and backward."""
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    @property
+    def shard_versions(self) -> tuple[int, ...]:
+        """Changes whenever a shard is written to."""
+        return tuple(bucket.shard_version for bucket in self.buckets)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shards."""
+        return sum(bucket.shard.nbytes for bucket in self.buckets)
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded buffers while they exist."""
+        return sum(bucket.unsharded_nbytes for bucket in self.buckets)
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether unsharding takes memory and time at all."""
+        return any(not bucket.aliases_shard for bucket in self.buckets)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard changed since the group was gathered."""
+        return any(bucket.is_stale for bucket in self.buckets)
+
+    # --- unshard and reshard ---
+
+    def start_unshard(self, lanes: Lanes, pool: SlotPool) -> None:
+        """Get memory and gather into it.
+
+        Cost: one all-gather per bucket, of `param_dtype` bytes.
+        """
+        buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
+        if not buckets:
+            return
+        with lanes.allocating():
+            fences = [bucket.attach(pool) for bucket in buckets]
+        jobs = [bucket.gather_job() for bucket in buckets]
+        self._gathering = lanes.start_gather(jobs, self.shard_axis, fences)
+
+    def wait_unshard(self) -> None:
+        """Let compute issued from now on see the gathered parameters."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def free(self, lanes: Lanes, pool: SlotPool) -> None:
+        """Give the memory back and show the sharded parameters."""
+        self.wait_unshard()
+        self.show(unsharded=False)
+        buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
+        if buckets:
+            fence = lanes.fence()
+            for bucket in buckets:
+                bucket.detach(pool, fence)
+
+    def show(self, *, unsharded: bool) -> None:
+        """Let the modules hold the unsharded parameters, or the sharded ones."""
+        for bucket in self.buckets:
+            bucket.show(unsharded=unsharded)
+
+    # --- gradients ---
+
+    def count_arrival(self) -> bool:
+        """Note that a gradient came; return whether it was the last expected one."""
+        if self.num_arrived == 0:
+            self.num_expected = sum(
+                param.requires_grad for bucket in self.grad_buckets for param in bucket.sharded
+            )
+        self.num_arrived += 1
+        return self.num_arrived == self.num_expected
+
+    def forget_backward(self) -> None:
+        """A backward is over."""
+        self.num_active = self.num_arrived = 0
+        self.is_complete = False
+
+    def start_reduce(self, lanes: Lanes, pool: ReduceSetPool) -> None:
+        """Start the reduction of what was collected."""
+        self.gradients.start_reduce(lanes, pool, all_reduce=self.all_reduce)
+
+    def describe(self) -> Any:
+        """Return what ranks must agree on, in order: for the check at the first forward."""
+        return [
+            (
+                found.name,
+                tuple(bucket.layout.shapes[i]),
+                str(bucket.orig_dtype),
+                str(bucket.param_dtype),
+                str(bucket.reduce_dtype),
+                found.param.requires_grad,
+            )
+            for bucket in self.buckets
+            for i, found in enumerate(bucket.found)
+        ]

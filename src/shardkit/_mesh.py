@@ -1,0 +1,142 @@
+"""`DeviceMesh`: axis names, sizes and coordinates.
+
+Pure arithmetic plus one opaque object, the backend that can communicate along the axes. Meshes are
+made by `shardkit.init_device_mesh` or from torch's by the backends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardkit._errors import MeshError
+
+SHARD_AXIS, REPLICATE_AXIS = "shard", "replicate"
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    """An n-dimensional arrangement of ranks, of which this process is one.
+
+    Equal if device type, shape, ranks and axis names are equal.
+
+    Attributes:
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        shape: Size of each axis.
+        ranks: Global ranks, row-major.
+        mesh_dim_names: Names of the axes, or None.
+        rank: Global rank of this process.
+        backend: What communicates along the axes (`shardkit.backends.Backend`).
+    """
+
+    device_type: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    mesh_dim_names: tuple[str, ...] | None
+    rank: int
+    backend: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check that shape, ranks and names fit each other."""
+        if math.prod(self.shape) != len(self.ranks):
+            msg = f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, got {len(self.ranks)}."
+            raise MeshError(msg)
+        names = self.mesh_dim_names
+        if names is not None and (len(names) != len(self.shape) or len(set(names)) != len(names)):
+            msg = (
+                f"mesh_dim_names must be {len(self.shape)} different names, one per axis of shape "
+                f"{self.shape}, got {names}."
+            )
+            raise MeshError(msg)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the size of one axis, or of the whole mesh."""
+        return len(self.ranks) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
+
+    def axis_index(self, axis: int | str) -> int:
+        """Return the position of an axis given by name or number.
+
+        Raises:
+            MeshError: If there is no such axis.
+        """
+        if isinstance(axis, str):
+            if self.mesh_dim_names is None or axis not in self.mesh_dim_names:
+                msg = f"this mesh has no axis {axis!r}; its axes are {self.mesh_dim_names}."
+                raise MeshError(msg)
+            return self.mesh_dim_names.index(axis)
+        if not -self.ndim <= axis < self.ndim:
+            msg = f"this mesh has {self.ndim} axes, got axis {axis}."
+            raise MeshError(msg)
+        return axis % self.ndim
+
+    def get_rank(self) -> int:
+        """Return the global rank of this process."""
+        return self.rank
+
+    def get_coordinate(self) -> list[int] | None:
+        """Return this rank's position on every axis; None if it is not in the mesh."""
+        if self.rank not in self.ranks:
+            return None
+        position, coordinate = self.ranks.index(self.rank), []
+        for size in reversed(self.shape):
+            position, on_axis = divmod(position, size)
+            coordinate.append(on_axis)
+        return coordinate[::-1]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's position on one axis.
+
+        Raises:
+            MeshError: If this rank is not in the mesh, or no axis is named and there are several.
+        """
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."
+            raise MeshError(msg)
+        if mesh_dim is None:
+            if self.ndim != 1:
+                msg = f"name an axis: the mesh has {self.ndim} ({self.mesh_dim_names})."
+                raise MeshError(msg)
+            mesh_dim = 0
+        return coordinate[self.axis_index(mesh_dim)]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the torch process group of one axis, through this rank."""
+        axis = 0 if mesh_dim is None and self.ndim == 1 else mesh_dim
+        if axis is None:
+            msg = f"name an axis: the mesh has {self.ndim} ({self.mesh_dim_names})."
+            raise MeshError(msg)
+        return self.backend.process_group(self.axis_index(axis))
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the submesh of the named axes through this rank."""
+        names = (names,) if isinstance(names, str) else tuple(names)
+        keep = [self.axis_index(name) for name in names]
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."
+            raise MeshError(msg)
+        shape = tuple(self.shape[axis] for axis in keep)
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim)]
+        base = sum(c * s for i, (c, s) in enumerate(zip(coordinate, strides, strict=True)) if i not in keep)
+        ranks = []
+        for position in range(math.prod(shape)):
+            rest, place = position, base
+            for axis in reversed(keep):
+                rest, on_axis = divmod(rest, self.shape[axis])
+                place += on_axis * strides[axis]
+            ranks.append(self.ranks[place])
+        return DeviceMesh(
+            self.device_type, shape, tuple(ranks), names, self.rank, self.backend.for_axes(keep)
+        )
+
+    def describe_ranks(self) -> str:
+        """Return the ranks for an error message, shortened."""
+        shown = ", ".join(map(str, self.ranks[:8]))
+        return f"[{shown}{', ...' if len(self.ranks) > 8 else ''}]"

@@ -1,0 +1,44 @@
+"""What the user chooses once per group: dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of one group; the meaning of the names is FSDP2's.
+
+    The sharded parameters keep the dtype they were made in (`orig_dtype`), and the optimizer
+    steps in it. ``None`` everywhere means: no cast anywhere.
+
+    Args:
+        param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
+            ``None``: the parameter's own.
+        reduce_dtype: Dtype of gradients on the wire. Sums of more than two addends in a dtype
+            below fp32 are done in fp32 where shardkit does the sum (gloo). ``None``:
+            `param_dtype`.
+        output_dtype: Floating-point outputs of the module's forward are cast to it.
+        cast_forward_inputs: Cast floating-point inputs of the module's forward to `param_dtype`.
+        buffer_dtype: Floating-point buffers are cast to it once, in `fully_shard`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+
+    def dtypes_for(self, orig_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return (compute dtype, reduce dtype) of a parameter stored in `orig_dtype`.
+
+        Integer and bool parameters are never cast.
+        """
+        param_dtype = self.param_dtype
+        if param_dtype is None or not (orig_dtype.is_floating_point or orig_dtype.is_complex):
+            param_dtype = orig_dtype
+        return param_dtype, self.reduce_dtype or param_dtype

@@ -1,0 +1,340 @@
+"""Carries out what the schedules decide: one runtime for all groups of a root.
+
+Events come from the hooks (`_hooks`) and from autograd; decisions from `_schedule`. Nothing here
+knows a backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit import _compat, _step_check
+from shardkit._errors import StateError
+from shardkit._gradients import ReduceSetPool
+from shardkit._memory import SlotPool
+from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from shardkit._group import Group
+    from shardkit.backends.base import AxisComm
+
+
+class ForwardRecord:
+    """One forward of one group; autograd's graph keeps it alive until its backward.
+
+    Attributes:
+        group: The group.
+        versions: Of the shards, when the forward used them.
+        has_input_grads: Backward will tell when the gradients of the inputs have come.
+        active: Backward is inside.
+    """
+
+    __slots__ = ("__weakref__", "active", "done", "group", "has_input_grads", "versions")
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.versions = group.shard_versions
+        self.has_input_grads = False
+        self.active = False
+        self.done = False
+
+
+class InputGrads(torch.autograd.Function):
+    """Identity on a group's inputs; its backward runs when backward is done with the group."""
+
+    @staticmethod
+    def forward(ctx: Any, runtime: Runtime, record: ForwardRecord, *inputs: Tensor) -> Any:
+        """Pass the inputs through."""
+        ctx.runtime = runtime
+        ctx.record = record
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Tell the runtime, pass the gradients through."""
+        ctx.runtime.exit_backward(ctx.record)
+        return (None, None, *grads)
+
+
+class Runtime:
+    """State that the groups of one root share.
+
+    Args:
+        groups: All groups, in module order.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        backend = groups[0].mesh.backend
+        self.lanes = backend.make_lanes()
+        self.device = groups[0].device
+        self.slots = SlotPool(self.device)
+        self.reduce_sets = ReduceSetPool(self.device, receive=backend.needs_receive)
+        self.schedule = UnshardSchedule()
+        self.reduce_order = ReduceOrder()
+        self.pass_root: Any = None
+        self._host_reads_are_free = backend.host_reads_are_free
+        self._backward_running = False
+        self._any_fired = False
+        for index, group in enumerate(self.groups):
+            group.index = index
+            group.listener = self
+        self.update_kept()
+        axes = _distinct_axes(self.groups)
+        self.check = _step_check.StepCheck(self.groups, axes)
+        _step_check.check_same_model(self.groups, axes)
+
+    def update_kept(self) -> None:
+        """Read `reshard_after_forward` of all groups anew."""
+        self.schedule.kept = {
+            group.index for group in self.groups if not group.reshards_after_forward
+        }
+
+    # --- forward ---
+
+    def begin_pass(self, root: Any) -> None:
+        """A root forward starts."""
+        if self._backward_running or self.pass_root is not None:
+            self.reset()  # The last forward or backward ended in an exception.
+        self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
+        self.pass_root = root
+        outstanding = any(not record.done for group in self.groups for record in group.records)
+        self.schedule.begin_pass(outstanding=outstanding)
+
+    def end_pass(self, *, needs_backward: bool) -> None:
+        """The root forward ends."""
+        self.pass_root = None
+        self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))
+
+    def enter_forward(self, group: Group) -> ForwardRecord | None:
+        """A group's forward starts; return its record if it may have a backward."""
+        if group.is_stale:
+            self._carry_out(self.schedule.refresh(group.index))
+        self._carry_out(self.schedule.enter_forward(group.index))
+        group.show(unsharded=True)
+        return ForwardRecord(group) if torch.is_grad_enabled() else None
+
+    def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return stand-ins of the inputs that tell when backward is done with the group."""
+        record.has_input_grads = True
+        result: Sequence[Tensor] = InputGrads.apply(self, record, *inputs)
+        return result
+
+    def exit_forward(
+        self, group: Group, record: ForwardRecord | None, outputs: Iterable[Tensor]
+    ) -> None:
+        """A group's forward ends with `outputs`, those that require gradients."""
+        needs_backward = False
+        if record is not None:
+            hook = functools.partial(self.enter_backward, record)
+            for output in outputs:
+                needs_backward = True
+                output.register_hook(hook)
+        if needs_backward:
+            assert record is not None
+            group.records.add(record)
+            if group.is_trainable:
+                self.reduce_order.enter_forward(group.index)
+        actions = self.schedule.exit_forward(group.index, needs_backward=needs_backward)
+        if not (needs_backward and group.index in self.schedule.kept):
+            group.show(unsharded=False)
+        self._carry_out(actions)
+
+    # --- forward inside backward ---
+
+    def enter_recompute(self, group: Group) -> ForwardRecord | None:
+        """Activation checkpointing runs a forward again."""
+        self.begin_backward()
+        self._carry_out(self.schedule.enter_recompute(group.index))
+        group.show(unsharded=True)
+        return ForwardRecord(group) if torch.is_grad_enabled() else None
+
+    def exit_recompute(
+        self, group: Group, record: ForwardRecord | None, outputs: Iterable[Tensor]
+    ) -> None:
+        """The repeated forward ends."""
+        if record is not None:
+            hook = functools.partial(self.enter_backward, record)
+            for output in outputs:
+                output.register_hook(hook)
+        actions = self.schedule.exit_recompute(group.index)
+        if not self.schedule.in_use(group.index):
+            group.show(unsharded=False)
+        self._carry_out(actions)
+
+    # --- backward ---
+
+    def begin_backward(self) -> None:
+        """The first event of a backward: fix the order, ask for the end to be told."""
+        if self._backward_running:
+            return
+        self._backward_running = True
+        self._any_fired = False
+        self.reduce_order.begin_backward()
+        _compat.queue_backward_callback(self.end_backward)
+
+    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+        """A gradient of a group's outputs came."""
+        del grad
+        self.begin_backward()
+        self.schedule.hold(on=torch.is_grad_enabled())
+        if record.active:
+            return
+        group = record.group
+        if record.versions != group.shard_versions:
+            msg = (
+                f"parameters of {group.name!r} were changed between a forward and its backward, so "
+                f"gradients would be computed with weights that the forward did not use. Call "
+                f"backward before optimizer.step(), or run the forward again."
+            )
+            raise StateError(msg)
+        record.active, record.done = True, False
+        group.records.add(record)
+        group.num_active += 1
+        self._carry_out(self.schedule.enter_backward(group.index))
+        group.show(unsharded=True)
+
+    def exit_backward(self, record: ForwardRecord) -> None:
+        """The gradients of a group's inputs came: backward is done with this forward of it."""
+        if not record.active:
+            return
+        record.active, record.done = False, True
+        group = record.group
+        group.num_active -= 1
+        if group.num_active > 0:
+            return
+        others = any(not other.done for other in group.records)
+        self._leave(group, outstanding=others)
+        if not others and not group.is_complete and group.is_trainable:
+            self._complete(group)  # What has not fired by now is not used.
+
+    def _leave(self, group: Group, *, outstanding: bool) -> None:
+        self._carry_out(self.schedule.exit_backward(group.index, outstanding=outstanding))
+        if not self.schedule.in_use(group.index):
+            group.show(unsharded=False)
+
+    def on_grad(self, group: Group) -> None:
+        """An unsharded gradient was taken (`GradListener`)."""
+        self.begin_backward()
+        self._any_fired = True
+        if not group.count_arrival():
+            return
+        self._complete(group)
+        active = [record for record in group.records if record.active]
+        if active and not any(record.has_input_grads for record in active):
+            # Nothing before this group wants a gradient, so backward needs it no more.
+            for record in active:
+                record.active, record.done = False, True
+            group.num_active = 0
+            self._leave(group, outstanding=False)
+
+    def _complete(self, group: Group) -> None:
+        group.is_complete = True
+        if not group.sync:
+            group.gradients.keep_unsynced()
+        for index in self.reduce_order.complete(group.index):
+            self._reduce(self.groups[index])
+
+    def _reduce(self, group: Group) -> None:
+        if group.gradients.is_local or not group.sync or not group.is_trainable:
+            return
+        self.check.note(_step_check.REDUCE, group.index)
+        group.start_reduce(self.lanes, self.reduce_sets)
+
+    def end_backward(self) -> None:
+        """The engine is done: reduce the rest, assign all gradients, free all memory."""
+        self._backward_running = False
+        if self._any_fired:
+            self._reduce_rest()
+        else:
+            self.reduce_order.cancel()
+        for group in self.groups:
+            if group.num_active:
+                for record in group.records:
+                    if record.active:
+                        record.active, record.done = False, True
+            group.forget_backward()
+        self._carry_out(self.schedule.end_backward())
+
+    def _reduce_rest(self) -> None:
+        rest = self.reduce_order.end_backward()
+        # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
+        late = [g.index for g in self.groups if g.gradients.has_held and g.index not in rest]
+        for index in (*rest, *late):
+            group = self.groups[index]
+            if not group.sync:
+                group.gradients.keep_unsynced()
+            self._reduce(group)
+        synced = [group for group in self.groups if group.sync and not group.gradients.is_local]
+        if not synced:
+            return
+        self.check.start(self.lanes)
+        for group in synced:
+            group.gradients.finish_reduce()
+        if self._host_reads_are_free or any(g.gradients.needs_settling for g in synced):
+            used = self.check.used_anywhere()
+            for group in synced:
+                group.gradients.settle(used[group.index])
+        for group in synced:
+            group.gradients.forget_fired()
+
+    # --- by hand ---
+
+    def unshard(self, group: Group) -> None:
+        """Start to unshard a group for the user."""
+        self._carry_out(self.schedule.unshard(group.index))
+
+    def wait_unshard(self, group: Group) -> None:
+        """Finish `unshard` and show the unsharded parameters."""
+        if group.index in self.schedule.live:
+            group.wait_unshard()
+            group.show(unsharded=True)
+
+    def reshard(self, group: Group) -> None:
+        """Give a group's memory back."""
+        group.show(unsharded=False)
+        self._carry_out(self.schedule.reshard(group.index))
+
+    def reset(self) -> None:
+        """Return to the state between steps after an exception; unsynced gradients are dropped."""
+        self._backward_running = False
+        self.pass_root = None
+        self.reduce_order.reset()
+        self._carry_out(self.schedule.reset())
+        for group in self.groups:
+            group.show(unsharded=False)
+            group.records.clear()
+            group.forget_backward()
+            group.gradients.reset()
+        self.check.reset()
+
+    # --- actions ---
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for op, index in actions:
+            group = self.groups[index]
+            if op is Op.WAIT:
+                group.wait_unshard()
+            elif op is Op.GATHER:
+                if group.shard_axis.size > 1 and group.needs_memory:
+                    self.check.note(_step_check.GATHER, index)
+                group.start_unshard(self.lanes, self.slots)
+            else:
+                group.free(self.lanes, self.slots)
+
+
+def _distinct_axes(groups: Sequence[Group]) -> list[AxisComm]:
+    axes: dict[AxisComm, None] = {}
+    for group in groups:
+        axes.setdefault(group.shard_axis)
+        if group.replicate_axis is not None:
+            axes.setdefault(group.replicate_axis)
+    return list(axes)

@@ -1,0 +1,327 @@
+"""When groups are gathered, freed and reduced: decisions only, no torch, no communication.
+
+`UnshardSchedule` and `ReduceOrder` are state machines: an event in, a list of actions out. The
+runtime carries the actions out; tests compare the lists.
+
+Live groups (those whose unsharded memory exists) are bounded: besides the groups in use and the
+kept ones there are at most `prefetch_depth` spare ones, a prefetched group or one whose use is
+over but whose memory nobody has needed since::
+
+    event                   in use    spare        actions
+    enter_forward(root)     root      b0           GATHER root, WAIT root, GATHER b0
+    enter_forward(b0)       root b0   b1           WAIT b0, GATHER b1
+    exit_forward(b0)        root      b1           FREE b0
+    ...
+    exit_forward(b5)        root      b5           (stays: backward needs it first)
+    enter_backward(b5)      root b5   b4           WAIT b5, GATHER b4
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Op(enum.Enum):
+    """What the runtime does to one group's unsharded memory."""
+
+    GATHER = "gather"
+    WAIT = "wait"
+    FREE = "free"
+
+
+Action = tuple[Op, int]
+
+
+class UnshardSchedule:
+    """Decides which groups have unsharded memory.
+
+    Groups are numbers. `kept` holds those that are not resharded after forward.
+
+    Args:
+        prefetch_depth: Groups gathered ahead of use; 0 gathers each when it is entered.
+    """
+
+    def __init__(self, *, prefetch_depth: int = 1) -> None:
+        self.prefetch_depth = prefetch_depth
+        self.kept: set[int] = set()
+        self._live: dict[int, None] = {}
+        self._in_forward: dict[int, int] = {}
+        self._in_recompute: set[int] = set()
+        self._in_backward: set[int] = set()
+        self._by_hand: set[int] = set()
+        self._prefetched: set[int] = set()
+        self._order: list[int] = []
+        self._last_order: list[int] = []
+        self._position = 0
+        self._tape: list[int] = []
+        self._hold = False
+
+    # --- state ---
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Groups that have unsharded memory, in the order they got it."""
+        return tuple(self._live)
+
+    def in_use(self, group: int) -> bool:
+        """Whether a forward, a backward or the user needs the group's memory now."""
+        return (
+            group in self._in_forward
+            or group in self._in_backward
+            or group in self._in_recompute
+            or group in self._by_hand
+        )
+
+    def _spare(self) -> list[int]:
+        return [g for g in self._live if not self.in_use(g) and g not in self.kept]
+
+    # --- forward ---
+
+    def begin_pass(self, *, outstanding: bool) -> None:
+        """A root forward starts; `outstanding`: an earlier one still waits for its backward."""
+        self._order = []
+        self._position = 0
+        if not outstanding:
+            self._tape.clear()
+
+    def enter_forward(self, group: int) -> list[Action]:
+        """A group's forward starts: gather it if need be, then the one expected next."""
+        actions = self._use(group)
+        self._in_forward[group] = self._in_forward.get(group, 0) + 1
+        self._order.append(group)
+        following = self._expect_next(group)
+        if following is not None:
+            actions += self._prefetch(following)
+        return actions
+
+    def exit_forward(self, group: int, *, needs_backward: bool) -> list[Action]:
+        """A group's forward ends; its memory is freed unless it is kept or the last one."""
+        count = self._in_forward.get(group, 1) - 1
+        if count:
+            self._in_forward[group] = count
+        else:
+            self._in_forward.pop(group, None)
+            self._by_hand.discard(group)
+        if needs_backward:
+            self._tape.append(group)
+        return self._trim_spare()
+
+    def end_pass(self, *, needs_backward: bool) -> list[Action]:
+        """A root forward ends: what was prefetched in vain goes, all spare ones without backward."""
+        self._last_order = self._order
+        doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]
+        return self._free_all(doomed)
+
+    def enter_recompute(self, group: int) -> list[Action]:
+        """A forward runs again inside backward (activation checkpointing)."""
+        actions = self._use(group)
+        self._in_recompute.add(group)
+        return actions
+
+    def exit_recompute(self, group: int) -> list[Action]:
+        """The repeated forward ends; its backward follows at once, as a rule."""
+        self._in_recompute.discard(group)
+        return self._trim_spare()
+
+    # --- backward ---
+
+    def enter_backward(self, group: int) -> list[Action]:
+        """The first gradient of a group's outputs came: gather it, then the one before it."""
+        actions = self._use(group)
+        self._in_backward.add(group)
+        before = self._before(group)
+        if before is not None:
+            actions += self._prefetch(before)
+        return actions
+
+    def exit_backward(self, group: int, *, outstanding: bool) -> list[Action]:
+        """The gradients of a group's inputs came for all that is under way.
+
+        Args:
+            group: The group.
+            outstanding: Another forward of it waits for its backward.
+        """
+        self._in_backward.discard(group)
+        self._in_recompute.discard(group)
+        self._by_hand.discard(group)
+        for position in range(len(self._tape) - 1, -1, -1):
+            if self._tape[position] == group:
+                del self._tape[position]
+                break
+        if self._hold or group in self._in_forward or group not in self._live:
+            return []
+        if outstanding:
+            return self._trim_spare()
+        return self._free_all([group])
+
+    def end_backward(self) -> list[Action]:
+        """The engine is done: free all that no forward is using."""
+        self._in_backward.clear()
+        self._in_recompute.clear()
+        if self._hold:
+            return []
+        return self._free_all([g for g in self._live if not self.in_use(g)])
+
+    def hold(self, *, on: bool) -> None:
+        """Free nothing: a graph of the backward itself (``create_graph=True``) reads the memory."""
+        self._hold = on
+
+    # --- by hand ---
+
+    def unshard(self, group: int) -> list[Action]:
+        """The user asks for a group's memory; its next exit or `reshard` gives it back."""
+        actions = [] if group in self._live else self._gather(group)
+        self._by_hand.add(group)
+        return actions
+
+    def refresh(self, group: int) -> list[Action]:
+        """A shard changed since the group was gathered: free it if nothing computes with it."""
+        if group not in self._live or group in self._in_forward or group in self._in_backward:
+            return []
+        actions = self._free_all([group])
+        return actions + self._gather(group) if group in self._by_hand else actions
+
+    def reshard(self, group: int) -> list[Action]:
+        """The user gives a group's memory back."""
+        self._by_hand.discard(group)
+        self._in_backward.discard(group)
+        return self._free_all([group]) if group in self._live else []
+
+    def reset(self) -> list[Action]:
+        """Forget everything after an exception; all memory goes back."""
+        actions = self._free_all(list(self._live))
+        for state in (self._in_recompute, self._in_backward, self._by_hand, self._prefetched):
+            state.clear()
+        self._in_forward.clear()
+        self._tape.clear()
+        self._order = []
+        self._position = 0
+        self._hold = False
+        return actions
+
+    # --- parts ---
+
+    def _use(self, group: int) -> list[Action]:
+        actions = [] if group in self._live else self._gather(group)
+        self._prefetched.discard(group)
+        actions.append((Op.WAIT, group))
+        return actions
+
+    def _gather(self, group: int) -> list[Action]:
+        self._live[group] = None
+        return [(Op.GATHER, group)]
+
+    def _prefetch(self, group: int) -> list[Action]:
+        if group in self._live or self.prefetch_depth == 0:
+            return []
+        actions = self._trim_spare(room=1)
+        if len(self._spare()) >= self.prefetch_depth:
+            return actions
+        self._prefetched.add(group)
+        return actions + self._gather(group)
+
+    def _trim_spare(self, room: int = 0) -> list[Action]:
+        """Free used spare groups, oldest first, until `room` more fit; prefetched ones stay."""
+        if self._hold:
+            return []
+        spare = self._spare()
+        surplus = len(spare) + room - max(self.prefetch_depth, 1)
+        if surplus <= 0:
+            return []
+        used = [g for g in spare if g not in self._prefetched]
+        return self._free_all(used[:surplus])
+
+    def _free_all(self, groups: Iterable[int]) -> list[Action]:
+        actions: list[Action] = []
+        for group in groups:
+            del self._live[group]
+            self._prefetched.discard(group)
+            actions.append((Op.FREE, group))
+        return actions
+
+    def _expect_next(self, group: int) -> int | None:
+        """Follow the last pass: return what came after `group` there."""
+        order, position = self._last_order, self._position
+        while position < len(order) and order[position] != group:
+            position += 1
+        if position >= len(order):
+            return None
+        self._position = position + 1
+        return order[position + 1] if position + 1 < len(order) else None
+
+    def _before(self, group: int) -> int | None:
+        """Return the group whose forward ended before `group`'s last one."""
+        for position in range(len(self._tape) - 1, 0, -1):
+            if self._tape[position] == group:
+                return self._tape[position - 1]
+        return None
+
+
+class ReduceOrder:
+    """Decides when groups are reduced: in one order on all ranks, each once per backward.
+
+    Ranks may use different parameters, so which group completes first may differ between them,
+    and one may not complete at all; collectives of one process group must be issued in one order
+    everywhere all the same. So groups are reduced in the reverse of the order in which forward
+    entered them, a complete one waiting for those before it; what has not completed when the
+    engine is done is reduced then, with zeros for what is missing.
+    """
+
+    def __init__(self) -> None:
+        self._entered: dict[int, None] = {}
+        self._waiting: list[int] = []
+        self._complete: set[int] = set()
+        self._issued: set[int] = set()
+        self._running = False
+
+    def enter_forward(self, group: int) -> None:
+        """A forward that will have a backward used the group."""
+        self._entered.setdefault(group)
+
+    def begin_backward(self) -> None:
+        """A backward starts: fix the order."""
+        self._running = True
+        self._waiting = list(reversed(self._entered))
+        self._complete.clear()
+        self._issued.clear()
+
+    def complete(self, group: int) -> list[int]:
+        """All gradients of a group have come; return the groups to reduce now.
+
+        One that was reduced already in this backward, or that no forward entered, is reduced at
+        once.
+        """
+        if group in self._issued or group not in self._waiting:
+            return [group]
+        self._complete.add(group)
+        return self._issue_complete()
+
+    def end_backward(self) -> list[int]:
+        """The engine is done; return the rest, in order."""
+        rest = self._waiting
+        self._waiting = []
+        self._entered.clear()
+        self._running = False
+        return rest
+
+    def cancel(self) -> None:
+        """No gradient came in this backward (``autograd.grad``): nothing is reduced."""
+        self._waiting = []
+        self._running = False
+
+    def reset(self) -> None:
+        """Forget everything after an exception."""
+        self.cancel()
+        self._entered.clear()
+
+    def _issue_complete(self) -> list[int]:
+        ready = []
+        while self._waiting and self._waiting[0] in self._complete:
+            group = self._waiting.pop(0)
+            self._issued.add(group)
+            ready.append(group)
+        return ready

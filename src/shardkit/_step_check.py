@@ -1,0 +1,177 @@
+"""Do the ranks agree? The model at the first forward, the collectives of every backward.
+
+Collectives of ranks that do different things pair up wrongly without an error, so what was issued
+is noted, and one small all-reduce per synced backward compares a digest of it. The same all-reduce
+tells which parameters any rank used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit._errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._group import Group
+    from shardkit.backends.base import AxisComm, Handle, Lanes
+
+GATHER, REDUCE = 0, 1
+_VERBS = ("all-gathered", "reduce-scattered")
+
+
+def _digest(content: bytes) -> int:
+    """Return 62 bits: the value and its negative both fit an int64."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 2
+
+
+def check_same_model(groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
+    """Compare groups, names, shapes, dtypes and trainability over every axis in use.
+
+    Raises:
+        RankMismatchError: On every rank of an axis whose ranks differ, naming the first difference.
+
+    Cost: one all-reduce of 16 bytes per axis; details travel only on a mismatch.
+    """
+    description = [(group.name, *group.describe()) for group in groups]
+    digest = _digest(repr(description).encode())
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=groups[0].device)
+        axis.all_reduce(extremes, "max")
+        highest, lowest = extremes.tolist()
+        if highest != -lowest:
+            raise RankMismatchError(_first_model_difference(axis.exchange(description)))
+
+
+def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str:
+    mine = descriptions[0]
+    for rank, other in enumerate(descriptions):
+        if other == mine:
+            continue
+        hint = "Build the same model and call fully_shard in the same way on every rank."
+        if len(other) != len(mine):
+            return (
+                f"ranks have different models: position 0 of the process group has {len(mine)} "
+                f"groups, position {rank} has {len(other)}. {hint}"
+            )
+        for group_a, group_b in zip(mine, other, strict=True):
+            if group_a == group_b:
+                continue
+            if len(group_a) != len(group_b) or group_a[0] != group_b[0]:
+                return (
+                    f"ranks have different models: group {group_a[0]!r} has {len(group_a) - 1} "
+                    f"parameters on position 0 of the process group; on position {rank} there is "
+                    f"{group_b[0]!r} with {len(group_b) - 1}. {hint}"
+                )
+            for param_a, param_b in zip(group_a[1:], group_b[1:], strict=True):
+                if param_a != param_b:
+                    return (
+                        f"ranks have different models: parameter {param_a[0]!r} is "
+                        f"{_show_param(param_a)} on position 0 of the process group, but "
+                        f"{param_b[0]!r} is {_show_param(param_b)} on position {rank}. {hint}"
+                    )
+    return "ranks have different models, but no difference could be found in their descriptions."
+
+
+def _show_param(param: Sequence[Any]) -> str:
+    _, shape, orig_dtype, param_dtype, reduce_dtype, trainable = param
+    return (
+        f"{shape} {orig_dtype} (computed in {param_dtype}, reduced in {reduce_dtype}, "
+        f"{'trainable' if trainable else 'frozen'})"
+    )
+
+
+class StepCheck:
+    """Notes the collectives of a step and compares them once per synced backward.
+
+    Args:
+        groups: All groups of the root.
+        axes: Every mesh axis in use.
+    """
+
+    def __init__(self, groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
+        self._groups = groups
+        self._axes = [axis for axis in axes if axis.size > 1]
+        self._log = array("q")
+        self._sent_log = array("q")
+        self._handle: Handle | None = None
+        self._vector = torch.empty(0, dtype=torch.int64)
+
+    def note(self, kind: int, group_index: int) -> None:
+        """Note a collective that is being issued."""
+        self._log.append(group_index * 2 + kind)
+
+    def start(self, lanes: Lanes) -> None:
+        """Send the digest and which parameters fired here.
+
+        Cost: one all-reduce of 16 bytes and 8 per parameter, on every axis.
+        """
+        if not self._axes:
+            return
+        digest = _digest(self._log.tobytes())
+        fired = [int(f) for g in self._groups for bucket in g.gradients.fired for f in bucket]
+        self._vector = torch.tensor([digest, -digest, *fired], dtype=torch.int64)
+        self._handle = lanes.start_all_reduce_max(self._vector, self._axes)
+        self._sent_log, self._log = self._log, array("q")
+
+    def used_anywhere(self) -> list[list[list[int]]]:
+        """Wait; return per group and bucket which parameters fired on any rank."""
+        self.finish()
+        flags = self._vector[2:].tolist()
+        result, position = [], 0
+        for group in self._groups:
+            buckets = []
+            for fired in group.gradients.fired:
+                buckets.append(flags[position : position + len(fired)])
+                position += len(fired)
+            result.append(buckets)
+        return result
+
+    def finish(self) -> None:
+        """Wait for the comparison, if one is under way.
+
+        Raises:
+            RankMismatchError: On every rank, if ranks issued different collectives.
+        """
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        handle.wait()
+        highest, lowest = self._vector[:2].tolist()
+        if highest != -lowest:
+            logs: list[Any] = [list(self._sent_log)]
+            for axis in self._axes:
+                logs = [entry for part in axis.exchange(logs) for entry in part]
+            raise RankMismatchError(self._first_difference(logs))
+
+    def reset(self) -> None:
+        """Forget the step, after an exception."""
+        self._handle = None
+        self._log = array("q")
+
+    def _first_difference(self, logs: Sequence[Sequence[int]]) -> str:
+        longest = max(map(len, logs))
+        for step in range(longest):
+            entries = [log[step] if step < len(log) else None for log in logs]
+            if len(set(entries)) > 1:
+                other = next(i for i, entry in enumerate(entries) if entry != entries[0])
+                return (
+                    f"ranks entered different groups: as collective {step} of this step, rank "
+                    f"{0} of the mesh {self._show(entries[0])} while rank {other} "
+                    f"{self._show(entries[other])}. Their data was mixed up, so this step's "
+                    f"gradients are wrong on every rank. Run the same modules in the same order on "
+                    f"all ranks, or put modules that ranks choose among (experts) in one group."
+                )
+        return "ranks issued different collectives, but no difference was found in their logs."
+
+    def _show(self, entry: int | None) -> str:
+        if entry is None:
+            return "issued nothing more"
+        return f"{_VERBS[entry % 2]} {self._groups[entry // 2].name!r}"

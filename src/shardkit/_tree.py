@@ -1,0 +1,82 @@
+"""Tensors inside whatever a forward takes and returns.
+
+Wider than pytree: any mapping (Hugging Face outputs are dict subclasses), dataclasses,
+namedtuples (`PackedSequence` is one) and, for finding only, plain objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
+_MAX_OBJECT_DEPTH = 3
+"""Plain objects are searched this deep: an output may hold the model itself."""
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return `tree` with `fn` applied to its tensors; the same object where nothing changed."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, _LEAVES):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        items = [map_tensors(fn, item) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        if hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return type(tree)(items)
+    if isinstance(tree, Mapping):
+        changed = {}
+        for key, value in tree.items():
+            new = map_tensors(fn, value)
+            if new is not value:
+                changed[key] = new
+        if not changed:
+            return tree
+        result: Any = copy.copy(tree)
+        for key, value in changed.items():
+            result[key] = value
+        return result
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {}
+        for field in dataclasses.fields(tree):
+            value = getattr(tree, field.name, None)
+            new = map_tensors(fn, value)
+            if new is not value:
+                fields[field.name] = new
+        if not fields:
+            return tree
+        result = copy.copy(tree)
+        for name, value in fields.items():
+            object.__setattr__(result, name, value)
+        return result
+    return tree
+
+
+def iter_tensors(tree: Any, *, depth: int = _MAX_OBJECT_DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in `tree`, those in plain objects' attributes included."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, _LEAVES):
+        return
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for item in tree:
+            yield from iter_tensors(item, depth=depth)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from iter_tensors(item, depth=depth)
+    elif (
+        depth > 0
+        and hasattr(tree, "__dict__")
+        and not isinstance(tree, (type, torch.nn.Module))
+        and not callable(tree)
+    ):
+        for item in list(vars(tree).values()):
+            yield from iter_tensors(item, depth=depth - 1)

@@ -1,0 +1,85 @@
+"""Backends: how ranks of a mesh communicate.
+
+`base` says what a backend is; `gloo` (CPU), `nccl` (CUDA) and `recording` (no process at all, logs
+the collectives) are the ones there are. Only this package imports `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+
+from shardkit._errors import MeshError
+from shardkit._mesh import SHARD_AXIS, DeviceMesh
+from shardkit.backends.process_group import (
+    from_torch_mesh,
+    make_torch_mesh,
+    world_size_or_raise,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["as_device_mesh", "init_device_mesh"]
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """Make a mesh over all ranks of the world; call it on every rank.
+
+    Starts the default process group from the launcher's environment variables if there is none
+    (gloo for ``"cpu"``, NCCL for ``"cuda"``).
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``. On CUDA set the current device first
+            (``torch.cuda.set_device(local_rank)``).
+        mesh_shape: Size of each axis; their product is the number of ranks.
+        mesh_dim_names: Names of the axes. A 1-D mesh shards; the axes of a 2-D one are
+            (replicate, shard), in this order, whatever their names.
+
+    Raises:
+        MeshError: On every rank, if no launcher started this process, the sizes do not multiply to
+            the world size, or the device type is unknown.
+
+    Cost: one process group per axis.
+    """
+    backend_class = _backend_class(device_type)
+    names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
+    mesh = make_torch_mesh(device_type, tuple(mesh_shape), names)
+    return from_torch_mesh(mesh, backend_class)
+
+
+def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
+    """Return `mesh` as shardkit's; torch's is converted, None is a 1-D mesh over the world.
+
+    Raises:
+        MeshError: If it is something else, or no process group exists.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh is None:
+        return init_device_mesh(
+            device_type, (world_size_or_raise(),), mesh_dim_names=(SHARD_AXIS,)
+        )
+    if isinstance(mesh, TorchDeviceMesh):
+        return from_torch_mesh(mesh, _backend_class(mesh.device_type))
+    msg = (
+        f"mesh must be a shardkit or torch DeviceMesh or None, got {type(mesh).__name__}. "
+        f"Make one by shardkit.init_device_mesh(device_type, shape)."
+    )
+    raise MeshError(msg)
+
+
+def _backend_class(device_type: str) -> type[Any]:
+    if device_type == "cpu":
+        from shardkit.backends.gloo import GlooBackend
+
+        return GlooBackend
+    if device_type == "cuda":
+        from shardkit.backends.nccl import NcclBackend
+
+        return NcclBackend
+    msg = f"unknown device type {device_type!r}; meshes can be made for 'cpu' and 'cuda'."
+    raise MeshError(msg)

@@ -1,0 +1,131 @@
+"""What a backend gives the rest of the library; nothing above knows which one it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import Tensor
+
+
+class AxisComm(Protocol):
+    """One mesh axis through this rank: small and rare collectives, all blocking.
+
+    `op` is one of ``"sum"``, ``"max"``, ``"min"``, ``"product"``.
+    """
+
+    size: int
+    rank: int
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None:
+        """Fill `full` (1-D) with every rank's `own`, in rank order; `own` may lie in `full`."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce `tensor` in place."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Copy `tensor` from position `src` of the axis to all."""
+
+    def exchange(self, item: Any) -> list[Any]:
+        """Return every rank's picklable `item`, in rank order."""
+
+
+class Handle(Protocol):
+    """Work that has been started."""
+
+    def wait(self) -> None:
+        """Return when work issued from now on sees the result.
+
+        On CPU that is when the work is done; on CUDA the compute stream waits, not the host.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One bucket to gather.
+
+    Attributes:
+        full: 1-D, all ranks' ranges in compute dtype; written.
+        own: This rank's range of `full`.
+        shard: 1-D, this rank's range in storage dtype; cast into `own` first.
+    """
+
+    full: Tensor
+    own: Tensor
+    shard: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One bucket to reduce.
+
+    Attributes:
+        send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype.
+        receive: Room like `send` for the exchange; None where `needs_receive` is False.
+        out: 1-D, this rank's range of the reduced gradients; written.
+        scale: Multiplies the sum.
+        shard_axis: Reduce-scatter over it.
+        replicate_axis: Then all-reduce over it; None: do not.
+        carry: 1-D like `out`, a partial sum over the shard axis of earlier backwards that is
+            added before the all-reduce; None: nothing.
+    """
+
+    send: Tensor
+    receive: Tensor | None
+    out: Tensor
+    scale: float
+    shard_axis: AxisComm
+    replicate_axis: AxisComm | None
+    carry: Tensor | None
+
+
+class Lanes(Protocol):
+    """The streams that all groups of one root share: one per kind of collective."""
+
+    def fence(self) -> Any:
+        """Return a mark of all compute issued so far; None where the host is in step with it."""
+
+    def allocating(self) -> AbstractContextManager[Any]:
+        """Return a context in which memory is allocated that gathers will write."""
+
+    def start_gather(
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
+    ) -> Handle:
+        """Cast and all-gather buckets, not before the fences `after`.
+
+        Cost: one all-gather per bucket.
+        """
+
+    def start_reduce(self, reductions: Sequence[Reduction]) -> Handle:
+        """Reduce-scatter buckets after all compute issued so far.
+
+        Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
+        """
+
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> Handle:
+        """MAX all-reduce of a small host tensor over every axis, one after another."""
+
+
+class Backend(Protocol):
+    """One mesh's way to communicate."""
+
+    device: torch.device
+    needs_receive: bool
+    host_reads_are_free: bool
+
+    def process_group(self, axis: int) -> Any:
+        """Return the engine's handle of one mesh axis."""
+
+    def axis(self, axis: int) -> AxisComm:
+        """Return the communicator of one mesh axis through this rank; always the same object."""
+
+    def for_axes(self, axes: Sequence[int]) -> Backend:
+        """Return the backend of the submesh made of `axes`."""
+
+    def make_lanes(self) -> Lanes:
+        """Make the streams of one root."""

@@ -1,0 +1,164 @@
+"""CUDA ranks over NCCL: three streams per root and events between them, never `record_stream`.
+
+Memory belongs to the compute stream. A side stream reads or writes it only after an event that the
+compute stream recorded, and the compute stream touches it again only after an event of that side
+stream; so no buffer is ever reused early, and peaks are the same in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backends.process_group import (
+    ProcessGroupAxis,
+    ProcessGroupBackend,
+    all_gather_single,
+    reduce_scatter_single,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+    from torch.distributed import device_mesh as torch_mesh
+
+    from shardkit.backends.base import Gather, Handle, Reduction
+
+
+class EventHandle:
+    """A point on a side stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the compute stream wait; the host goes on."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class HostHandle:
+    """A device tensor on its way to the host tensor it came from."""
+
+    def __init__(self, target: Tensor, on_device: Tensor, event: torch.cuda.Event) -> None:
+        self._target = target
+        self._on_device = on_device
+        self._event = event
+
+    def wait(self) -> None:
+        """Block the host until the numbers are there."""
+        self._event.synchronize()
+        self._target.copy_(self._on_device)
+
+
+class CudaLanes:
+    """One stream each for gathers, reduce-scatters and all-reduces over the replicate axis.
+
+    NCCL runs the collectives of one communicator in the order of issue, so more streams would
+    not run more of them at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # High priority: collectives of the next group must not queue behind this group's kernels.
+        self._gather = torch.cuda.Stream(device, priority=-1)
+        self._reduce = torch.cuda.Stream(device, priority=-1)
+        self._all_reduce = torch.cuda.Stream(device, priority=-1)
+
+    def fence(self) -> torch.cuda.Event:
+        """Mark the compute stream."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def allocating(self) -> AbstractContextManager[Any]:
+        """Memory that comes and goes belongs to the gather stream, which waits for its readers."""
+        return torch.cuda.stream(self._gather)
+
+    def start_gather(
+        self,
+        gathers: Sequence[Gather],
+        axis: ProcessGroupAxis,
+        after: Sequence[torch.cuda.Event | None],
+    ) -> Handle:
+        """Cast and gather on the gather stream, after the slots' last readers."""
+        for event in after:
+            if event is not None:
+                self._gather.wait_event(event)
+        with torch.cuda.stream(self._gather):
+            for gather in gathers:
+                gather.own.copy_(gather.shard)
+                if axis.size > 1:
+                    all_gather_single(gather.full, gather.own, group=axis.group)
+            return EventHandle(self._gather.record_event())
+
+    def start_reduce(self, reductions: Sequence[Reduction]) -> Handle:
+        """Reduce-scatter on one stream, all-reduce on the next."""
+        self._reduce.wait_event(self.fence())
+        stream = self._reduce
+        for reduction in reductions:
+            with torch.cuda.stream(self._reduce):
+                partial = _reduce_scatter(reduction)
+                if reduction.carry is not None:
+                    partial.add_(reduction.carry)
+            if reduction.replicate_axis is not None:
+                stream = self._all_reduce
+                stream.wait_event(self._reduce.record_event())
+                with torch.cuda.stream(stream):
+                    assert isinstance(reduction.replicate_axis, ProcessGroupAxis)
+                    dist.all_reduce(partial, group=reduction.replicate_axis.group)
+                    _scale_into(reduction, partial)
+            else:
+                with torch.cuda.stream(self._reduce):
+                    _scale_into(reduction, partial)
+        if stream is not self._reduce:
+            # Reduce-scatters come back to their own stream, so that one event covers both.
+            self._reduce.wait_event(stream.record_event())
+        return EventHandle(self._reduce.record_event())
+
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[ProcessGroupAxis]) -> Handle:
+        """All-reduce a device copy on the reduce stream; `wait` brings it to the host."""
+        self._reduce.wait_event(self.fence())
+        with torch.cuda.stream(self._reduce):
+            on_device = tensor.to(self._device)
+            for axis in axes:
+                dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
+            return HostHandle(tensor, on_device, self._reduce.record_event())
+
+
+def _pre_scale(reduction: Reduction) -> float:
+    """Return what to multiply before the sum: fp16 would overflow in it, or underflow before."""
+    return math.sqrt(reduction.scale) if reduction.send.dtype == torch.float16 else 1.0
+
+
+def _scale_into(reduction: Reduction, total: Tensor) -> None:
+    reduction.out.copy_(total).mul_(reduction.scale / _pre_scale(reduction))
+
+
+def _reduce_scatter(reduction: Reduction) -> Tensor:
+    """Sum into this rank's own range of `send`, which is free for it; no further memory."""
+    if (pre_scale := _pre_scale(reduction)) != 1.0:
+        reduction.send.mul_(pre_scale)
+    axis = reduction.shard_axis
+    assert isinstance(axis, ProcessGroupAxis)
+    own = reduction.send.view(axis.size, -1)[axis.rank]
+    if axis.size > 1:
+        reduce_scatter_single(own, reduction.send, group=axis.group)
+    return own
+
+
+class NcclBackend(ProcessGroupBackend):
+    """Meshes of device type ``"cuda"``."""
+
+    host_reads_are_free = False
+
+    def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
+        super().__init__(mesh, axes)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def make_lanes(self) -> CudaLanes:
+        """Make the three streams."""
+        return CudaLanes(self.device)

@@ -1,0 +1,153 @@
+"""torch.distributed process groups behind a mesh: what gloo and NCCL have in common."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh as torch_mesh
+
+from shardkit._errors import MeshError
+from shardkit._mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# torch 2.13 renamed both; 2.9 has only the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_NO_PROCESS_GROUP = (
+    "no process group: this process was not started by a launcher. Start the script by\n"
+    "    torchrun --standalone --nproc-per-node 2 {script}\n"
+    "or call torch.distributed.init_process_group() before making a mesh."
+)
+
+
+class ProcessGroupAxis:
+    """`AxisComm` over one torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None:
+        """See `AxisComm.all_gather`."""
+        if self.size == 1:
+            if full.data_ptr() != own.data_ptr():
+                full.copy_(own)
+            return
+        all_gather_single(full, own, group=self.group)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """See `AxisComm.all_reduce`."""
+        if self.size > 1:
+            dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See `AxisComm.broadcast`."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=src)
+
+    def exchange(self, item: Any) -> list[Any]:
+        """See `AxisComm.exchange`."""
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+
+class ProcessGroupBackend:
+    """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
+
+    needs_receive = False
+    host_reads_are_free = True
+
+    def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
+        self._mesh = mesh
+        self._axes = tuple(axes)
+        self._comms: dict[int, ProcessGroupAxis] = {}
+        self.device = torch.device(mesh.device_type)
+
+    def process_group(self, axis: int) -> dist.ProcessGroup:
+        """Return torch's process group of one axis."""
+        return self._mesh.get_group(self._axes[axis])
+
+    def axis(self, axis: int) -> ProcessGroupAxis:
+        """Return the communicator of one axis; always the same object."""
+        if axis not in self._comms:
+            self._comms[axis] = ProcessGroupAxis(self.process_group(axis))
+        return self._comms[axis]
+
+    def for_axes(self, axes: Sequence[int]) -> ProcessGroupBackend:
+        """Return the backend of the submesh made of `axes`; it shares the communicators."""
+        sub = type(self)(self._mesh, [self._axes[axis] for axis in axes])
+        sub._comms = {i: self.axis(axis) for i, axis in enumerate(axes)}  # noqa: SLF001 - own class
+        return sub
+
+
+def make_torch_mesh(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None
+) -> torch_mesh.DeviceMesh:
+    """Make torch's mesh over the whole world; starts the default process group if need be.
+
+    Raises:
+        MeshError: Not started by a launcher, or the world has another size than the mesh.
+    """
+    if not dist.is_available():
+        msg = "this build of torch has no torch.distributed; install one that has."
+        raise MeshError(msg)
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        msg = _NO_PROCESS_GROUP.format(script=os.path.basename(_script()))
+        raise MeshError(msg)
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    wanted = 1
+    for size in shape:
+        wanted *= size
+    if wanted != world_size:
+        msg = (
+            f"a mesh of shape {shape} needs {wanted} ranks, the world has {world_size}. "
+            f"Start {wanted} processes (torchrun --nproc-per-node), or make a mesh of torch's "
+            f"DeviceMesh over some of the ranks and pass that."
+        )
+        raise MeshError(msg)
+    return torch_mesh.init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def _script() -> str:
+    import sys
+
+    return sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "train.py"
+
+
+def world_size_or_raise() -> int:
+    """Return the number of ranks; a MeshError that says how to start them if there are none."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    msg = _NO_PROCESS_GROUP.format(script=os.path.basename(_script()))
+    raise MeshError(msg)
+
+
+def from_torch_mesh(mesh: torch_mesh.DeviceMesh, backend_class: type[Any]) -> DeviceMesh:
+    """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
+    return DeviceMesh(
+        device_type=mesh.device_type,
+        shape=tuple(mesh.shape),
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        mesh_dim_names=tuple(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
+        rank=dist.get_rank(),
+        backend=backend_class(mesh, range(mesh.ndim)),
+    )
