@@ -300,18 +300,18 @@ class FSDPModule:
         """Return bytes on this rank, of this module and the sharded modules in it.
 
         Keys: ``shard_nbytes`` (parameters), ``unsharded_nbytes`` and ``peak_unsharded_nbytes``
-        (unsharded buffers now, and the most there ever were), ``reduce_buffer_nbytes`` (send and
-        receive buffers of gradients), ``unsynced_grad_nbytes``. The middle three are those of
-        the whole root.
+        (unsharded buffers now, and the most there ever were), ``reduce_buffer_nbytes`` (the most
+        that send and receive buffers of gradients ever took) and ``unsynced_grad_nbytes``
+        (gradients that wait to be synced). The middle three are those of the whole root.
         """
         groups = list(_groups(self, recurse=True))
         runtime = _state_of(self).runtime
         return {
             "shard_nbytes": sum(group.shard_nbytes for group in groups),
-            "unsharded_nbytes": runtime.slots.live_nbytes if runtime else 0,
-            "peak_unsharded_nbytes": runtime.slots.peak_nbytes if runtime else 0,
-            "reduce_buffer_nbytes": runtime.reduce_sets.held_nbytes if runtime else 0,
-            "unsynced_grad_nbytes": sum(group.gradients.unsynced_nbytes for group in groups),
+            "unsharded_nbytes": runtime.unsharded_nbytes if runtime else 0,
+            "peak_unsharded_nbytes": runtime.peak_unsharded_nbytes if runtime else 0,
+            "reduce_buffer_nbytes": runtime.peak_reduce_nbytes if runtime else 0,
+            "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }
 
 

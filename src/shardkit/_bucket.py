@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from shardkit import _compat
 from shardkit._errors import FreedParameterError, WrapError
 from shardkit._layout import FlatLayout
+from shardkit._memory import Buffer
 from shardkit._sharded import ShardedTensor, ShardSpec
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._memory import Slot, SlotPool
+    from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
 
@@ -114,7 +115,6 @@ class Bucket:
             ]
             self.replacements = [self._make_replacement(i) for i in range(len(found))]
             self._make_unsharded()
-        self._slot: Slot | None = None
         self._gathered_version = -1
         self._visible = False
 
@@ -146,13 +146,14 @@ class Bucket:
         return new
 
     def _make_unsharded(self) -> None:
-        """Make the unsharded buffer's storage, with nothing behind it, and the views into it."""
+        """Make the unsharded buffer, with nothing behind it, and the views into it."""
+        self.buffer: Buffer | None = None
         if self.aliases_shard:
-            self.storage = self.shard.untyped_storage()
+            self._storage = self.shard.untyped_storage()
         else:
             nbytes = self.layout.padded_numel * self.param_dtype.itemsize
-            self.storage = torch.UntypedStorage(nbytes, device=self.device)
-        self._nbytes = self.storage.nbytes()
+            self.buffer = Buffer(nbytes, self.device)
+            self._storage = self.buffer.storage
         self.full = self._view((self.layout.padded_numel,), 0)
         own_start = self.axis.rank * self.layout.shard_numel
         self.own = self._view((self.layout.shard_numel,), own_start)
@@ -162,11 +163,11 @@ class Bucket:
             param = nn.Parameter(view, requires_grad=found.param.requires_grad)
             param.__dict__.update(found.param.__dict__)
             param.__dict__["fqn"] = found.name
-            if not self.aliases_shard:
+            if self.buffer is not None:
                 param.__class__ = FreedParameter
             self.unsharded.append(param)
-        if not self.aliases_shard:
-            self.storage.resize_(0)
+        if self.buffer is not None:
+            self.buffer.close()
 
     def _view(self, shape: tuple[int, ...], offset: int) -> Tensor:
         strides, step = [], 1
@@ -174,7 +175,7 @@ class Bucket:
             strides.append(step)
             step *= max(dim, 1)
         empty = torch.empty(0, dtype=self.param_dtype, device=self.device)
-        return empty.set_(self.storage, offset, shape, tuple(reversed(strides)))
+        return empty.set_(self._storage, offset, shape, tuple(reversed(strides)))
 
     # --- exchange of the user's parameters ---
 
@@ -218,12 +219,16 @@ class Bucket:
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the unsharded buffer while it exists; 0 where it is the shard itself."""
-        return 0 if self.aliases_shard else self._nbytes
+        return self.buffer.nbytes if self.buffer is not None else 0
 
     @property
     def is_stale(self) -> bool:
         """Whether a shard changed since it was gathered."""
-        return self._slot is not None and self._gathered_version != self.shard_version
+        return (
+            self.buffer is not None
+            and self.buffer.has_memory
+            and self._gathered_version != self.shard_version
+        )
 
     @property
     def shard_version(self) -> int:
@@ -232,17 +237,16 @@ class Bucket:
 
     def attach(self, pool: SlotPool) -> Any:
         """Get memory; return the fence after which it may be written."""
-        self._slot = pool.attach(self.storage, self._nbytes)
+        assert self.buffer is not None
         self._gathered_version = self.shard_version
         for param in self.unsharded:
             param.__class__ = nn.Parameter
-        return self._slot.free_after
+        return self.buffer.attach(pool, for_compute=False)
 
     def detach(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back; its readers are done at `fence`."""
-        assert self._slot is not None
-        pool.detach(self.storage, self._slot, fence)
-        self._slot = None
+        assert self.buffer is not None
+        self.buffer.detach(pool, fence, by_compute=True)
         for param in self.unsharded:
             param.__class__ = FreedParameter
 

@@ -2,11 +2,12 @@
 
 [Note: tensors of a reduction]
 - unsharded gradient: what autograd leaves in ``.grad`` of an unsharded parameter; taken from it at
-  once and held until the group is complete.
-- reduce set: a send and (where the backend needs one) a receive buffer for all buckets of a group,
-  in `reduce_dtype`. All groups of a root share one set: the reduction of a group runs beside the
-  backward of the next, and is waited for when that one is complete.
-- unsynced buffer: a send buffer that a group keeps for itself while gradients are not synced.
+  once.
+- send buffer: 1-D per bucket, ``layout.padded_numel``, `reduce_dtype`; the unsharded gradients are
+  copied into it as they come. Layers copy at once. A root, whose gradients come at both ends of
+  backward, holds them until the last one has come, so that its send buffer exists only shortly.
+- receive buffer: what other ranks send, where the backend does the sum itself.
+- unsynced: while gradients are not synced, the send buffer stays, and is added to.
 - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
   replicate axis is switched off.
 - sharded gradient: ``.grad`` of the sharded parameter, a `ShardedTensor` in storage dtype.
@@ -15,13 +16,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._layout import align_up
+from shardkit._memory import Buffer
 from shardkit._sharded import ShardedTensor, ShardSpec
 from shardkit.backends.base import Reduction
 
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._bucket import Bucket
-    from shardkit.backends.base import AxisComm, Handle, Lanes
-
-_ALIGN_NBYTES = 64
+    from shardkit._memory import SlotPool
+    from shardkit.backends.base import AxisComm, Lanes, ReduceHandle
 
 
 def assign_grad(param: nn.Parameter, piece: Tensor, spec: ShardSpec) -> None:
@@ -48,97 +48,90 @@ def assign_grad(param: nn.Parameter, piece: Tensor, spec: ShardSpec) -> None:
         hook(param)
 
 
-class ReduceSet:
-    """A send buffer and maybe a receive buffer, raw bytes.
+class SendBuffer:
+    """Send and receive memory of one bucket, with views made once."""
 
-    Attributes:
-        nbytes: Size of each.
-        send: What this rank contributes, all ranks' ranges.
-        receive: Room for what comes, or None.
-        busy: The gradients whose reduction uses the set, or None.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device, *, receive: bool) -> None:
-        self.nbytes = nbytes
-        self.send = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.receive = torch.empty(nbytes, dtype=torch.uint8, device=device) if receive else None
-        self.busy: GroupGradients | None = None
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return self.nbytes * (1 if self.receive is None else 2)
-
-
-class ReduceSetPool:
-    """The reduce sets of one root: at most `max_sets`, in use one after another."""
-
-    def __init__(self, device: torch.device, *, receive: bool, max_sets: int = 1) -> None:
-        self._device = device
-        self._receive = receive
-        self._max_sets = max_sets
-        self._sets: list[ReduceSet] = []
+    def __init__(self, bucket: Bucket, *, receive_numel: int) -> None:
+        layout, dtype, device = bucket.layout, bucket.reduce_dtype, bucket.device
+        self._send = Buffer(layout.padded_numel * dtype.itemsize, device)
+        self.flat = torch.empty(0, dtype=dtype, device=device)
+        self.flat.set_(self._send.storage, 0, (layout.padded_numel,), (1,))
+        places = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        self.slots = [self.flat[at : at + numel].view(shape) for at, numel, shape in places]
+        self._send.close()
+        self._receive = Buffer(receive_numel * dtype.itemsize, device) if receive_numel else None
+        self.received: Tensor | None = None
+        if self._receive is not None:
+            self.received = torch.empty(0, dtype=dtype, device=device)
+            self.received.set_(self._receive.storage, 0, (receive_numel,), (1,))
+            self._receive.close()
+        self.written: set[int] = set()
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes of all sets."""
-        return sum(reduce_set.held_nbytes for reduce_set in self._sets)
+    def nbytes(self) -> int:
+        """Bytes that exist now."""
+        buffers = (self._send, self._receive)
+        return sum(b.nbytes for b in buffers if b is not None and b.has_memory)
 
-    def acquire(self, nbytes: int) -> ReduceSet:
-        """Return a set that is free, waiting for the oldest reduction if all are under way."""
-        chosen = None
-        if len(self._sets) >= self._max_sets:
-            chosen = self._sets.pop(0)
-            if chosen.busy is not None:
-                chosen.busy.finish_reduce()
-        if chosen is None or not nbytes <= chosen.nbytes <= 2 * nbytes:
-            del chosen  # Give its memory back first.
-            chosen = ReduceSet(nbytes, self._device, receive=self._receive)
-        self._sets.append(chosen)
-        return chosen
+    def write(self, index: int, grad: Tensor, lanes: Lanes, pool: SlotPool) -> None:
+        """Copy a gradient into its slot, or add it to what is there."""
+        self.open(lanes, pool)
+        slot = self.slots[index]
+        if index in self.written:
+            slot.add_(grad)
+        else:
+            self.written.add(index)
+            slot.copy_(grad)
 
-    def trim(self) -> None:
-        """Give the memory of free sets back to the allocator."""
-        self._sets = [s for s in self._sets if s.busy is not None]
+    def open(self, lanes: Lanes, pool: SlotPool) -> None:
+        """Get memory to write gradients into, if there is none."""
+        if not self._send.has_memory:
+            lanes.wait_fence(self._send.attach(pool, for_compute=True))
 
+    def complete(self, lanes: Lanes, pool: SlotPool) -> None:
+        """Make ready to send: zeros where nothing was written, room for what comes."""
+        self.open(lanes, pool)
+        for index, slot in enumerate(self.slots):
+            if index not in self.written:
+                slot.zero_()
+        self.written.clear()
+        if self._receive is not None:
+            lanes.wait_fence(self._receive.attach(pool, for_compute=True))
 
-class _Views:
-    """The buckets' flat ranges, and the parameters' slots, in one buffer of raw bytes."""
+    def close_send(self, pool: SlotPool, fence: Any) -> None:
+        """Give the send buffer's memory back; what was started is done at `fence`."""
+        if self._send.has_memory:
+            self._send.detach(pool, fence, by_compute=False)
+        self.written.clear()
 
-    def __init__(self, buffer: Tensor, buckets: Sequence[Bucket], starts: Sequence[int]) -> None:
-        self.flats: list[Tensor] = []
-        self.slots: list[list[Tensor]] = []
-        storage = buffer.untyped_storage()
-        for bucket, start in zip(buckets, starts, strict=True):
-            dtype, layout = bucket.reduce_dtype, bucket.layout
-            flat = torch.empty(0, dtype=dtype, device=buffer.device)
-            flat.set_(storage, start // dtype.itemsize, (layout.padded_numel,), (1,))
-            self.flats.append(flat)
-            places = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
-            self.slots.append([flat[at : at + numel].view(shape) for at, numel, shape in places])
+    def close_receive(self, pool: SlotPool) -> None:
+        """Give the receive buffer's memory back; the host waited for it."""
+        if self._receive is not None and self._receive.has_memory:
+            self._receive.detach(pool, None, by_compute=False)
 
 
 @dataclass(slots=True)
 class _Started:
-    """A reduction under way; holds its buffers."""
+    """A reduction under way."""
 
-    carrier: ReduceSet
-    source: ReduceSet
-    handle: Handle
-    outs: list[Tensor]
+    handle: ReduceHandle
+    buckets: list[int]
     is_partial: bool
+    is_sent: bool
 
 
 class GroupGradients:
     """Collects a group's unsharded gradients, reduces them, assigns the sharded ones.
 
     Args:
-        buckets: The group's buckets.
+        buckets: The group's buckets that may be trained.
         shard_axis: Reduce-scatter over it.
         replicate_axis: All-reduce over it, or None.
+        receive_chunks: Shard-sized pieces that the backend wants room for.
 
     Attributes:
-        fired: Per bucket, one byte per parameter: 1 if its gradient came since the last `settle`.
+        fired: Per bucket, one byte per parameter: 1 if its gradient came since the last synced
+            backward.
         is_local: One rank only: gradients are assigned at once.
     """
 
@@ -148,169 +141,160 @@ class GroupGradients:
         *,
         shard_axis: AxisComm,
         replicate_axis: AxisComm | None,
+        receive_chunks: int,
     ) -> None:
         self._buckets = buckets
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
+        self._receive_chunks = receive_chunks
         num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
         self.is_local = num_ranks == 1
         self._scale = 1.0 / num_ranks
-        self._active: list[int] = []
-        self._starts: list[int] = []
-        self._nbytes = 0
         self.fired = [bytearray(len(bucket.found)) for bucket in buckets]
         self._held: list[dict[int, Tensor]] = [{} for _ in buckets]
-        self._views: dict[ReduceSet, tuple[_Views, _Views | None]] = {}
-        self._unsynced: ReduceSet | None = None
-        self._partials: list[Tensor] | None = None
+        self._buffers: list[SendBuffer | None] = [None] * len(buckets)
+        self._partials: dict[int, Tensor] = {}
         self._started: list[_Started] = []
         self._unsettled: list[tuple[int, int, Tensor]] = []
 
     @property
-    def unsynced_nbytes(self) -> int:
-        """Bytes this group keeps because gradients were not synced."""
-        nbytes = self._unsynced.held_nbytes if self._unsynced else 0
-        return nbytes + sum(partial.nbytes for partial in self._partials or ())
-
-    @property
-    def has_held(self) -> bool:
-        """Whether unsharded gradients are held."""
-        return any(self._held)
-
-    def _activate(self) -> None:
-        """Lay out the buckets that are trained now; parameters may be frozen at any time."""
-        active = [i for i, bucket in enumerate(self._buckets) if bucket.is_trainable or self._held[i]]
-        if active == self._active or self._unsynced is not None:
-            return
-        self._active, self._starts, self._nbytes = active, [], 0
-        self._views.clear()
-        for bucket in self._active_buckets:
-            self._starts.append(self._nbytes)
-            nbytes = bucket.layout.padded_numel * bucket.reduce_dtype.itemsize
-            self._nbytes += align_up(nbytes, _ALIGN_NBYTES)
-
-    @property
-    def _active_buckets(self) -> list[Bucket]:
-        return [self._buckets[i] for i in self._active]
+    def buffer_nbytes(self) -> int:
+        """Bytes of send, receive and partial buffers that exist now."""
+        nbytes = sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+        return nbytes + sum(partial.nbytes for partial in self._partials.values())
 
     # --- collecting ---
 
-    def take(self, bucket_index: int, index: int, grad: Tensor) -> None:
-        """Take the unsharded gradient of one parameter."""
+    def take(
+        self, bucket_index: int, index: int, grad: Tensor, lanes: Lanes, pool: SlotPool, *, hold: bool
+    ) -> None:
+        """Take the unsharded gradient of one parameter.
+
+        Args:
+            bucket_index: Which bucket.
+            index: Which parameter.
+            grad: Its gradient, in compute dtype; not kept unless `hold`.
+            lanes: Order the copy.
+            pool: Where the send buffer's memory comes from.
+            hold: Keep the tensor rather than copy it now.
+        """
         self.fired[bucket_index][index] = 1
         if self.is_local:
             bucket = self._buckets[bucket_index]
             piece = grad.detach().to(bucket.orig_dtype).reshape(-1)
             assign_grad(bucket.found[index].param, piece, bucket.specs[index])
-            return
-        held = self._held[bucket_index]
-        held[index] = held[index] + grad if index in held else grad
-
-    def keep_unsynced(self) -> None:
-        """Move what is held into the unsynced buffer: this backward is not synced."""
-        if not self.has_held:
-            return
-        self._activate()
-        if self._unsynced is None:
-            device = self._buckets[0].device
-            self._unsynced = ReduceSet(self._nbytes, device, receive=False)
-            self._write_held(self._views_of(self._unsynced)[0])
+        elif hold:
+            held = self._held[bucket_index]
+            held[index] = held[index] + grad if index in held else grad
         else:
-            self._add_held()
+            if self.is_reducing:
+                self.finish_reduce(pool)  # The send buffer is on the wire.
+            self._buffer(bucket_index).write(index, grad, lanes, pool)
 
-    def _add_held(self) -> None:
-        assert self._unsynced is not None
-        views = self._views_of(self._unsynced)[0]
-        for i, slots in zip(self._active, views.slots, strict=True):
-            held = self._held[i]
-            for index, grad in held.items():
-                slots[index].add_(grad)
-            held.clear()
-
-    def _write_held(self, views: _Views) -> None:
-        """Copy what is held into its slots, zeros into the others, and drop it."""
-        for i, slots in zip(self._active, views.slots, strict=True):
-            held = self._held[i]
-            if len(held) < len(slots):
-                torch._foreach_zero_([slot for i, slot in enumerate(slots) if i not in held])  # noqa: SLF001
+    def write_held(self, lanes: Lanes, pool: SlotPool) -> None:
+        """Copy what is held into the send buffers, and drop it."""
+        for bucket_index, held in enumerate(self._held):
             if held:
-                torch._foreach_copy_([slots[i] for i in held], list(held.values()))  # noqa: SLF001
-            held.clear()
+                buffer = self._buffer(bucket_index)
+                while held:
+                    index, grad = held.popitem()
+                    buffer.write(index, grad, lanes, pool)
 
-    def _views_of(self, reduce_set: ReduceSet) -> tuple[_Views, _Views | None]:
-        views = self._views.get(reduce_set)
-        if views is None:
-            buckets = self._active_buckets
-            send = _Views(reduce_set.send, buckets, self._starts)
-            receive = None
-            if reduce_set.receive is not None:
-                receive = _Views(reduce_set.receive, buckets, self._starts)
-            self._views.clear()  # Sets that were replaced must not be kept alive.
-            self._views[reduce_set] = views = (send, receive)
-        return views
+    @property
+    def has_collected(self) -> bool:
+        """Whether gradients came that have not been sent."""
+        return any(self._held) or any(b.written for b in self._buffers if b is not None)
+
+    def _buffer(self, bucket_index: int) -> SendBuffer:
+        buffer = self._buffers[bucket_index]
+        if buffer is None:
+            bucket = self._buckets[bucket_index]
+            with torch.inference_mode(mode=False):
+                buffer = SendBuffer(
+                    bucket, receive_numel=self._receive_chunks * bucket.layout.shard_numel
+                )
+            self._buffers[bucket_index] = buffer
+        return buffer
 
     # --- reducing ---
 
-    def start_reduce(self, lanes: Lanes, pool: ReduceSetPool, *, all_reduce: bool) -> None:
+    def start_reduce(self, lanes: Lanes, pool: SlotPool, *, all_reduce: bool) -> None:
         """Reduce what was collected, zeros for what did not come.
 
         Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis.
         """
-        self._activate()
-        carrier = source = pool.acquire(self._nbytes)
-        receive = self._views_of(carrier)[1]
-        if self._unsynced is not None:
-            self._add_held()
-            source, self._unsynced = self._unsynced, None
-        send = self._views_of(source)[0]
-        if source is carrier:
-            self._write_held(send)
+        if self.is_reducing:
+            self.finish_reduce(pool)
+        self.write_held(lanes, pool)
         is_partial = self._replicate_axis is not None and not all_reduce
-        outs, reductions = [], []
-        for i, bucket in enumerate(self._active_buckets):
+        indices, reductions = [], []
+        for i, bucket in enumerate(self._buckets):
+            if not bucket.is_trainable and i not in self._partials:
+                continue
+            buffer = self._buffer(i)
+            buffer.complete(lanes, pool)
             wide = torch.promote_types(bucket.reduce_dtype, torch.float32)
-            out = torch.empty(
-                bucket.layout.shard_numel,
-                dtype=wide if is_partial else bucket.orig_dtype,
-                device=bucket.device,
-            )
-            outs.append(out)
+            indices.append(i)
             reductions.append(
                 Reduction(
-                    send=send.flats[i],
-                    receive=receive.flats[i] if receive else None,
-                    out=out,
+                    send=buffer.flat,
+                    receive=buffer.received,
+                    out_numel=bucket.layout.shard_numel,
+                    out_dtype=wide if is_partial else bucket.orig_dtype,
                     scale=1.0 if is_partial else self._scale,
                     shard_axis=self._shard_axis,
                     replicate_axis=self._replicate_axis if all_reduce else None,
-                    carry=self._partials[i] if self._partials else None,
+                    carry=self._partials.pop(i, None),
                 )
             )
-        self._partials = None
-        carrier.busy = self
         handle = lanes.start_reduce(reductions)
-        self._started.append(_Started(carrier, source, handle, outs, is_partial))
+        is_sent = handle.fence is not None and pool.keeps_memory
+        if is_sent:
+            self._close_send(pool, handle.fence)
+        self._started.append(_Started(handle, indices, is_partial, is_sent))
 
-    def finish_reduce(self) -> None:
-        """Wait for started reductions and assign the gradients of parameters that fired here."""
+    def _close_send(self, pool: SlotPool, fence: Any) -> None:
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close_send(pool, fence)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction was started and not finished."""
+        return bool(self._started)
+
+    def wait_sent(self, pool: SlotPool) -> None:
+        """Wait until the send buffers of started reductions are free, and give them back."""
+        for started in self._started:
+            if not started.is_sent:
+                started.handle.wait_sent()
+                self._close_send(pool, None)
+                started.is_sent = True
+
+    def finish_reduce(self, pool: SlotPool) -> None:
+        """Wait for started reductions; assign the gradients of parameters that fired here."""
         while self._started:
             started = self._started.pop(0)
-            started.handle.wait()
-            started.carrier.busy = None
+            outs = started.handle.wait()
+            if not started.is_sent:
+                self._close_send(pool, None)
+            for buffer in self._buffers:
+                if buffer is not None:
+                    buffer.close_receive(pool)
             if started.is_partial:
-                self._partials = started.outs
-            else:
-                self._assign(started.outs)
+                self._partials = dict(zip(started.buckets, outs, strict=True))
+                continue
+            for i, out in zip(started.buckets, outs, strict=True):
+                self._assign(i, out)
 
-    def _assign(self, outs: Sequence[Tensor]) -> None:
-        for i, out in zip(self._active, outs, strict=True):
-            bucket, fired = self._buckets[i], self.fired[i]
-            for index, found in enumerate(bucket.found):
-                piece = bucket.piece(out, index)
-                if fired[index]:
-                    assign_grad(found.param, piece, bucket.specs[index])
-                else:
-                    self._unsettled.append((i, index, piece))
+    def _assign(self, bucket_index: int, out: Tensor) -> None:
+        bucket, fired = self._buckets[bucket_index], self.fired[bucket_index]
+        for index, found in enumerate(bucket.found):
+            piece = bucket.piece(out, index)
+            if fired[index]:
+                assign_grad(found.param, piece, bucket.specs[index])
+            else:
+                self._unsettled.append((bucket_index, index, piece))
 
     # --- parameters that did not fire here ---
 
@@ -333,18 +317,21 @@ class GroupGradients:
 
     def forget_fired(self) -> None:
         """A synced backward is over."""
-        if self._partials is None:
+        if not self._partials:
             for fired in self.fired:
                 fired[:] = bytes(len(fired))
 
-    def reset(self) -> None:
+    def reset(self, pool: SlotPool) -> None:
         """Drop everything that is not in a ``.grad`` yet, after an exception."""
         for started in self._started:
             started.handle.wait()
-            started.carrier.busy = None
         self._started.clear()
+        self._close_send(pool, None)
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close_receive(pool)
         self._unsettled.clear()
-        self._unsynced = self._partials = None
+        self._partials.clear()
         for held in self._held:
             held.clear()
         self.forget_fired()

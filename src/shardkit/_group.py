@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._bucket import Bucket, FoundParam
-    from shardkit._gradients import ReduceSetPool
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 class GradListener(Protocol):
     """Who wants to know that gradients came: the runtime."""
 
-    def on_grad(self, group: Group) -> None:
-        """A gradient was taken."""
+    def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
+        """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
 
 
 class Group:
@@ -87,7 +86,10 @@ class Group:
             bucket for bucket in self.buckets if bucket.param_dtype.is_floating_point
         ]
         self.gradients = GroupGradients(
-            self.grad_buckets, shard_axis=self.shard_axis, replicate_axis=self.replicate_axis
+            self.grad_buckets,
+            shard_axis=self.shard_axis,
+            replicate_axis=self.replicate_axis,
+            receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
         )
         for i, bucket in enumerate(self.grad_buckets):
             for index, param in enumerate(bucket.unsharded):
@@ -105,8 +107,7 @@ class Group:
             return
         param.grad = None
         assert self.listener is not None
-        self.gradients.take(bucket_index, index, grad)
-        self.listener.on_grad(self)
+        self.listener.on_grad(self, bucket_index, index, grad)
 
     # --- adopting the user's parameters ---
 
@@ -183,8 +184,7 @@ class Group:
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
         if not buckets:
             return
-        with lanes.allocating():
-            fences = [bucket.attach(pool) for bucket in buckets]
+        fences = [bucket.attach(pool) for bucket in buckets]
         jobs = [bucket.gather_job() for bucket in buckets]
         self._gathering = lanes.start_gather(jobs, self.shard_axis, fences)
 
@@ -224,10 +224,6 @@ class Group:
         """A backward is over."""
         self.num_active = self.num_arrived = 0
         self.is_complete = False
-
-    def start_reduce(self, lanes: Lanes, pool: ReduceSetPool) -> None:
-        """Start the reduction of what was collected."""
-        self.gradients.start_reduce(lanes, pool, all_reduce=self.all_reduce)
 
     def describe(self) -> Any:
         """Return what ranks must agree on, in order: for the check at the first forward."""

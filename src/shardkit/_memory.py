@@ -1,23 +1,30 @@
-"""Memory of unsharded buffers: a few slots that come and go behind fixed storages.
+"""Memory of communication buffers: a few slots that come and go behind fixed storages.
 
-A bucket's unsharded parameters are views of ONE storage for its whole life: autograd saves views
-of them, and a tensor pointed elsewhere between forward and backward would train on wrong weights
-without an error. What comes and goes is the memory behind the storage. With torch >= 2.12 a slot
-is swapped under it and back, so nothing is mapped anew after the first step; older torch resizes
-the storage, correct and slower.
+The unsharded parameters of a bucket are views of ONE storage for its whole life: autograd saves
+views of them, and a tensor pointed elsewhere between forward and backward would train on wrong
+weights without an error. What comes and goes is the memory behind the storage. With torch >= 2.12
+a slot is swapped under it and back, so nothing is mapped anew within a step; older torch resizes
+the storage, correct and slower. Buffers of gradients work in the same way and draw on the same
+slots: memory that held a group's gradients holds the next group's parameters a moment later.
+
+All memory belongs to the compute stream: it is allocated and freed in its order, and whoever
+writes it from another stream waits for the slot's fence first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit import _compat
 
+if TYPE_CHECKING:
+    from shardkit.backends.base import Lanes
+
 _LARGEST_WASTE = 2
-"""A free slot is taken for a bucket if it is at most this many times as large."""
+"""A free slot is taken for a buffer if it is at most this many times as large."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,69 +34,109 @@ class Slot:
     Attributes:
         storage: Holds the memory while the slot is free, is empty while it is used.
         nbytes: Size.
-        free_after: Fence after which the memory may be written again.
+        free_after: Fence after which the memory may be written.
+        by_compute: The fence is one of the compute stream.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
-    free_after: Any = None
+    free_after: Any
+    by_compute: bool = True
+
+
+class Buffer:
+    """A storage for the life of a bucket, with memory behind it from time to time.
+
+    Make its views between construction and `close`: they need memory to be made.
+
+    Args:
+        nbytes: Size of the memory while there is any.
+        device: Where.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.storage = torch.UntypedStorage(nbytes, device=device)
+        self._slot: Slot | None = None
+
+    def close(self) -> None:
+        """Give the first memory back, after the views were made."""
+        self.storage.resize_(0)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the views may be used."""
+        return self._slot is not None
+
+    def attach(self, pool: SlotPool, *, for_compute: bool) -> Any:
+        """Get memory; return the fence after which it may be written.
+
+        Args:
+            pool: Where from.
+            for_compute: The compute stream writes it, and should rather not wait for a collective.
+        """
+        assert self._slot is None
+        self._slot = pool.attach(self.storage, self.nbytes, for_compute=for_compute)
+        return self._slot.free_after
+
+    def detach(self, pool: SlotPool, fence: Any, *, by_compute: bool) -> None:
+        """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
+        assert self._slot is not None
+        pool.detach(self.storage, self._slot, fence, by_compute=by_compute)
+        self._slot = None
 
 
 class SlotPool:
     """The slots of one root on one device.
 
+    Args:
+        device: Where.
+        lanes: Mark the compute stream.
+
     Attributes:
-        live_nbytes: Bytes behind storages now.
-        peak_nbytes: The most there ever were.
+        keeps_memory: Whether slots are reused, rather than freed and allocated again.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
         self._device = device
+        self._lanes = lanes
         self._free: list[Slot] = []
-        self._last_fence: Any = None
-        self.live_nbytes = 0
-        self.peak_nbytes = 0
+        self.keeps_memory = _compat.HAS_STORAGE_SWAP
 
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of all slots, free ones included."""
-        return self.live_nbytes + sum(slot.nbytes for slot in self._free)
-
-    def attach(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
-        """Put at least `nbytes` behind an empty `storage`; write there after `Slot.free_after`."""
-        if _compat.HAS_STORAGE_SWAP:
-            slot = self._take(nbytes)
-            _compat.swap_storage(storage, slot.storage)
-        else:
+    def attach(self, storage: torch.UntypedStorage, nbytes: int, *, for_compute: bool) -> Slot:
+        """Put at least `nbytes` behind an empty `storage`; see `Buffer.attach`."""
+        if not self.keeps_memory:
             storage.resize_(nbytes)
-            slot = Slot(storage, nbytes, self._last_fence)
-        self.live_nbytes += slot.nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+            return Slot(storage, nbytes, self._lanes.fence())
+        slot = self._take(nbytes, for_compute=for_compute)
+        _compat.swap_storage(storage, slot.storage)
         return slot
 
-    def detach(self, storage: torch.UntypedStorage, slot: Slot, fence: Any) -> None:
-        """Take the memory away from `storage`; its readers are done at `fence`."""
-        self.live_nbytes -= slot.nbytes
-        if _compat.HAS_STORAGE_SWAP:
-            _compat.swap_storage(storage, slot.storage)
-            slot.free_after = fence
-            self._free.append(slot)
-        else:
-            self._last_fence = fence
+    def detach(
+        self, storage: torch.UntypedStorage, slot: Slot, fence: Any, *, by_compute: bool
+    ) -> None:
+        """Take the memory away from `storage`; without `keeps_memory` it must be unused by now."""
+        if not self.keeps_memory:
             storage.resize_(0)
+            return
+        _compat.swap_storage(storage, slot.storage)
+        slot.free_after = fence
+        slot.by_compute = by_compute
+        self._free.append(slot)
 
     def trim(self) -> None:
         """Give free slots back to the allocator."""
         self._free.clear()
 
-    def _take(self, nbytes: int) -> Slot:
-        """Return the smallest free slot that fits without much waste, or a new one."""
-        best = None
-        for slot in self._free:
-            fits = nbytes <= slot.nbytes <= nbytes * _LARGEST_WASTE
-            if fits and (best is None or slot.nbytes < best.nbytes):
-                best = slot
-        if best is not None:
+    def _take(self, nbytes: int, *, for_compute: bool) -> Slot:
+        """Return a free slot that fits without much waste, or a new one.
+
+        Of those that fit: one whose fence its new user passes anyway, then the smallest.
+        """
+        fitting = [s for s in self._free if nbytes <= s.nbytes <= nbytes * _LARGEST_WASTE]
+        if fitting:
+            best = min(fitting, key=lambda s: (s.by_compute != for_compute, s.nbytes))
             self._free.remove(best)
             return best
-        return Slot(torch.UntypedStorage(nbytes, device=self._device), nbytes)
+        storage = torch.UntypedStorage(nbytes, device=self._device)
+        return Slot(storage, nbytes, self._lanes.fence())

@@ -13,7 +13,6 @@ import torch
 
 from shardkit import _compat, _step_check
 from shardkit._errors import StateError
-from shardkit._gradients import ReduceSetPool
 from shardkit._memory import SlotPool
 from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
 
@@ -34,9 +33,19 @@ class ForwardRecord:
         versions: Of the shards, when the forward used them.
         has_input_grads: Backward will tell when the gradients of the inputs have come.
         active: Backward is inside.
+        done: Backward is over.
+        is_first: No forward had entered the group since the last backward.
     """
 
-    __slots__ = ("__weakref__", "active", "done", "group", "has_input_grads", "versions")
+    __slots__ = (
+        "__weakref__",
+        "active",
+        "done",
+        "group",
+        "has_input_grads",
+        "is_first",
+        "versions",
+    )
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -44,6 +53,7 @@ class ForwardRecord:
         self.has_input_grads = False
         self.active = False
         self.done = False
+        self.is_first = False
 
 
 class InputGrads(torch.autograd.Function):
@@ -76,14 +86,19 @@ class Runtime:
         backend = groups[0].mesh.backend
         self.lanes = backend.make_lanes()
         self.device = groups[0].device
-        self.slots = SlotPool(self.device)
-        self.reduce_sets = ReduceSetPool(self.device, receive=backend.needs_receive)
+        self.slots = SlotPool(self.device, self.lanes)
+        self.unsharded_nbytes = 0
+        self.peak_unsharded_nbytes = 0
+        self.peak_reduce_nbytes = 0
         self.schedule = UnshardSchedule()
         self.reduce_order = ReduceOrder()
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
         self._any_fired = False
+        self._reducing: list[Group] = []
+        self._put_off: int | None = None
+        self._in_trained_layer = False
         for index, group in enumerate(self.groups):
             group.index = index
             group.listener = self
@@ -120,7 +135,12 @@ class Runtime:
             self._carry_out(self.schedule.refresh(group.index))
         self._carry_out(self.schedule.enter_forward(group.index))
         group.show(unsharded=True)
-        return ForwardRecord(group) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        record = ForwardRecord(group)
+        if group.is_trainable:
+            record.is_first = self.reduce_order.enter_forward(group.index)
+        return record
 
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return stand-ins of the inputs that tell when backward is done with the group."""
@@ -141,8 +161,8 @@ class Runtime:
         if needs_backward:
             assert record is not None
             group.records.add(record)
-            if group.is_trainable:
-                self.reduce_order.enter_forward(group.index)
+        elif record is not None and record.is_first:
+            self.reduce_order.withdraw(group.index)
         actions = self.schedule.exit_forward(group.index, needs_backward=needs_backward)
         if not (needs_backward and group.index in self.schedule.kept):
             group.show(unsharded=False)
@@ -199,6 +219,7 @@ class Runtime:
         record.active, record.done = True, False
         group.records.add(record)
         group.num_active += 1
+        self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index))
         group.show(unsharded=True)
 
@@ -221,33 +242,70 @@ class Runtime:
         if not self.schedule.in_use(group.index):
             group.show(unsharded=False)
 
-    def on_grad(self, group: Group) -> None:
-        """An unsharded gradient was taken (`GradListener`)."""
+    def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
+        """An unsharded gradient came (`GradListener`)."""
         self.begin_backward()
         self._any_fired = True
-        if not group.count_arrival():
-            return
-        self._complete(group)
-        active = [record for record in group.records if record.active]
-        if active and not any(record.has_input_grads for record in active):
+        is_layer = any(record.active and record.has_input_grads for record in group.records)
+        gradients = group.gradients
+        if is_layer and self._reducing and self._host_reads_are_free:
+            # The last group's send buffer becomes this one's.
+            for reducing in self._reducing:
+                reducing.gradients.wait_sent(self.slots)
+        gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
+        is_last = group.count_arrival()
+        if is_layer and 2 * group.num_arrived >= group.num_expected:
+            self._prefetch_put_off()
+        if not is_last or is_layer:
+            return  # A layer is complete when backward leaves it, so that its memory is free.
+        if group.num_active:
             # Nothing before this group wants a gradient, so backward needs it no more.
-            for record in active:
-                record.active, record.done = False, True
-            group.num_active = 0
+            self._close_records(group)
             self._leave(group, outstanding=False)
+        self._complete(group)
 
     def _complete(self, group: Group) -> None:
         group.is_complete = True
         if not group.sync:
-            group.gradients.keep_unsynced()
+            group.gradients.write_held(self.lanes, self.slots)
         for index in self.reduce_order.complete(group.index):
             self._reduce(self.groups[index])
 
     def _reduce(self, group: Group) -> None:
-        if group.gradients.is_local or not group.sync or not group.is_trainable:
+        gradients = group.gradients
+        if gradients.is_local or not group.is_trainable:
             return
+        if not group.sync:
+            gradients.write_held(self.lanes, self.slots)
+            return
+        self._prefetch_put_off()  # All ranks issue it before this reduction.
+        self._finish_reducing()
         self.check.note(_step_check.REDUCE, group.index)
-        group.start_reduce(self.lanes, self.reduce_sets)
+        gradients.start_reduce(self.lanes, self.slots, all_reduce=group.all_reduce)
+        self._reducing.append(group)
+        self.peak_reduce_nbytes = max(
+            self.peak_reduce_nbytes, sum(g.gradients.buffer_nbytes for g in self._reducing)
+        )
+
+    def _finish_reducing(self) -> None:
+        """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
+        if self._host_reads_are_free:
+            while self._reducing:
+                self._reducing.pop(0).gradients.finish_reduce(self.slots)
+
+    def _prefetch_put_off(self) -> None:
+        """Carry out the prefetch that waited for the memory of a reduction."""
+        if self._put_off is not None:
+            index, self._put_off = self._put_off, None
+            self._finish_reducing()
+            self._gather(self.groups[index])
+
+    @staticmethod
+    def _close_records(group: Group) -> None:
+        for record in group.records:
+            if record.active:
+                record.active, record.done = False, True
+        group.num_active = 0
 
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
@@ -258,27 +316,29 @@ class Runtime:
             self.reduce_order.cancel()
         for group in self.groups:
             if group.num_active:
-                for record in group.records:
-                    if record.active:
-                        record.active, record.done = False, True
+                self._close_records(group)
             group.forget_backward()
         self._carry_out(self.schedule.end_backward())
+        # The optimizer's temporaries want the room more than the next step wants mapped pages.
+        self.slots.trim()
 
     def _reduce_rest(self) -> None:
         rest = self.reduce_order.end_backward()
         # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
-        late = [g.index for g in self.groups if g.gradients.has_held and g.index not in rest]
+        late = [
+            group.index
+            for group in self.groups
+            if group.sync and group.gradients.has_collected and group.index not in rest
+        ]
         for index in (*rest, *late):
-            group = self.groups[index]
-            if not group.sync:
-                group.gradients.keep_unsynced()
-            self._reduce(group)
+            self._reduce(self.groups[index])
         synced = [group for group in self.groups if group.sync and not group.gradients.is_local]
         if not synced:
             return
         self.check.start(self.lanes)
         for group in synced:
-            group.gradients.finish_reduce()
+            group.gradients.finish_reduce(self.slots)
+        self._reducing.clear()
         if self._host_reads_are_free or any(g.gradients.needs_settling for g in synced):
             used = self.check.used_anywhere()
             for group in synced:
@@ -313,7 +373,8 @@ class Runtime:
             group.show(unsharded=False)
             group.records.clear()
             group.forget_backward()
-            group.gradients.reset()
+            group.gradients.reset(self.slots)
+        self._reducing.clear()
         self.check.reset()
 
     # --- actions ---
@@ -322,13 +383,38 @@ class Runtime:
         for op, index in actions:
             group = self.groups[index]
             if op is Op.WAIT:
+                if index == self._put_off:
+                    self._prefetch_put_off()
                 group.wait_unshard()
             elif op is Op.GATHER:
-                if group.shard_axis.size > 1 and group.needs_memory:
-                    self.check.note(_step_check.GATHER, index)
-                group.start_unshard(self.lanes, self.slots)
+                self._gather(group)
+            elif op is Op.PREFETCH:
+                self._prefetch(group)
+            elif index == self._put_off:
+                self._put_off = None
             else:
+                self.unsharded_nbytes -= group.unsharded_nbytes
                 group.free(self.lanes, self.slots)
+
+    def _prefetch(self, group: Group) -> None:
+        """Gather for later.
+
+        Where only waiting frees memory, backward puts it off until half of the current group's
+        gradients have come: by then the last reduction is done and activations are freed, and
+        there is still enough compute left to hide it behind.
+        """
+        if self._host_reads_are_free and self._backward_running and self._in_trained_layer:
+            self._prefetch_put_off()
+            self._put_off = group.index
+        else:
+            self._gather(group)
+
+    def _gather(self, group: Group) -> None:
+        if group.shard_axis.size > 1 and group.needs_memory:
+            self.check.note(_step_check.GATHER, group.index)
+        self.unsharded_nbytes += group.unsharded_nbytes
+        self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, self.unsharded_nbytes)
+        group.start_unshard(self.lanes, self.slots)
 
 
 def _distinct_axes(groups: Sequence[Group]) -> list[AxisComm]:

@@ -8,12 +8,12 @@ kept ones there are at most `prefetch_depth` spare ones, a prefetched group or o
 over but whose memory nobody has needed since::
 
     event                   in use    spare        actions
-    enter_forward(root)     root      b0           GATHER root, WAIT root, GATHER b0
-    enter_forward(b0)       root b0   b1           WAIT b0, GATHER b1
+    enter_forward(root)     root      b0           GATHER root, WAIT root, PREFETCH b0
+    enter_forward(b0)       root b0   b1           WAIT b0, PREFETCH b1
     exit_forward(b0)        root      b1           FREE b0
     ...
     exit_forward(b5)        root      b5           (stays: backward needs it first)
-    enter_backward(b5)      root b5   b4           WAIT b5, GATHER b4
+    enter_backward(b5)      root b5   b4           WAIT b5, PREFETCH b4
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 
 
 class Op(enum.Enum):
-    """What the runtime does to one group's unsharded memory."""
+    """What the runtime does to one group's unsharded memory.
+
+    PREFETCH is a GATHER for later: the runtime may put it off until memory is free, but not past
+    the group's WAIT.
+    """
 
     GATHER = "gather"
+    PREFETCH = "prefetch"
     WAIT = "wait"
     FREE = "free"
 
@@ -222,7 +227,8 @@ class UnshardSchedule:
         if len(self._spare()) >= self.prefetch_depth:
             return actions
         self._prefetched.add(group)
-        return actions + self._gather(group)
+        self._live[group] = None
+        return [*actions, (Op.PREFETCH, group)]
 
     def _trim_spare(self, room: int = 0) -> list[Action]:
         """Free used spare groups, oldest first, until `room` more fit; prefetched ones stay."""
@@ -278,9 +284,15 @@ class ReduceOrder:
         self._issued: set[int] = set()
         self._running = False
 
-    def enter_forward(self, group: int) -> None:
-        """A forward that will have a backward used the group."""
-        self._entered.setdefault(group)
+    def enter_forward(self, group: int) -> bool:
+        """A forward that may have a backward enters the group; return whether it is the first."""
+        is_first = group not in self._entered
+        self._entered[group] = None
+        return is_first
+
+    def withdraw(self, group: int) -> None:
+        """The first forward that entered the group has no backward after all."""
+        self._entered.pop(group, None)
 
     def begin_backward(self) -> None:
         """A backward starts: fix the order."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Handle, Lanes
 
 GATHER, REDUCE = 0, 1
-_VERBS = ("all-gathered", "reduce-scattered")
+_VERBS = ("all-gathers", "reduce-scatters")
 
 
 def _digest(content: bytes) -> int:
@@ -99,14 +99,14 @@ class StepCheck:
     def __init__(self, groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
         self._groups = groups
         self._axes = [axis for axis in axes if axis.size > 1]
-        self._log = array("q")
-        self._sent_log = array("q")
+        self._logs = _new_logs()
+        self._sent_logs = self._logs
         self._handle: Handle | None = None
         self._vector = torch.empty(0, dtype=torch.int64)
 
     def note(self, kind: int, group_index: int) -> None:
         """Note a collective that is being issued."""
-        self._log.append(group_index * 2 + kind)
+        self._logs[kind].append(group_index)
 
     def start(self, lanes: Lanes) -> None:
         """Send the digest and which parameters fired here.
@@ -115,11 +115,12 @@ class StepCheck:
         """
         if not self._axes:
             return
-        digest = _digest(self._log.tobytes())
+        # Apart: where a rank does not use a module, its reductions may come later between gathers.
+        digest = _digest(b"|".join(log.tobytes() for log in self._logs))
         fired = [int(f) for g in self._groups for bucket in g.gradients.fired for f in bucket]
         self._vector = torch.tensor([digest, -digest, *fired], dtype=torch.int64)
         self._handle = lanes.start_all_reduce_max(self._vector, self._axes)
-        self._sent_log, self._log = self._log, array("q")
+        self._sent_logs, self._logs = self._logs, _new_logs()
 
     def used_anywhere(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""
@@ -146,7 +147,7 @@ class StepCheck:
         handle.wait()
         highest, lowest = self._vector[:2].tolist()
         if highest != -lowest:
-            logs: list[Any] = [list(self._sent_log)]
+            logs: list[Any] = [[list(log) for log in self._sent_logs]]
             for axis in self._axes:
                 logs = [entry for part in axis.exchange(logs) for entry in part]
             raise RankMismatchError(self._first_difference(logs))
@@ -154,24 +155,31 @@ class StepCheck:
     def reset(self) -> None:
         """Forget the step, after an exception."""
         self._handle = None
-        self._log = array("q")
+        self._logs = _new_logs()
 
-    def _first_difference(self, logs: Sequence[Sequence[int]]) -> str:
-        longest = max(map(len, logs))
-        for step in range(longest):
-            entries = [log[step] if step < len(log) else None for log in logs]
-            if len(set(entries)) > 1:
-                other = next(i for i, entry in enumerate(entries) if entry != entries[0])
+    def _first_difference(self, logs: Sequence[Sequence[Sequence[int]]]) -> str:
+        for kind, verb in enumerate(_VERBS):
+            of_kind = [log[kind] for log in logs]
+            for step in range(max(map(len, of_kind))):
+                entries = [log[step] if step < len(log) else None for log in of_kind]
+                if len(set(entries)) == 1:
+                    continue
+                rank = next(i for i, entry in enumerate(entries) if entry != entries[0])
                 return (
-                    f"ranks entered different groups: as collective {step} of this step, rank "
-                    f"{0} of the mesh {self._show(entries[0])} while rank {other} "
-                    f"{self._show(entries[other])}. Their data was mixed up, so this step's "
+                    f"ranks entered different groups: {step} {verb} into this step, rank 0 of the "
+                    f"mesh {self._show(entries[0], verb)} while rank {rank} "
+                    f"{self._show(entries[rank], verb)}. Their data was mixed up, so this step's "
                     f"gradients are wrong on every rank. Run the same modules in the same order on "
                     f"all ranks, or put modules that ranks choose among (experts) in one group."
                 )
         return "ranks issued different collectives, but no difference was found in their logs."
 
-    def _show(self, entry: int | None) -> str:
-        if entry is None:
-            return "issued nothing more"
-        return f"{_VERBS[entry % 2]} {self._groups[entry // 2].name!r}"
+    def _show(self, group_index: int | None, verb: str) -> str:
+        if group_index is None:
+            return "has none left"
+        return f"{verb} {self._groups[group_index].name!r}"
+
+
+def _new_logs() -> tuple[array[int], array[int]]:
+    """Return one empty log per kind of collective."""
+    return array("q"), array("q")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     import torch
     from torch import Tensor
@@ -45,6 +44,25 @@ class Handle(Protocol):
         """
 
 
+class ReduceHandle(Protocol):
+    """A reduction that has been started.
+
+    Attributes:
+        fence: After it the send buffers are free; None: after `wait_sent` only.
+    """
+
+    fence: Any
+
+    def wait_sent(self) -> None:
+        """Return when the send buffers are free, if that takes the host to wait."""
+
+    def wait(self) -> list[Tensor]:
+        """Return the results, one per reduction, for work issued from now on.
+
+        On CPU they are there; on CUDA the compute stream waits, not the host.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
     """One bucket to gather.
@@ -66,18 +84,20 @@ class Reduction:
 
     Attributes:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype.
-        receive: Room like `send` for the exchange; None where `needs_receive` is False.
-        out: 1-D, this rank's range of the reduced gradients; written.
+        receive: Room for `Backend.receive_chunks` shard-sized pieces, or None.
+        out_numel: Elements of this rank's range.
+        out_dtype: Dtype of the result.
         scale: Multiplies the sum.
         shard_axis: Reduce-scatter over it.
         replicate_axis: Then all-reduce over it; None: do not.
-        carry: 1-D like `out`, a partial sum over the shard axis of earlier backwards that is
+        carry: 1-D, `out_numel`, a partial sum over the shard axis of earlier backwards that is
             added before the all-reduce; None: nothing.
     """
 
     send: Tensor
     receive: Tensor | None
-    out: Tensor
+    out_numel: int
+    out_dtype: torch.dtype
     scale: float
     shard_axis: AxisComm
     replicate_axis: AxisComm | None
@@ -90,9 +110,6 @@ class Lanes(Protocol):
     def fence(self) -> Any:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
 
-    def allocating(self) -> AbstractContextManager[Any]:
-        """Return a context in which memory is allocated that gathers will write."""
-
     def start_gather(
         self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
     ) -> Handle:
@@ -101,7 +118,10 @@ class Lanes(Protocol):
         Cost: one all-gather per bucket.
         """
 
-    def start_reduce(self, reductions: Sequence[Reduction]) -> Handle:
+    def wait_fence(self, fence: Any) -> None:
+        """Let the compute stream wait for a fence; None is nothing to wait for."""
+
+    def start_reduce(self, reductions: Sequence[Reduction]) -> ReduceHandle:
         """Reduce-scatter buckets after all compute issued so far.
 
         Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
@@ -115,8 +135,10 @@ class Backend(Protocol):
     """One mesh's way to communicate."""
 
     device: torch.device
-    needs_receive: bool
     host_reads_are_free: bool
+
+    def receive_chunks(self, axis: AxisComm) -> int:
+        """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
 
     def process_group(self, axis: int) -> Any:
         """Return the engine's handle of one mesh axis."""

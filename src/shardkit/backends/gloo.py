@@ -1,22 +1,19 @@
 """CPU ranks over gloo: the host waits, nothing has a stream order.
 
-gloo's `reduce_scatter_tensor` is a whole all-reduce; exchanging the pieces by `all_to_all_single`
-and adding them here takes half the time. Only collectives issued with ``async_op=True`` overlap.
+gloo's own collectives cost more than the bytes they move: `reduce_scatter_tensor` is a whole
+all-reduce, and `all_gather_into_tensor` gathers into a temporary and copies that out. Sends and
+receives between every two ranks move the same bytes straight from and to where they belong, in
+gloo's background thread, with no temporary.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardkit.backends.process_group import (
-    ProcessGroupAxis,
-    ProcessGroupBackend,
-    all_gather_single,
-)
+from shardkit.backends.process_group import ProcessGroupAxis, ProcessGroupBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,79 +23,127 @@ if TYPE_CHECKING:
     from shardkit.backends.base import Gather, Handle, Reduction
 
 
+_GATHER_TAG, _REDUCE_TAG = 1, 2
+
+
 class WorkHandle:
-    """Started gloo collectives."""
+    """Started sends and receives, or collectives."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
         """Block until they are done; again is free."""
-        for work in self._works:
+        works, self._works = self._works, ()
+        for work in works:
             work.wait()
-        self._works = ()
 
 
-class ReduceHandle:
-    """A reduce-scatter by exchange: the sum is done by who waits.
+def _exchange(
+    axis: ProcessGroupAxis, sends: Sequence[Tensor], receives: Sequence[Tensor], *, tag: int
+) -> list[dist.Work]:
+    """Send ``sends[r]`` to every other rank r of the axis, receive into ``receives[r]``.
 
-    The all-reduce over the replicate axis must not be issued before the exchange is waited for:
-    gloo would run both at once.
+    Ranks start with their neighbours, so that not all of them send to the same one at once.
     """
+    works = []
+    for distance in range(1, axis.size):
+        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+        works.append(dist.irecv(receives[source], group=axis.group, group_src=source, tag=tag))
+        works.append(dist.isend(sends[to], group=axis.group, group_dst=to, tag=tag))
+    return works
+
+
+def _start_all_gather(gather: Gather, axis: ProcessGroupAxis) -> list[dist.Work]:
+    ranges = gather.full.view(axis.size, -1).unbind()
+    return _exchange(axis, [gather.own] * axis.size, ranges, tag=_GATHER_TAG)
+
+
+class ExchangeHandle:
+    """A reduce-scatter by exchange: the sum is done by who waits, in two steps.
+
+    First the pieces are added where they were received, which frees the send buffer for the next
+    group; the result gets memory of its own only later. The all-reduce over the replicate axis
+    comes last: it needs the sum.
+    """
+
+    fence = None
 
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = reductions
-        self._works = [_start_exchange(reduction) for reduction in reductions]
+        self._works = [_start_reduce_scatter(reduction) for reduction in reductions]
+        self._sums: list[Tensor] | None = None
 
-    def wait(self) -> None:
-        """Block until every `out` holds the result; again is free."""
-        for reduction, work in zip(self._reductions, self._works, strict=True):
-            if work is not None:
-                work.wait()
-            _add_pieces(reduction)
-        self._reductions, self._works = (), []
+    def wait_sent(self) -> None:
+        """Block until all pieces have come, and add them."""
+        if self._sums is None:
+            for works in self._works:
+                for work in works:
+                    work.wait()
+            self._sums = [_add_pieces(reduction) for reduction in self._reductions]
 
-
-def _start_exchange(reduction: Reduction) -> dist.Work | None:
-    if reduction.shard_axis.size == 1:
-        return None
-    assert isinstance(reduction.shard_axis, ProcessGroupAxis)
-    return dist.all_to_all_single(
-        reduction.receive, reduction.send, group=reduction.shard_axis.group, async_op=True
-    )
+    def wait(self) -> list[Tensor]:
+        """Block until the results are there."""
+        self.wait_sent()
+        assert self._sums is not None
+        return list(map(_finish, self._reductions, self._sums))
 
 
-def _add_pieces(reduction: Reduction) -> None:
-    """Add the received pieces, all-reduce over the replicate axis, scale into `out`."""
-    size, out, carry = reduction.shard_axis.size, reduction.out, reduction.carry
-    pieces = reduction.send if size == 1 else reduction.receive
-    assert pieces is not None
-    replicate_axis = reduction.replicate_axis
-    if replicate_axis is None and carry is None and pieces.dtype == out.dtype:
-        _sum_rows(pieces.view(size, -1), out)
-        out.mul_(reduction.scale)
-        return
-    # Sums of low-precision pieces are done in fp32; what crosses the replicate axis travels in
-    # the dtype that the user chose for the wire.
-    wide = torch.promote_types(pieces.dtype, torch.float32)
-    total = torch.empty(out.numel(), dtype=wide, device=out.device)
-    _sum_rows(pieces.view(size, -1), total)
-    if carry is not None:
-        total.add_(carry)
-    if replicate_axis is not None:
-        total = total.to(pieces.dtype)
-        replicate_axis.all_reduce(total, "sum")
-    torch.mul(total, reduction.scale, out=total)
-    out.copy_(total)
+def _start_reduce_scatter(reduction: Reduction) -> list[dist.Work]:
+    axis = reduction.shard_axis
+    if axis.size == 1:
+        return []
+    assert isinstance(axis, ProcessGroupAxis)
+    pieces = reduction.send.view(axis.size, -1).unbind()
+    return _exchange(axis, pieces, _pieces(reduction), tag=_REDUCE_TAG)
 
 
-def _sum_rows(rows: Tensor, out: Tensor) -> None:
-    if len(rows) == 1:
-        out.copy_(rows[0])
-    elif len(rows) == 2 and rows.dtype == out.dtype:  # noqa: PLR2004 - the pair has its own kernel
-        torch.add(rows[0], rows[1], out=out)
+def _pieces(reduction: Reduction) -> list[Tensor]:
+    """Return this rank's range of every rank's gradients, in rank order: its own is in `send`."""
+    axis = reduction.shard_axis
+    own = reduction.send.view(axis.size, -1)[axis.rank]
+    received = []
+    if axis.size > 1:
+        assert reduction.receive is not None
+        received = list(reduction.receive.view(axis.size - 1, -1).unbind())
+    received.insert(axis.rank, own)
+    return received
+
+
+def _add_pieces(reduction: Reduction) -> Tensor:
+    """Return the sum of the pieces, in rank order, so that replicas add to the same result.
+
+    Low-precision pieces are added in fp32.
+    """
+    pieces = _pieces(reduction)
+    if len(pieces) == 1:
+        return pieces[0].clone()  # The send buffer is about to be given away.
+    wide = torch.promote_types(pieces[0].dtype, torch.float32)
+    if wide != pieces[0].dtype:
+        total = pieces[0].to(wide)
+        total.add_(pieces[1])
     else:
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
+        assert reduction.receive is not None
+        total = reduction.receive[: reduction.out_numel]
+        torch.add(pieces[0], pieces[1], out=total)
+    for piece in pieces[2:]:
+        total.add_(piece)
+    return total
+
+
+def _finish(reduction: Reduction, total: Tensor) -> Tensor:
+    """All-reduce over the replicate axis, scale."""
+    if reduction.carry is not None:
+        total.add_(reduction.carry)
+    if reduction.replicate_axis is not None:
+        # What crosses the axis travels in the dtype that the user chose for the wire.
+        on_wire = total.to(reduction.send.dtype)
+        reduction.replicate_axis.all_reduce(on_wire, "sum")
+        total.copy_(on_wire)
+    out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
+    if out.dtype == total.dtype:
+        return torch.mul(total, reduction.scale, out=out)
+    return out.copy_(total.mul_(reduction.scale))
 
 
 class HostLanes:
@@ -107,28 +152,23 @@ class HostLanes:
     def fence(self) -> None:
         """Nothing runs behind the host's back."""
 
-    def allocating(self) -> contextlib.nullcontext[None]:
-        """Any time is right."""
-        return contextlib.nullcontext()
-
     def start_gather(
         self, gathers: Sequence[Gather], axis: ProcessGroupAxis, after: Sequence[None]
     ) -> Handle:
         """Cast this rank's range, then gather in place."""
         del after
-        works = []
+        works: list[dist.Work] = []
         for gather in gathers:
             gather.own.copy_(gather.shard)
-            if axis.size > 1:
-                work = all_gather_single(
-                    gather.full, gather.own, group=axis.group, async_op=True
-                )
-                works.append(work)
+            works += _start_all_gather(gather, axis)
         return WorkHandle(works)
 
-    def start_reduce(self, reductions: Sequence[Reduction]) -> Handle:
+    def wait_fence(self, fence: None) -> None:
+        """Nothing runs behind the host's back."""
+
+    def start_reduce(self, reductions: Sequence[Reduction]) -> ExchangeHandle:
         """Exchange the pieces; `wait` adds them."""
-        return ReduceHandle(reductions)
+        return ExchangeHandle(reductions)
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[ProcessGroupAxis]) -> Handle:
         """Start over one axis; over several, one after another, waiting between."""
@@ -142,7 +182,9 @@ class HostLanes:
 class GlooBackend(ProcessGroupBackend):
     """Meshes of device type ``"cpu"``."""
 
-    needs_receive = True
+    def receive_chunks(self, axis: ProcessGroupAxis) -> int:
+        """One piece comes from every other rank."""
+        return axis.size - 1
 
     def make_lanes(self) -> HostLanes:
         """Return lanes without streams."""

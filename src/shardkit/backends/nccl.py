@@ -22,7 +22,6 @@ from shardkit.backends.process_group import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.distributed import device_mesh as torch_mesh
@@ -34,11 +33,27 @@ class EventHandle:
     """A point on a side stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+        self.fence = event
 
     def wait(self) -> None:
         """Let the compute stream wait; the host goes on."""
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self.fence)
+
+
+class ReduceEventHandle:
+    """Reductions on side streams, done at an event."""
+
+    def __init__(self, event: torch.cuda.Event, outs: list[Tensor]) -> None:
+        self.fence = event
+        self._outs = outs
+
+    def wait_sent(self) -> None:
+        """Return at once: the fence tells streams, the host need not know."""
+
+    def wait(self) -> list[Tensor]:
+        """Let the compute stream wait; the host goes on."""
+        torch.cuda.current_stream().wait_event(self.fence)
+        return self._outs
 
 
 class HostHandle:
@@ -74,10 +89,6 @@ class CudaLanes:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def allocating(self) -> AbstractContextManager[Any]:
-        """Memory that comes and goes belongs to the gather stream, which waits for its readers."""
-        return torch.cuda.stream(self._gather)
-
     def start_gather(
         self,
         gathers: Sequence[Gather],
@@ -95,11 +106,20 @@ class CudaLanes:
                     all_gather_single(gather.full, gather.own, group=axis.group)
             return EventHandle(self._gather.record_event())
 
-    def start_reduce(self, reductions: Sequence[Reduction]) -> Handle:
+    def wait_fence(self, fence: torch.cuda.Event | None) -> None:
+        """Let the compute stream wait."""
+        if fence is not None:
+            torch.cuda.current_stream(self._device).wait_event(fence)
+
+    def start_reduce(self, reductions: Sequence[Reduction]) -> ReduceEventHandle:
         """Reduce-scatter on one stream, all-reduce on the next."""
+        # The results belong to the compute stream, as all memory does.
+        outs = [
+            torch.empty(r.out_numel, dtype=r.out_dtype, device=self._device) for r in reductions
+        ]
         self._reduce.wait_event(self.fence())
         stream = self._reduce
-        for reduction in reductions:
+        for reduction, out in zip(reductions, outs, strict=True):
             with torch.cuda.stream(self._reduce):
                 partial = _reduce_scatter(reduction)
                 if reduction.carry is not None:
@@ -110,14 +130,14 @@ class CudaLanes:
                 with torch.cuda.stream(stream):
                     assert isinstance(reduction.replicate_axis, ProcessGroupAxis)
                     dist.all_reduce(partial, group=reduction.replicate_axis.group)
-                    _scale_into(reduction, partial)
+                    _scale_into(reduction, partial, out)
             else:
                 with torch.cuda.stream(self._reduce):
-                    _scale_into(reduction, partial)
+                    _scale_into(reduction, partial, out)
         if stream is not self._reduce:
             # Reduce-scatters come back to their own stream, so that one event covers both.
             self._reduce.wait_event(stream.record_event())
-        return EventHandle(self._reduce.record_event())
+        return ReduceEventHandle(self._reduce.record_event(), outs)
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[ProcessGroupAxis]) -> Handle:
         """All-reduce a device copy on the reduce stream; `wait` brings it to the host."""
@@ -134,8 +154,8 @@ def _pre_scale(reduction: Reduction) -> float:
     return math.sqrt(reduction.scale) if reduction.send.dtype == torch.float16 else 1.0
 
 
-def _scale_into(reduction: Reduction, total: Tensor) -> None:
-    reduction.out.copy_(total).mul_(reduction.scale / _pre_scale(reduction))
+def _scale_into(reduction: Reduction, total: Tensor, out: Tensor) -> None:
+    out.copy_(total).mul_(reduction.scale / _pre_scale(reduction))
 
 
 def _reduce_scatter(reduction: Reduction) -> Tensor:

@@ -71,7 +71,6 @@ class ProcessGroupAxis:
 class ProcessGroupBackend:
     """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
 
-    needs_receive = False
     host_reads_are_free = True
 
     def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
@@ -89,6 +88,11 @@ class ProcessGroupBackend:
         if axis not in self._comms:
             self._comms[axis] = ProcessGroupAxis(self.process_group(axis))
         return self._comms[axis]
+
+    def receive_chunks(self, axis: ProcessGroupAxis) -> int:
+        """The engine needs no room of ours."""
+        del axis
+        return 0
 
     def for_axes(self, axes: Sequence[int]) -> ProcessGroupBackend:
         """Return the backend of the submesh made of `axes`; it shares the communicators."""
