@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from shardkit._bucket import FoundParam
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._group import Group
-from shardkit._hooks import ModuleState, get_state
+from shardkit._hooks import STATE_ATTRIBUTE, ModuleState, get_state
 from shardkit._policy import MixedPrecisionPolicy
 from shardkit._sharded import ShardedTensor
 from shardkit.backends import as_device_mesh
@@ -18,9 +18,10 @@ from shardkit.backends import as_device_mesh
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+    import torch
 
     from shardkit._mesh import DeviceMesh
+    from shardkit.backends import TorchDeviceMesh
 
 _MAX_MESH_NDIM = 2
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -73,6 +74,7 @@ def fully_shard(
     """
     _check_module(module)
     ignored = ignored_params or set()
+    _check_options(reshard_after_forward, ignored)
     candidates = list(_find_params(module, ignored))
     shard_mesh = as_device_mesh(mesh, device_type=_device_type(candidates))
     _check_mesh(shard_mesh)
@@ -113,6 +115,22 @@ def _check_module(module: nn.Module) -> None:
             f"Call fully_shard on each module in it, then on the module that holds it."
         )
         raise WrapError(msg)
+
+
+def _check_options(reshard_after_forward: object, ignored: set[nn.Parameter]) -> None:
+    if reshard_after_forward not in (True, False, None):
+        msg = (
+            f"reshard_after_forward must be True, False or None (False for the root, True for "
+            f"others), got {reshard_after_forward!r}."
+        )
+        raise WrapError(msg)
+    for param in ignored:
+        if not isinstance(param, nn.Parameter):
+            msg = (
+                f"ignored_params takes Parameter objects, got {param!r}. Pass e.g. "
+                f"{{module.gate.weight}}, not names."
+            )
+            raise WrapError(msg)
 
 
 def _find_params(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[FoundParam]:
@@ -186,9 +204,9 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 _sharded_classes: dict[type, type] = {}
 
 
-def _own_class(module: nn.Module) -> type:
+def _own_class(module: Any) -> type[nn.Module]:
     """Return the class the module had before `fully_shard`."""
-    cls = type(module)
+    cls: type[Any] = type(module)
     return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
 
 
@@ -217,9 +235,31 @@ class FSDPModule:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""
         original = cls.__mro__[2]
-        self = original.__new__(original, *args, **kwargs)  # type: ignore[call-overload]
+        self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an independent sharded copy: own pieces, same mesh, process groups and options.
+
+        For EMA and teacher models. No communication. A copy of a part of a model is its own root.
+        """
+        state = _state_of(self)
+        if state.runtime is not None and state.group is not None:
+            state.runtime.reshard(state.group)
+        original = _own_class(self)
+        result: Any = nn.Module.__new__(original)
+        memo[id(self)] = result
+        for name, value in self.__dict__.items():
+            if name == STATE_ATTRIBUTE:
+                continue
+            is_hooks = isinstance(value, dict) and any(map(state.owns_hook, value.values()))
+            kept = state.without_own_hooks(value) if is_hooks else value
+            result.__dict__[name] = copy.deepcopy(kept, memo)
+        group = state.group.copy_for(memo) if state.group is not None else None
+        ModuleState(result, group, state.policy).install()
+        _swap_class(result)
+        return result
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.

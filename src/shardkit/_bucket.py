@@ -3,8 +3,8 @@
 [Note: tensors of a bucket]
 - shard: 1-D, ``layout.shard_numel``, storage dtype. This rank's range; the optimizer updates it
   through the sharded parameters, whose pieces are views of it. Lives as long as the bucket.
-- unsharded buffer: 1-D, ``layout.padded_numel``, compute dtype. The whole bucket. Its storage object
-  lives as long as the bucket; the memory behind it comes and goes (`_memory`).
+- unsharded buffer: 1-D, ``layout.padded_numel``, compute dtype. The whole bucket. Its storage
+  object lives as long as the bucket; the memory behind it comes and goes (`_memory`).
 - sharded parameter: the user's own Parameter object, turned into a `ShardedTensor`.
 - unsharded parameter: global shape, compute dtype, a view into the unsharded buffer with a version
   counter of its own (made by ``set_``: gloo's worker thread bumps the buffer's counter at any
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat
-from shardkit._errors import FreedParameterError, WrapError
+from shardkit._errors import FreedParameterError, StateError, WrapError
 from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
 from shardkit._sharded import ShardedTensor, ShardSpec
+from shardkit._sharded_ops import FlatMaker
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
@@ -86,7 +87,14 @@ class FoundParam:
 
 
 class Bucket:
-    """See the module's docstring. Nothing is changed before `adopt`."""
+    """See the module's docstring. Nothing is changed before `adopt`.
+
+    Args:
+        found: The parameters: ordinary ones, or sharded ones whose pieces changed or were copied.
+        mesh: Shard over its last axis.
+        policy: Dtypes.
+        layout: How sharded ones are cut; None plans anew.
+    """
 
     def __init__(
         self,
@@ -94,26 +102,33 @@ class Bucket:
         *,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
+        layout: FlatLayout | None = None,
     ) -> None:
         first = found[0].param
         self.found = list(found)
+        self.mesh = mesh
+        self.policy = policy
         self.axis = mesh.backend.axis(mesh.ndim - 1)
         self.orig_dtype = first.dtype
         self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
         self.device = first.device
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
-        self.layout = FlatLayout.plan(
+        self.layout = layout or FlatLayout.plan(
             [tuple(f.param.shape) for f in found], world_size=self.axis.size, itemsize=itemsize
         )
         self.aliases_shard = self.axis.size == 1 and self.param_dtype == self.orig_dtype
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.shard = self._cut_shard()
+            siblings = FlatMaker()
             self.specs = [
-                ShardSpec(self.layout, i, mesh=mesh, axis=self.axis, name=f.name)
+                ShardSpec(self.layout, i, mesh=mesh, axis=self.axis, name=f.name, siblings=siblings)
                 for i, f in enumerate(found)
             ]
-            self.replacements = [self._make_replacement(i) for i in range(len(found))]
+            self.replacements = [
+                None if isinstance(f.param, ShardedTensor) else self._make_replacement(i)
+                for i, f in enumerate(found)
+            ]
             self._make_unsharded()
         self._gathered_version = -1
         self._visible = False
@@ -123,9 +138,14 @@ class Bucket:
     def _cut_shard(self) -> Tensor:
         shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.device)
         for i, found in enumerate(self.found):
-            start, stop = self.layout.owned_range(i, self.axis.rank)
+            param = found.param.detach()
+            if isinstance(param, ShardedTensor):
+                piece = param.to_local()
+            else:
+                start, stop = self.layout.owned_range(i, self.axis.rank)
+                piece = param.reshape(-1)[start:stop]
             to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
-            shard[to_start:to_stop] = found.param.detach().reshape(-1)[start:stop]
+            shard[to_start:to_stop] = piece
         return shard
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
@@ -136,7 +156,7 @@ class Bucket:
     def _make_replacement(self, index: int) -> nn.Parameter:
         """Make what the user's parameter is exchanged with."""
         old, spec = self.found[index].param, self.specs[index]
-        sharded = ShardedTensor(self.piece(self.shard, index), spec)
+        sharded = ShardedTensor(self.piece(self.shard, index), spec, self.shard)
         new = nn.Parameter(sharded, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         if old.grad is not None:
@@ -181,12 +201,16 @@ class Bucket:
 
     def adopt(self, index: int) -> None:
         """Turn the user's parameter `index` into the sharded one; the same call undoes it."""
-        found = self.found[index]
+        found, replacement = self.found[index], self.replacements[index]
+        if replacement is None:
+            assert isinstance(found.param, ShardedTensor)
+            found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
+            return
         modules = [module for module, _ in found.sites if isinstance(module, nn.RNNBase)]
         for module in modules:
             _compat.rnn_forget_weight_refs(module)
         try:
-            torch.utils.swap_tensors(found.param, self.replacements[index])
+            torch.utils.swap_tensors(found.param, replacement)
         except RuntimeError as error:
             msg = (
                 f"parameter {found.name!r} cannot be sharded in place: {error} Call fully_shard "
@@ -198,6 +222,11 @@ class Bucket:
     def drop_originals(self) -> None:
         """Forget the full-size tensors; from now on there is no way back."""
         self.replacements = []
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether a parameter's piece is no longer part of the shard, as after ``.to(dtype)``."""
+        return any(found.param.flat is not self.shard for found in self.found)  # type: ignore[attr-defined]
 
     @property
     def is_trainable(self) -> bool:
@@ -232,7 +261,7 @@ class Bucket:
 
     @property
     def shard_version(self) -> int:
-        """torch's version counter of the shard, which every in-place operation raises."""
+        """Torch's version counter of the shard, which every in-place operation raises."""
         return self.shard._version  # noqa: SLF001 - documented for this use
 
     def attach(self, pool: SlotPool) -> Any:
@@ -272,6 +301,29 @@ class Bucket:
                     setattr(module, attribute, shown)  # It keeps a list of its weights as well.
                 else:
                     module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
+
+
+def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
+    """Return a bucket for sharded parameters that are cut as `bucket`'s are, with their dtype.
+
+    For parameters whose pieces were replaced, and for copies.
+
+    Raises:
+        StateError: Their dtypes differ, or they are on another device.
+    """
+    first = found[0].param
+    for item in found:
+        if item.param.dtype != first.dtype or item.param.device.type != bucket.device.type:
+            msg = (
+                f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
+                f"shares a buffer with {found[0].name!r}, {first.dtype} on {bucket.device}. "
+                f"Convert all parameters of the group alike, and stay on the mesh's device."
+            )
+            raise StateError(msg)
+    result = Bucket(found, mesh=bucket.mesh, policy=bucket.policy, layout=bucket.layout)
+    for index in range(len(found)):
+        result.adopt(index)
+    return result
 
 
 def make_buckets(

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """torch >= 2.12 can exchange the memory behind two storages (pytorch#177449); older resizes."""
 
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Tensor subclasses that only want `__torch_dispatch__` skip `__torch_function__` with it."""
 
 
 def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange memory and nbytes of two storages of one device; one of them has none."""
-    storage._swap_data_ptr_(other)
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -38,16 +38,29 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def backward_reaches(node: Any) -> bool:
-    """Whether the running backward will execute `node`; False for all but the named leaves of
-    `autograd.grad` and `backward(inputs=...)`.
-    """
-    return bool(torch._C._will_engine_execute_node(node))
+# Operators whose names are private, though every optimizer and `model.to` calls them.
+copy_to_op = torch.ops.aten._to_copy.default
+unsafe_view_op = torch.ops.aten._unsafe_view.default
+item_op = torch.ops.aten._local_scalar_dense.default
+foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
+unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def foreach_norm(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
+) -> Sequence[Tensor]:
+    """Return the norm of each tensor, 0-dim."""
+    return torch._foreach_norm(list(tensors), order, dtype)
 
 
 def make_wrapper(cls: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
     """Return a tensor of `cls` with a global `shape` and no memory of its own."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group: ranks that wait for each other meet there."""
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
 
 
 def register_foreach_class(cls: type[Tensor]) -> None:

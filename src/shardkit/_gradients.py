@@ -36,11 +36,20 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Lanes, ReduceHandle
 
 
-def assign_grad(param: nn.Parameter, piece: Tensor, spec: ShardSpec) -> None:
-    """Add this rank's piece of a reduced gradient to a sharded parameter's ``.grad``."""
+def assign_grad(
+    param: nn.Parameter, piece: Tensor, spec: ShardSpec, flat: Tensor | None = None
+) -> None:
+    """Add this rank's piece of a reduced gradient to a sharded parameter's ``.grad``.
+
+    Args:
+        param: The sharded parameter.
+        piece: 1-D.
+        spec: How it is cut.
+        flat: The reduced gradients of the whole shard, of which `piece` is a view.
+    """
     grad = param.grad
     if grad is None:
-        param.grad = ShardedTensor(piece, spec)
+        param.grad = ShardedTensor(piece, spec, flat)
     else:
         assert isinstance(grad, ShardedTensor)
         grad.to_local().add_(piece)
@@ -166,7 +175,14 @@ class GroupGradients:
     # --- collecting ---
 
     def take(
-        self, bucket_index: int, index: int, grad: Tensor, lanes: Lanes, pool: SlotPool, *, hold: bool
+        self,
+        bucket_index: int,
+        index: int,
+        grad: Tensor,
+        lanes: Lanes,
+        pool: SlotPool,
+        *,
+        hold: bool,
     ) -> None:
         """Take the unsharded gradient of one parameter.
 
@@ -292,7 +308,7 @@ class GroupGradients:
         for index, found in enumerate(bucket.found):
             piece = bucket.piece(out, index)
             if fired[index]:
-                assign_grad(found.param, piece, bucket.specs[index])
+                assign_grad(found.param, piece, bucket.specs[index], out)
             else:
                 self._unsettled.append((bucket_index, index, piece))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
-
-from shardkit._bucket import make_buckets
+from shardkit._bucket import FoundParam, make_buckets, rebuild
+from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shardkit._bucket import Bucket, FoundParam
+    from shardkit._bucket import Bucket
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
@@ -67,6 +68,14 @@ class Group:
         self.sync = True
         self.all_reduce = True
         self.is_root = False
+        self._reset_place()
+        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
+        self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
+        self.replicate_axis = mesh.backend.axis(0) if mesh.ndim > 1 else None
+        self._make_gradients()
+
+    def _reset_place(self) -> None:
+        """Belong to no root, with no step under way."""
         self.index = -1
         self.listener: GradListener | None = None
         self.records: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -74,10 +83,45 @@ class Group:
         self.num_arrived = 0
         self.num_expected = 0
         self.is_complete = False
-        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
-        self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
-        self.replicate_axis = mesh.backend.axis(0) if mesh.ndim > 1 else None
         self._gathering: Handle | None = None
+
+    def copy_for(self, memo: dict[int, Any]) -> Group:
+        """Return a group for deep copies of the modules and parameters, found in `memo`."""
+        result = copy.copy(self)
+        result._reset_place()  # noqa: SLF001 - own class
+        result.modules = [memo[id(module)] for module in self.modules]
+        result.buckets = [
+            rebuild(
+                bucket,
+                [
+                    FoundParam(
+                        found.name,
+                        memo[id(found.param)],
+                        [(memo[id(module)], attribute) for module, attribute in found.sites],
+                    )
+                    for found in bucket.found
+                ],
+            )
+            for bucket in self.buckets
+        ]
+        result._make_gradients()  # noqa: SLF001
+        return result
+
+    def refresh(self) -> None:
+        """Take up what became of the parameters since the last forward, e.g. by ``.to(dtype)``.
+
+        Raises:
+            StateError: They cannot share a bucket any more, or unsynced gradients would be lost.
+        """
+        if not any(bucket.was_replaced for bucket in self.buckets):
+            return
+        if self.gradients.buffer_nbytes:
+            msg = (
+                f"parameters of {self.name!r} were replaced while gradients wait to be synced. "
+                f"Finish the step before converting the module."
+            )
+            raise StateError(msg)
+        self.buckets = [rebuild(bucket, bucket.found) for bucket in self.buckets]
         self._make_gradients()
 
     def _make_gradients(self) -> None:

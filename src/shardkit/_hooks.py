@@ -54,6 +54,14 @@ class ModuleState:
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward)
 
+    def owns_hook(self, hook: Any) -> bool:
+        """Whether a forward hook is one of this state's."""
+        return getattr(hook, "__self__", None) is self
+
+    def without_own_hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a dict of forward hooks, of the same class, without this state's."""
+        return type(hooks)((k, hook) for k, hook in hooks.items() if not self.owns_hook(hook))
+
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.
 
@@ -82,15 +90,12 @@ class ModuleState:
             names.setdefault(id(param), name)
         modules = {id(module): name for name, module in self.module.named_modules()}
         for group in groups:
-            group.name = ", ".join(
-                modules.get(id(m)) or type(m).__name__ for m in group.modules
-            )
+            group.name = ", ".join(modules.get(id(m)) or type(m).__name__ for m in group.modules)
             for bucket in group.buckets:
                 for index, found in enumerate(bucket.found):
                     shown = bucket.unsharded[index]
-                    name = names.get(id(found.param)) or names.get(id(shown))
-                    if name is not None:
-                        bucket.rename(index, name)
+                    full_name = names.get(id(found.param)) or names.get(id(shown))
+                    bucket.rename(index, full_name or found.name)
 
     # --- hooks ---
 
@@ -103,13 +108,12 @@ class ModuleState:
         policy = self.policy
         is_recompute = runtime is not None and _compat.in_backward()
         is_root = False
-        if runtime is not None and not is_recompute:
-            if runtime.pass_root is None or runtime.pass_root is self:
-                is_root = True
-                self._open.clear()
-                runtime.begin_pass(self)
-                if runtime.device.type != "cpu":
-                    args, kwargs = _map_inputs(_Mover(runtime.device), args, kwargs)
+        if runtime is not None and not is_recompute and runtime.pass_root in (None, self):
+            is_root = True
+            self._open.clear()
+            runtime.begin_pass(self)
+            if runtime.device.type != "cpu":
+                args, kwargs = _map_inputs(_Mover(runtime.device), args, kwargs)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _map_inputs(_Caster(policy.param_dtype), args, kwargs)
         record = None

@@ -51,9 +51,7 @@ class FlatLayout:
     world_size: int
 
     @classmethod
-    def plan(
-        cls, shapes: Sequence[Sequence[int]], *, world_size: int, itemsize: int
-    ) -> FlatLayout:
+    def plan(cls, shapes: Sequence[Sequence[int]], *, world_size: int, itemsize: int) -> FlatLayout:
         """Lay out parameters of `shapes` over `world_size` ranks.
 
         Args:

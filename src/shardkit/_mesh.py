@@ -12,7 +12,8 @@ from typing import Any
 
 from shardkit._errors import MeshError
 
-SHARD_AXIS, REPLICATE_AXIS = "shard", "replicate"
+SHARD_AXIS = "shard"
+_MAX_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class DeviceMesh:
     def __post_init__(self) -> None:
         """Check that shape, ranks and names fit each other."""
         if math.prod(self.shape) != len(self.ranks):
-            msg = f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, got {len(self.ranks)}."
+            msg = (
+                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, got "
+                f"{len(self.ranks)}."
+            )
             raise MeshError(msg)
         names = self.mesh_dim_names
         if names is not None and (len(names) != len(self.shape) or len(set(names)) != len(names)):
@@ -124,7 +128,9 @@ class DeviceMesh:
             raise MeshError(msg)
         shape = tuple(self.shape[axis] for axis in keep)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim)]
-        base = sum(c * s for i, (c, s) in enumerate(zip(coordinate, strides, strict=True)) if i not in keep)
+        base = sum(
+            c * s for i, (c, s) in enumerate(zip(coordinate, strides, strict=True)) if i not in keep
+        )
         ranks = []
         for position in range(math.prod(shape)):
             rest, place = position, base
@@ -138,5 +144,5 @@ class DeviceMesh:
 
     def describe_ranks(self) -> str:
         """Return the ranks for an error message, shortened."""
-        shown = ", ".join(map(str, self.ranks[:8]))
-        return f"[{shown}{', ...' if len(self.ranks) > 8 else ''}]"
+        shown = ", ".join(map(str, self.ranks[:_MAX_RANKS_SHOWN]))
+        return f"[{shown}{', ...' if len(self.ranks) > _MAX_RANKS_SHOWN else ''}]"

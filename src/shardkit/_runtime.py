@@ -105,6 +105,7 @@ class Runtime:
         self.update_kept()
         axes = _distinct_axes(self.groups)
         self.check = _step_check.StepCheck(self.groups, axes)
+        self.lanes.watch(self.check)
         _step_check.check_same_model(self.groups, axes)
 
     def update_kept(self) -> None:
@@ -119,6 +120,8 @@ class Runtime:
         """A root forward starts."""
         if self._backward_running or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
+        for group in self.groups:
+            group.refresh()
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
         outstanding = any(not record.done for group in self.groups for record in group.records)
@@ -145,7 +148,7 @@ class Runtime:
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return stand-ins of the inputs that tell when backward is done with the group."""
         record.has_input_grads = True
-        result: Sequence[Tensor] = InputGrads.apply(self, record, *inputs)
+        result: Sequence[Tensor] = InputGrads.apply(self, record, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     def exit_forward(

@@ -116,7 +116,7 @@ class UnshardSchedule:
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
-        """A root forward ends: what was prefetched in vain goes, all spare ones without backward."""
+        """A root forward ends: what was prefetched in vain goes, without backward all spare."""
         self._last_order = self._order
         doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]
         return self._free_all(doomed)

@@ -150,34 +150,52 @@ class StepCheck:
             logs: list[Any] = [[list(log) for log in self._sent_logs]]
             for axis in self._axes:
                 logs = [entry for part in axis.exchange(logs) for entry in part]
-            raise RankMismatchError(self._first_difference(logs))
+            raise RankMismatchError(self.difference(logs))
 
     def reset(self) -> None:
         """Forget the step, after an exception."""
         self._handle = None
         self._logs = _new_logs()
 
-    def _first_difference(self, logs: Sequence[Sequence[Sequence[int]]]) -> str:
+    # --- for who looks into a hang ---
+
+    def snapshot(self) -> list[list[int]]:
+        """Return what was issued since the ranks last compared."""
+        return [list(log) for log in self._logs]
+
+    def contradicts(self, snapshots: Sequence[list[list[int]]]) -> bool:
+        """Return whether snapshots differ even where they overlap, whoever is ahead."""
+        return any(
+            mine[: len(other)] != other[: len(mine)]
+            for snapshot in snapshots
+            for mine, other in zip(snapshots[0], snapshot, strict=True)
+        )
+
+    def difference(self, snapshots: Sequence[list[list[int]]]) -> str | None:
+        """Return the first difference between ranks' collectives as an error message, or None."""
         for kind, verb in enumerate(_VERBS):
-            of_kind = [log[kind] for log in logs]
+            of_kind = [snapshot[kind] for snapshot in snapshots]
             for step in range(max(map(len, of_kind))):
                 entries = [log[step] if step < len(log) else None for log in of_kind]
                 if len(set(entries)) == 1:
                     continue
                 rank = next(i for i, entry in enumerate(entries) if entry != entries[0])
                 return (
-                    f"ranks entered different groups: {step} {verb} into this step, rank 0 of the "
-                    f"mesh {self._show(entries[0], verb)} while rank {rank} "
-                    f"{self._show(entries[rank], verb)}. Their data was mixed up, so this step's "
-                    f"gradients are wrong on every rank. Run the same modules in the same order on "
-                    f"all ranks, or put modules that ranks choose among (experts) in one group."
+                    f"ranks entered different groups: after {step} {verb} of this step, rank 0 of "
+                    f"the mesh {self._show(of_kind[0], step, verb)}, rank {rank} "
+                    f"{self._show(of_kind[rank], step, verb)}. Data of different groups was mixed "
+                    f"up, so do not use this step's gradients. Run the same modules in the same "
+                    f"order on all ranks, or put modules that ranks choose among (experts) in one "
+                    f"group."
                 )
-        return "ranks issued different collectives, but no difference was found in their logs."
+        return None
 
-    def _show(self, group_index: int | None, verb: str) -> str:
-        if group_index is None:
-            return "has none left"
-        return f"{verb} {self._groups[group_index].name!r}"
+    def _show(self, log: Sequence[int], step: int, verb: str) -> str:
+        if step < len(log):
+            return f"{verb} {self._groups[log[step]].name!r}"
+        if not log:
+            return "has none"
+        return f"has no more, {self._groups[log[-1]].name!r} was its last"
 
 
 def _new_logs() -> tuple[array[int], array[int]]:

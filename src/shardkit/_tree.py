@@ -23,21 +23,10 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Return `tree` with `fn` applied to its tensors; the same object where nothing changed."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    if isinstance(tree, _LEAVES):
-        return tree
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(fn, item) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        if hasattr(tree, "_fields"):
-            return type(tree)(*items)
-        return type(tree)(items)
+        return _map_sequence(fn, tree)
     if isinstance(tree, Mapping):
-        changed = {}
-        for key, value in tree.items():
-            new = map_tensors(fn, value)
-            if new is not value:
-                changed[key] = new
+        changed = _changed(fn, tree)
         if not changed:
             return tree
         result: Any = copy.copy(tree)
@@ -45,19 +34,32 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
             result[key] = value
         return result
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {}
-        for field in dataclasses.fields(tree):
-            value = getattr(tree, field.name, None)
-            new = map_tensors(fn, value)
-            if new is not value:
-                fields[field.name] = new
-        if not fields:
-            return tree
-        result = copy.copy(tree)
-        for name, value in fields.items():
-            object.__setattr__(result, name, value)
-        return result
+        return _map_dataclass(fn, tree)
     return tree
+
+
+def _map_sequence(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    items = [map_tensors(fn, item) for item in tree]
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def _map_dataclass(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(tree)]
+    changed = _changed(fn, {name: getattr(tree, name, None) for name in names})
+    if not changed:
+        return tree
+    result = copy.copy(tree)
+    for name, value in changed.items():
+        object.__setattr__(result, name, value)
+    return result
+
+
+def _changed(fn: Callable[[Tensor], Tensor], tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the values that `fn` changes."""
+    mapped = ((key, value, map_tensors(fn, value)) for key, value in tree.items())
+    return {key: new for key, old, new in mapped if new is not old}
 
 
 def iter_tensors(tree: Any, *, depth: int = _MAX_OBJECT_DEPTH) -> Iterator[Tensor]:

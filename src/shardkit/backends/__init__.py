@@ -21,7 +21,7 @@ from shardkit.backends.process_group import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["as_device_mesh", "init_device_mesh"]
+__all__ = ["TorchDeviceMesh", "as_device_mesh", "init_device_mesh"]
 
 
 def init_device_mesh(
@@ -60,9 +60,7 @@ def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     if mesh is None:
-        return init_device_mesh(
-            device_type, (world_size_or_raise(),), mesh_dim_names=(SHARD_AXIS,)
-        )
+        return init_device_mesh(device_type, (world_size_or_raise(),), mesh_dim_names=(SHARD_AXIS,))
     if isinstance(mesh, TorchDeviceMesh):
         return from_torch_mesh(mesh, _backend_class(mesh.device_type))
     msg = (

@@ -107,6 +107,9 @@ class Reduction:
 class Lanes(Protocol):
     """The streams that all groups of one root share: one per kind of collective."""
 
+    def watch(self, progress: Any) -> None:
+        """Take what can explain a hang (`hang_watch.Progress`); may be ignored."""
+
     def fence(self) -> Any:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardkit.backends.hang_watch import HangWatch
 from shardkit.backends.process_group import ProcessGroupAxis, ProcessGroupBackend
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.base import Gather, Handle, Reduction
+    from shardkit.backends.hang_watch import Progress
 
 
 _GATHER_TAG, _REDUCE_TAG = 1, 2
@@ -29,14 +31,18 @@ _GATHER_TAG, _REDUCE_TAG = 1, 2
 class WorkHandle:
     """Started sends and receives, or collectives."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], axis: ProcessGroupAxis, hang_watch: HangWatch
+    ) -> None:
         self._works = works
+        self._axis = axis
+        self._hang_watch = hang_watch
 
     def wait(self) -> None:
         """Block until they are done; again is free."""
         works, self._works = self._works, ()
-        for work in works:
-            work.wait()
+        if works:
+            self._hang_watch.wait(works, self._axis)
 
 
 def _exchange(
@@ -46,12 +52,12 @@ def _exchange(
 
     Ranks start with their neighbours, so that not all of them send to the same one at once.
     """
-    works = []
+    works: list[dist.Work | None] = []
     for distance in range(1, axis.size):
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         works.append(dist.irecv(receives[source], group=axis.group, group_src=source, tag=tag))
         works.append(dist.isend(sends[to], group=axis.group, group_dst=to, tag=tag))
-    return works
+    return [work for work in works if work is not None]
 
 
 def _start_all_gather(gather: Gather, axis: ProcessGroupAxis) -> list[dist.Work]:
@@ -69,17 +75,18 @@ class ExchangeHandle:
 
     fence = None
 
-    def __init__(self, reductions: Sequence[Reduction]) -> None:
+    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
         self._reductions = reductions
+        self._hang_watch = hang_watch
         self._works = [_start_reduce_scatter(reduction) for reduction in reductions]
         self._sums: list[Tensor] | None = None
 
     def wait_sent(self) -> None:
         """Block until all pieces have come, and add them."""
         if self._sums is None:
-            for works in self._works:
-                for work in works:
-                    work.wait()
+            for reduction, works in zip(self._reductions, self._works, strict=True):
+                assert isinstance(reduction.shard_axis, ProcessGroupAxis)
+                self._hang_watch.wait(works, reduction.shard_axis)
             self._sums = [_add_pieces(reduction) for reduction in self._reductions]
 
     def wait(self) -> list[Tensor]:
@@ -149,6 +156,13 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
 class HostLanes:
     """gloo has no streams: order comes from waiting."""
 
+    def __init__(self) -> None:
+        self._hang_watch = HangWatch()
+
+    def watch(self, progress: Progress) -> None:
+        """Look into long waits."""
+        self._hang_watch.progress = progress
+
     def fence(self) -> None:
         """Nothing runs behind the host's back."""
 
@@ -161,14 +175,14 @@ class HostLanes:
         for gather in gathers:
             gather.own.copy_(gather.shard)
             works += _start_all_gather(gather, axis)
-        return WorkHandle(works)
+        return WorkHandle(works, axis, self._hang_watch)
 
     def wait_fence(self, fence: None) -> None:
         """Nothing runs behind the host's back."""
 
     def start_reduce(self, reductions: Sequence[Reduction]) -> ExchangeHandle:
         """Exchange the pieces; `wait` adds them."""
-        return ExchangeHandle(reductions)
+        return ExchangeHandle(reductions, self._hang_watch)
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[ProcessGroupAxis]) -> Handle:
         """Start over one axis; over several, one after another, waiting between."""
@@ -176,7 +190,7 @@ class HostLanes:
             axis.all_reduce(tensor, "max")
         last = axes[-1]
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=last.group, async_op=True)
-        return WorkHandle([work])
+        return WorkHandle([work], last, self._hang_watch)
 
 
 class GlooBackend(ProcessGroupBackend):

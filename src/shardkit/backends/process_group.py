@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +115,13 @@ def make_torch_mesh(
         msg = "this build of torch has no torch.distributed; install one that has."
         raise MeshError(msg)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        msg = _NO_PROCESS_GROUP.format(script=os.path.basename(_script()))
+        msg = _NO_PROCESS_GROUP.format(script=_script())
+        raise MeshError(msg)
+    if names is not None and len(names) != len(shape):
+        msg = (
+            f"mesh_dim_names must name every axis: got {names} for a mesh of shape {shape} with "
+            f"{len(shape)} axes."
+        )
         raise MeshError(msg)
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     wanted = 1
@@ -130,9 +138,8 @@ def make_torch_mesh(
 
 
 def _script() -> str:
-    import sys
-
-    return sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "train.py"
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return name if name.endswith(".py") else "train.py"
 
 
 def world_size_or_raise() -> int:
@@ -141,7 +148,7 @@ def world_size_or_raise() -> int:
         return dist.get_world_size()
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    msg = _NO_PROCESS_GROUP.format(script=os.path.basename(_script()))
+    msg = _NO_PROCESS_GROUP.format(script=_script())
     raise MeshError(msg)
 
 

@@ -1,0 +1,168 @@
+"""What is compared: shardkit, torch FSDP2, torch DDP, and the floor below all of them.
+
+All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``. In mixed
+precision they cannot all do the same arithmetic, so each takes the nearest that it offers:
+
+=========== ============================================================================
+shardkit    ``param_dtype`` compute, fp32 reduction, fp32 shards for the optimizer
+torch FSDP2 the same policy
+torch DDP   autocast over fp32 parameters. DDP keeps no fp32 copy of low-precision
+            parameters, so this is how it is used: every weight is cast again in every
+            forward, and norms and gradients stay fp32
+floor       a model in ``param_dtype``, its 1/N of optimizer state in fp32
+=========== ============================================================================
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from models import GPT, GPTShape
+
+SHARDKIT = "shardkit"
+FSDP2 = "torch FSDP2"
+DDP = "torch DDP"
+FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: a model, and the precision of its compute.
+
+    Attributes:
+        shape: Sizes of the model and of a rank's batch.
+        param_dtype: Compute dtype of mixed precision; None trains in fp32 throughout.
+    """
+
+    shape: GPTShape
+    param_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model ready to train, whichever way it is distributed.
+
+    Attributes:
+        model: Returns its loss.
+        optimizer: Holds what this rank updates.
+        autocast: Opened around every forward.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run one forward."""
+        with self.autocast():
+            loss: Tensor = self.model(inputs, targets)
+        return loss
+
+
+def missing(name: str) -> str | None:
+    """Say why a contender cannot run here, or return None if it can."""
+    if name != SHARDKIT:
+        return None
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def build(name: str, workload: Workload, device: torch.device) -> Trainer:
+    """Make a contender's trainer on this rank, of the default process group's world.
+
+    Args:
+        name: One of the names in this module.
+        workload: What it trains.
+        device: Where this rank computes.
+    """
+    torch.manual_seed(0)
+    with device:
+        model = GPT(workload.shape)
+    return _BUILDERS[name](model, workload, device)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=3e-4, foreach=True)
+
+
+def _shard_by_block(model: GPT, shard: Callable[[nn.Module], object]) -> Trainer:
+    """Make each block a group, and the embeddings, last norm and head the root's."""
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+    return Trainer(model, _adamw(model.parameters()))
+
+
+def _shardkit(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+    # Here, not above: the other contenders can be measured without it.
+    import shardkit
+
+    mesh = shardkit.init_device_mesh(
+        device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
+    )
+    policy = shardkit.MixedPrecisionPolicy(
+        param_dtype=workload.param_dtype, reduce_dtype=torch.float32
+    )
+    return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
+
+
+def _fsdp2(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(param_dtype=workload.param_dtype, reduce_dtype=torch.float32)
+    return _shard_by_block(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
+
+
+def _ddp(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+    # Gradients that are views of the buckets spare DDP one copy of them: its best case.
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    trainer_for = partial(Trainer, replica, _adamw(replica.parameters()))
+    if workload.param_dtype is None:
+        return trainer_for()
+    return trainer_for(partial(torch.autocast, device.type, dtype=workload.param_dtype))
+
+
+def _floor(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+    """Compute as on one device and update 1/N of the state, with nothing communicated.
+
+    The updates go to copies, by constant gradients, and never reach the model: the cost is that
+    of a perfect sharding, the training is not. It keeps a whole model and whole gradients, so it
+    bounds time, not memory.
+    """
+    del device
+    masters = _first_part(list(model.parameters()), dist.get_world_size())
+    for master in masters:
+        master.grad = torch.full_like(master, 1e-3)
+    return Trainer(model.to(workload.param_dtype), _adamw(masters))
+
+
+def _first_part(parameters: list[nn.Parameter], parts: int) -> list[nn.Parameter]:
+    """Copy the first 1/``parts`` of all elements, the parameters laid end to end."""
+    left = sum(parameter.numel() for parameter in parameters) // parts
+    pieces = []
+    for parameter in parameters:
+        piece = parameter.detach().flatten()[:left].clone()
+        left -= piece.numel()
+        if piece.numel():
+            pieces.append(nn.Parameter(piece))
+    return pieces
+
+
+_BUILDERS: dict[str, Callable[[GPT, Workload, torch.device], Trainer]] = {
+    SHARDKIT: _shardkit,
+    FSDP2: _fsdp2,
+    DDP: _ddp,
+    FLOOR: _floor,
+}
+CONTENDERS = tuple(_BUILDERS)

@@ -1,0 +1,74 @@
+"""The model that every benchmark trains: a plain GPT whose sizes are the only knobs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """Sizes of a GPT and of the batch that one rank feeds it.
+
+    Attributes:
+        dim: Width of the residual stream.
+        num_layers: Transformer blocks, each one group of collectives.
+        num_heads: Attention heads; divides ``dim``.
+        batch: Sequences per rank and step.
+        sequence: Tokens per sequence.
+        vocab: Entries of the byte vocabulary.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    batch: int
+    sequence: int
+    vocab: int = 256
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a four times wider MLP, both residual."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        """Make a block of ``12 * dim**2`` weights, plus biases and norms."""
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.attention_norm = nn.LayerNorm(shape.dim)
+        self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
+        self.proj = nn.Linear(shape.dim, shape.dim)
+        self.mlp_norm = nn.LayerNorm(shape.dim)
+        self.up = nn.Linear(shape.dim, 4 * shape.dim)
+        self.down = nn.Linear(4 * shape.dim, shape.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, sequence, dim)`` to the same shape."""
+        qkv = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        mlp: Tensor = self.down(gelu(self.up(self.mlp_norm(x))))
+        return x + mlp
+
+
+class GPT(nn.Module):
+    """Decoder-only language model that returns its own loss."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        """Make the model on the current default device."""
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.dim)
+        self.positions = nn.Embedding(shape.sequence, shape.dim)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of ``targets``, summed in fp32 in every precision."""
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.tokens(inputs) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,126 @@
+"""Measurements as text: spreads, markdown tables, and the machine they were taken on."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+import torch
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeated measurements, with the range they took."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Summarize at least one value."""
+        return cls(median(values), min(values), max(values))
+
+    @classmethod
+    def of_ratios(cls, values: Sequence[float], references: Sequence[float]) -> Self:
+        """Summarize ratios of values to the references taken in the same rounds."""
+        pairs = zip(values, references, strict=True)
+        return cls.of([value / reference for value, reference in pairs])
+
+    def __format__(self, spec: str) -> str:
+        """Show the median and the range, each by a format for floats."""
+        return f"{self.median:{spec}} ({self.low:{spec}}..{self.high:{spec}})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An upper limit that shardkit set itself.
+
+    Attributes:
+        what: The quantity, a ratio.
+        limit: The most it should be.
+    """
+
+    what: str
+    limit: float
+
+    def verdict(self, got: float) -> str:
+        """Say whether a measurement is within the limit."""
+        met = "met" if got <= self.limit else "not met"
+        return f"Target: {self.what} at most {self.limit:.2f}. Measured: {got:.2f}, {met}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one case found.
+
+    Attributes:
+        title: The case, in words.
+        columns: Heads of the table.
+        rows: Cells, by row.
+        notes: Sentences below the table.
+        measured: Every measurement behind the table, ready for JSON.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """Write the title, the table and the notes."""
+        rule = ["---", *("---:" for _ in self.columns[1:])]
+        table = ("| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows))
+        notes = (f"- {note}" for note in self.notes)
+        return "\n".join([f"### {self.title}", "", *table, "", *notes, ""])
+
+
+def environment() -> dict[str, str]:
+    """Describe the run: when, what and on which machine."""
+    described = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "shardkit": _shardkit_version(),
+        "cpu": _cpu_model(),
+        "cores": str(torch.multiprocessing.cpu_count()),
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],  # noqa: S607 - whichever git is in use
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _shardkit_version() -> str:
+    try:
+        return version("shardkit")
+    except PackageNotFoundError:
+        return "source tree"
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())

@@ -1,0 +1,99 @@
+"""Contenders taking turns on the same cores, so that their times can be paired."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import fmean
+
+from contenders import Workload, missing
+from measure import CountedRank, PeakBytes, StepTimes, TimedRank
+from ranks import Ranks
+
+_log = logging.getLogger(__name__)
+_COUNTED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure, and where.
+
+    Attributes:
+        num_rounds: Turns that every contender takes.
+        num_steps: Timed steps in a turn.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        world_size: Ranks of every contender.
+    """
+
+    num_rounds: int
+    num_steps: int
+    device_type: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contender's turns, in order, each as its slowest rank saw it.
+
+    Attributes:
+        rounds: The times of each turn.
+        final_loss: After the last turn, averaged over the ranks.
+        resident_peak: The most bytes that a rank was resident with, above the imports.
+    """
+
+    rounds: list[StepTimes]
+    final_loss: float
+    resident_peak: int
+
+
+def able(contenders: Sequence[str]) -> list[str]:
+    """Return the contenders that can run here; say why the others cannot."""
+    for name in contenders:
+        if reason := missing(name):
+            _log.warning("%s is skipped: %s", name, reason)
+    return [name for name in contenders if not missing(name)]
+
+
+def time_interleaved(
+    contenders: Sequence[str], workload: Workload, settings: Settings
+) -> dict[str, Timing]:
+    """Time all contenders in every round, in an order that turns around from round to round.
+
+    Each contender lives in rank processes of its own, asleep while others take their turn: none
+    inherits another's heap (its free blocks, its mmap threshold), and whatever slows the machine
+    for a while slows all contenders of a round.
+
+    Returns:
+        Timings by contender.
+    """
+    rounds: dict[str, list[StepTimes]] = {name: [] for name in contenders}
+    with ExitStack() as stack:
+        ranks = {}
+        for name in contenders:
+            group = Ranks(settings.world_size, settings.device_type, TimedRank, name, workload)
+            ranks[name] = stack.enter_context(group)
+        for name in _turns(contenders, settings.num_rounds):
+            by_rank = ranks[name].call("block", settings.num_steps)
+            rounds[name].append(max(by_rank, key=attrgetter("step_s")))
+            _log.info("%s: %.1f ms", name, rounds[name][-1].step_s * 1e3)
+        return {
+            name: Timing(rounds[name], fmean(group.call("loss")), max(group.call("resident_peak")))
+            for name, group in ranks.items()
+        }
+
+
+def _turns(contenders: Sequence[str], num_rounds: int) -> Iterator[str]:
+    for number in range(num_rounds):
+        yield from contenders if number % 2 == 0 else reversed(contenders)
+
+
+def count_memory(
+    contenders: Sequence[str], workload: Workload, settings: Settings
+) -> dict[str, PeakBytes]:
+    """Count each contender's peak memory in fresh processes, on the rank that has most."""
+    peaks = {}
+    for name in contenders:
+        with Ranks(settings.world_size, settings.device_type, CountedRank, name, workload) as ranks:
+            peaks[name] = max(ranks.call("peak", _COUNTED_STEPS), key=attrgetter("steady"))
+    return peaks

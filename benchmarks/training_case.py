@@ -1,0 +1,126 @@
+"""Training cases: the time and memory of a whole step, of every contender."""
+
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any
+
+from contenders import CONTENDERS, DDP, FLOOR, FSDP2, SHARDKIT, Workload
+from measure import PeakBytes
+from report import ABSENT, Report, Spread, Target
+from rounds import Settings, Timing, able, count_memory, time_interleaved
+
+_COLUMNS = (
+    "contender",
+    "fwd+bwd ms",
+    "optimizer ms",
+    "step ms",
+    "step / FSDP2",
+    "step / DDP",
+    "optimizer / FSDP2",
+    "peak MiB",
+    "peak / FSDP2",
+    "RSS MiB",
+)
+_OPTIMIZER_LIMIT = 0.9
+_MEMORY_LIMIT = 0.95
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One workload for all contenders.
+
+    Attributes:
+        summary: The workload in words.
+        workload: What is trained.
+        step_limit: The target for shardkit's step over FSDP2's on two CPU ranks, if there is one.
+    """
+
+    summary: str
+    workload: Workload
+    step_limit: float | None = None
+
+    def run(self, settings: Settings) -> Report:
+        """Time the contenders in turns, then count their memory one by one."""
+        names = able(CONTENDERS)
+        found = _Found(
+            time_interleaved(names, self.workload, settings),
+            # The floor holds a whole model and whole gradients: its memory bounds nothing.
+            count_memory([name for name in names if name != FLOOR], self.workload, settings),
+        )
+        return Report(
+            title=self.summary,
+            columns=_COLUMNS,
+            rows=[found.row(name) for name in names],
+            notes=[*self._verdicts(found, settings), found.losses()],
+            measured=found.as_dict(),
+        )
+
+    def _verdicts(self, found: "_Found", settings: Settings) -> list[str]:
+        if SHARDKIT not in found.timings or settings.device_type != "cpu":
+            return []
+        optimizer = Target("optimizer / FSDP2", _OPTIMIZER_LIMIT)
+        memory = Target("peak / FSDP2", _MEMORY_LIMIT)
+        verdicts = [
+            optimizer.verdict(found.ratio(SHARDKIT, FSDP2, "optimizer_s").median),
+            memory.verdict(found.peak_ratio(SHARDKIT)),
+        ]
+        if self.step_limit is None:
+            return verdicts
+        step = Target("step / FSDP2", self.step_limit)
+        return [step.verdict(found.ratio(SHARDKIT, FSDP2, "step_s").median), *verdicts]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Everything measured in one case, by contender."""
+
+    timings: dict[str, Timing]
+    peaks: dict[str, PeakBytes]
+
+    def row(self, name: str) -> list[str]:
+        """Write a contender's cells."""
+        counted = name in self.peaks
+        return [
+            name,
+            f"{self.milliseconds(name, 'forward_backward_s'):.1f}",
+            f"{self.milliseconds(name, 'optimizer_s'):.1f}",
+            f"{self.milliseconds(name, 'step_s'):.1f}",
+            f"{self.ratio(name, FSDP2, 'step_s'):.2f}",
+            f"{self.ratio(name, DDP, 'step_s'):.2f}",
+            f"{self.ratio(name, FSDP2, 'optimizer_s'):.2f}",
+            _mebibytes(self.peaks[name].steady) if counted else ABSENT,
+            f"{self.peak_ratio(name):.2f}" if counted else ABSENT,
+            _mebibytes(self.timings[name].resident_peak) if counted else ABSENT,
+        ]
+
+    def milliseconds(self, name: str, phase: str) -> float:
+        """Return the median time of a phase."""
+        return Spread.of(self._seconds(name, phase)).median * 1e3
+
+    def ratio(self, name: str, reference: str, phase: str) -> Spread:
+        """Compare a phase with another contender's, round by round."""
+        return Spread.of_ratios(self._seconds(name, phase), self._seconds(reference, phase))
+
+    def peak_ratio(self, name: str) -> float:
+        """Compare steady peak memory with FSDP2's."""
+        return self.peaks[name].steady / self.peaks[FSDP2].steady
+
+    def losses(self) -> str:
+        """Show that the contenders train alike."""
+        losses = (
+            f"{name} {timing.final_loss:.4f}"
+            for name, timing in self.timings.items()
+            if name != FLOOR
+        )
+        return f"Loss after equally many steps: {', '.join(losses)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain containers."""
+        return asdict(self)
+
+    def _seconds(self, name: str, phase: str) -> list[float]:
+        return [attrgetter(phase)(times) for times in self.timings[name].rounds]
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"

@@ -1,0 +1,350 @@
+"""Train a small byte-level GPT, sharded over all ranks, on the source of Python's standard library.
+
+On one machine, with two CPU processes or with every GPU:
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+    torchrun --standalone --nproc-per-node gpu examples/train_gpt.py --device cuda --bf16
+
+On several hosts the same script runs under torchrun's --nnodes and --rdzv-endpoint. Everything that
+concerns sharding is in `shard`; the rest is plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from shardkit import MixedPrecisionPolicy, fully_shard, init_device_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+VOCABULARY = 256  # A token is a byte.
+WIDTH, DEPTH, HEADS, CONTEXT = 192, 4, 6, 128
+MAX_TEXT_BYTES = 20_000_000
+WARMUP = 0.02  # Part of the training in which the learning rate rises.
+REPORT_EVERY = 10  # Steps between two looks at the clock, which all ranks share.
+
+console = Console()
+
+
+# ------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network, each added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.attention_out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp_in = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.mlp_out = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, head, position, channel)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with rotary positions; the output layer is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        half_head = WIDTH // HEADS // 2
+        frequencies = 1000 ** (-torch.arange(half_head) / half_head)
+        angles = torch.outer(torch.arange(CONTEXT), frequencies)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        for name, parameter in self.named_parameters():
+            if name.endswith("_out.weight"):
+                nn.init.zeros_(parameter)  # Every block starts as the identity.
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.05)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels by an angle that grows with the position (arXiv:2104.09864)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def shard(model: GPT, options: argparse.Namespace) -> None:
+    """Leave on this rank its part of `model`, and gather each block only while it is in use."""
+    world_size = dist.get_world_size()
+    if options.replicate == 1:
+        mesh = init_device_mesh(options.device, (world_size,), mesh_dim_names=("shard",))
+    else:
+        sizes = (options.replicate, world_size // options.replicate)
+        mesh = init_device_mesh(options.device, sizes, mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy()
+    if options.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh, policy)
+    fully_shard(model, mesh, policy)
+
+
+# -------------------------------------------------------------------------------------------- text
+
+
+def read_texts() -> tuple[Tensor, Tensor]:
+    """Return the bytes to train on and, of other files, those to validate on."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    kept, held_out = bytearray(), bytearray()
+    for index, path in enumerate(sorted(library.rglob("*.py"))):
+        if excluded.isdisjoint(path.relative_to(library).parts):
+            (held_out if index % 20 == 0 else kept).extend(path.read_bytes())
+        if len(kept) > MAX_TEXT_BYTES:
+            break
+    if min(len(kept), len(held_out)) <= CONTEXT:
+        sys.exit(f"found no text to train on: {library} holds no Python source")
+    return torch.frombuffer(kept, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+
+
+def random_segments(
+    text: Tensor, count: int, generator: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return `count` random segments of `text`, and the byte that follows each of their bytes."""
+    starts = torch.randint(len(text) - CONTEXT, (count, 1), generator=generator)
+    segments = text[starts + torch.arange(CONTEXT + 1)].to(device, torch.int64)
+    return segments[:, :-1], segments[:, 1:]
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+class Budget:
+    """Says what part of the training is done; the answer is the same on all ranks.
+
+    It decides the learning rate and when to stop: a rank that went by a clock of its own would stop
+    one step apart from the others and leave them waiting.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.num_steps = options.steps
+        self.seconds = options.seconds
+        self.device = device
+        self.started = time.monotonic()
+        self.done = 0.0
+
+    def progress(self, step: int) -> float:
+        """Return the part done before `step`: 0.0 at the start, 1.0 or more at the end."""
+        if self.num_steps is not None:
+            return step / self.num_steps
+        if step % REPORT_EVERY == 0:
+            done = (time.monotonic() - self.started) / self.seconds
+            shared = torch.tensor(done, device=self.device)
+            dist.broadcast(shared, src=0)
+            self.done = shared.item()
+        return self.done
+
+
+def make_optimizer(model: GPT, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices only, not the scales and shifts of norms."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), foreach=True)
+
+
+def loss_of(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per byte."""
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+def train(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    options: argparse.Namespace,
+    device: torch.device,
+) -> None:
+    """Train until the time or the number of steps is used up."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1 + rank)  # Every rank draws data of its own.
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=rank != 0) as bar:
+        task = bar.add_task("starting", total=1.0)
+        budget = Budget(options, device)
+        step, tenths = 0, 0
+        recent_loss = torch.zeros((), device=device)
+        while (progress := budget.progress(step)) < 1.0:
+            warmup = min(1.0, (progress + 1e-3) / WARMUP)
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr * warmup * (1 + math.cos(math.pi * progress)) / 2
+            loss = loss_of(model, *random_segments(text, options.batch, generator, device))
+            optimizer.zero_grad()  # Here and not after the step: the gradients are weighed later.
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            optimizer.step()
+            step += 1
+            recent_loss += loss.detach()
+            if step % REPORT_EVERY == 0 and rank == 0:
+                seconds = time.monotonic() - budget.started
+                rate = step * options.batch * CONTEXT * world_size / seconds
+                mean_loss = recent_loss.item() / REPORT_EVERY
+                recent_loss.zero_()
+                state = f"step {step}  loss {mean_loss:.3f}  {rate:,.0f} tokens/s"
+                bar.update(task, completed=progress, description=state)
+                if int(progress * 10) > tenths:  # For logs, where no bar is drawn.
+                    tenths = int(progress * 10)
+                    bar.console.print(f"{progress:4.0%}  {state}", highlight=False)
+        bar.update(task, completed=1.0)
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, text: Tensor, device: torch.device) -> float:
+    """Mean loss over random segments of `text`, other ones on every rank."""
+    generator = torch.Generator().manual_seed(1_000_000 + dist.get_rank())
+    batches = [random_segments(text, 16, generator, device) for _ in range(12)]
+    mean = torch.stack([loss_of(model, *batch) for batch in batches]).mean()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: str, num_bytes: int, device: torch.device) -> str:
+    """Continue `prompt` by `num_bytes` bytes; every rank must call it, since each holds a part."""
+    generator = torch.Generator().manual_seed(0)  # The same bytes on all ranks.
+    tokens = torch.tensor([list(prompt.encode())], device=device)
+    for _ in range(num_bytes):
+        logits = model(tokens[:, -CONTEXT:])[0, -1].float().cpu()
+        token = torch.multinomial(F.softmax(logits / 0.7, dim=-1), 1, generator=generator)
+        tokens = torch.cat((tokens, token.to(device)[None]), dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def memory_table(model: GPT, optimizer: torch.optim.Optimizer) -> Table:
+    """Bytes that this rank holds between steps and in them, beside those of a whole copy."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    stats = model.memory_stats()
+    rows = [
+        ("parameters", local_nbytes(parameters), whole_nbytes(parameters)),
+        ("gradients", local_nbytes(gradients), whole_nbytes(gradients)),
+        ("optimizer state", local_nbytes(states), whole_nbytes(states)),
+        ("unsharded parameters, at most", stats["peak_unsharded_nbytes"], 0),
+        ("buffers to reduce gradients", stats["reduce_buffer_nbytes"], 0),
+    ]
+    rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    table = Table("", title="MB per rank")
+    table.add_column("sharded", justify="right")
+    table.add_column("replicated", justify="right")
+    for name, sharded, replicated in rows:
+        table.add_row(name, f"{sharded / 1e6:.2f}", f"{replicated / 1e6:.2f}")
+    return table
+
+
+def local_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's pieces; what is not sharded, like step counters, counts whole."""
+    return whole_nbytes(t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+
+
+def whole_nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=110.0, help="time to train (110)")
+    parser.add_argument("--steps", type=int, help="steps to train, whatever time they take")
+    parser.add_argument("--batch", type=int, default=4, help="segments per rank and step (4)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (2e-3)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, reduce in fp32")
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the sharded model (1)")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.exit(2, f"{__file__} must be started by torchrun:\n\n{parser.description}")
+    if int(os.environ["WORLD_SIZE"]) % options.replicate:
+        parser.error("--replicate must divide the number of ranks")
+    return options
+
+
+def start_ranks(device_type: str) -> torch.device:
+    """Join this process to the others; return the device that it computes on."""
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def main() -> None:
+    """Train, then show memory, validation loss and a sample."""
+    options = parse_options()
+    device = start_ranks(options.device)
+    console.quiet = dist.get_rank() != 0
+
+    torch.manual_seed(0)  # Every rank makes the same model.
+    model = GPT().to(device)
+    train_text, validation_text = read_texts()
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    shard(model, options)
+    console.print(
+        f"{num_params:,} parameters over {dist.get_world_size()} ranks, "
+        f"{len(train_text):,} bytes of Python to train on",
+        highlight=False,
+    )
+
+    optimizer = make_optimizer(model, options.lr)
+    train(model, optimizer, train_text, options, device)
+    console.print(memory_table(model, optimizer))
+    loss = validation_loss(model, validation_text, device)
+    console.print(f"validation loss, on files held out: [bold]{loss:.3f}[/bold] nats per byte")
+    written = sample(model, "def read", 300, device)
+    console.print(Panel(Text(written), title="written by the model", expand=False))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

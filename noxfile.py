@@ -1,0 +1,105 @@
+"""Every check of the project, each in an environment of its own: `nox -l` lists them.
+
+`SHARDKIT_TORCH` chooses the build of torch, for example `SHARDKIT_TORCH="torch==2.11.0"`. With
+`--no-venv` a session runs in the environment that nox runs in, and installs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"  # unlike venv it needs no ensurepip
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+TORCH = os.environ.get("SHARDKIT_TORCH", "torch==2.13.0")
+MINIMUM_TORCH = "torch==2.9.0"  # the lower bound in pyproject.toml
+
+
+def use_outer_environment(session: nox.Session) -> bool:
+    """Say whether `session` runs without an environment of its own; if so, find nox's programs."""
+    if session.venv_backend != "none":
+        return False
+    session.env["PYTHONPATH"] = "src"
+    here = str(Path(sys.executable).parent)
+    if here not in os.environ["PATH"].split(os.pathsep):  # nox was called by its path
+        os.environ["PATH"] = session.env["PATH"] = here + os.pathsep + os.environ["PATH"]
+    return True
+
+
+def install(session: nox.Session, *extras: str, torch: str = TORCH) -> None:
+    """Install torch, then the package with `extras`, into the environment of `session`.
+
+    Torch comes first and by an exact version: left to the package's range, pip takes the newest
+    build for CUDA, which is several gigabytes, also on a machine without a GPU.
+    """
+    if use_outer_environment(session):
+        return
+    session.log(f"installing {torch} and the package; the first time this takes minutes")
+    session.install(*shlex.split(torch))
+    session.install("--editable", f".[{','.join(extras)}]")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, format and which module imports which."""
+    if not use_outer_environment(session):
+        session.install(*nox.project.load_toml()["project"]["optional-dependencies"]["lint"])
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports", env={"PYTHONPATH": "src"})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types: mypy, strict."""
+    install(session, "types")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests that need no GPU; arguments after `--` go to pytest."""
+    install(session, "test")
+    session.run("pytest", "-m", "not gpu", *session.posargs)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """Run the same tests on the oldest torch supported."""
+    install(session, "test", torch=MINIMUM_TORCH)
+    session.run("pytest", "-m", "not gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need GPUs, in the environment nox runs in: its torch suits the driver."""
+    install(session, "test")
+    session.run("pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small GPT on two ranks, or on every GPU by `-- --device cuda`."""
+    install(session, "demo")
+    session.run(
+        *("torchrun", "--standalone", "--nproc-per-node"),
+        "gpu" if "cuda" in session.posargs else "2",
+        "examples/train_gpt.py",
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure time and memory against torch; arguments after `--` go to benchmarks/run.py."""
+    install(session, "test")
+    session.run("pytest", "-q", "-o", "pythonpath=benchmarks", "benchmarks")
+    session.run("python", "benchmarks/run.py", *session.posargs)

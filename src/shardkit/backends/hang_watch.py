@@ -1,0 +1,142 @@
+"""A name instead of a hang: finds out why a wait on gloo does not end.
+
+Ranks that issue different collectives wait for each other for ever. A rank that has waited long
+publishes what it has issued in the process group's store and reads what the others published. If
+they differ, the wait is ended with an error that names both sides, on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardkit import _compat
+from shardkit._errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit.backends.process_group import ProcessGroupAxis
+
+PATIENCE_S = 5.0
+"""A wait this long is looked into."""
+DEADLOCK_S = 10.0
+"""All ranks waiting this much longer after unequal numbers of collectives: a deadlock."""
+_PROBE_TAG = 7
+
+
+class Progress(Protocol):
+    """What this rank has issued since ranks last agreed."""
+
+    def snapshot(self) -> list[list[int]]:
+        """Return it as lists, for the other ranks."""
+
+    def difference(self, snapshots: Sequence[list[list[int]]]) -> str | None:
+        """Return what differs between ranks' snapshots, as an error message; None if nothing."""
+
+    def contradicts(self, snapshots: Sequence[list[list[int]]]) -> bool:
+        """Return whether snapshots differ even where they overlap, whoever is ahead."""
+
+
+class HangWatch:
+    """Watches the waits of one root's groups, from a thread that sleeps while none is long."""
+
+    def __init__(self) -> None:
+        self.progress: Progress | None = None
+        self._axis: ProcessGroupAxis | None = None
+        self._since = 0.0
+        self._count = 0
+        self._verdict: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def wait(self, works: Sequence[dist.Work], axis: ProcessGroupAxis) -> None:
+        """Wait for work over one axis.
+
+        Raises:
+            RankMismatchError: The ranks of the axis have issued different collectives.
+        """
+        self._count += 1
+        self._since = time.monotonic()
+        self._axis = axis
+        if self._thread is None and self.progress is not None:
+            self._thread = threading.Thread(target=_watch, args=(self,), daemon=True)
+            self._thread.start()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            verdict = self._verdict or self._ask_after_error(axis)
+            if verdict is not None:
+                raise RankMismatchError(verdict) from error
+            raise
+        finally:
+            self._axis = None
+
+    def _ask_after_error(self, axis: ProcessGroupAxis) -> str | None:
+        """Pairs of unequal size end in an error of gloo's: see whether the ranks disagree."""
+        if self.progress is None:
+            return None
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found = self._compare(axis, self._count, final=True)
+            if found is not None:
+                return found
+            time.sleep(0.1)
+        return None
+
+    def look(self) -> None:
+        """Look into the current wait, if it is long; called by the thread."""
+        axis, count, since = self._axis, self._count, self._since
+        if axis is None or time.monotonic() - since < PATIENCE_S:
+            return
+        is_old = time.monotonic() - since > PATIENCE_S + DEADLOCK_S
+        verdict = self._compare(axis, count, final=is_old)
+        if verdict is None or self._axis is not axis or self._count != count:
+            return
+        self._verdict = verdict
+        _break_off(axis)
+
+    def _compare(self, axis: ProcessGroupAxis, count: int, *, final: bool) -> str | None:
+        """Publish this rank's state, compare with what others published.
+
+        Args:
+            axis: The ranks.
+            count: Which wait this is.
+            final: All ranks having stopped after different numbers of collectives is enough.
+        """
+        assert self.progress is not None
+        store = _compat.default_store()
+        prefix = f"shardkit/{axis.group.group_name}"
+        store.set(f"{prefix}/{axis.rank}", json.dumps([count, self.progress.snapshot()]))
+        keys = [f"{prefix}/{rank}" for rank in range(axis.size)]
+        found = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        snapshots = [snapshot for _, snapshot in found]
+        if self.progress.contradicts(snapshots) or (final and len(found) == axis.size):
+            return self.progress.difference(snapshots)
+        return None
+
+
+def _watch(watch: HangWatch) -> None:
+    while True:
+        time.sleep(min(PATIENCE_S, 1.0) / 2)
+        try:
+            watch.look()
+        except (RuntimeError, dist.DistStoreError):
+            return  # The process group is gone.
+
+
+def _break_off(axis: ProcessGroupAxis) -> None:
+    """End all waits of the group: a receive that times out closes gloo's connections."""
+    source = (axis.rank + 1) % axis.size
+    probe = dist.irecv(torch.zeros(1), group=axis.group, group_src=source, tag=_PROBE_TAG)
+    assert probe is not None  # This rank is in the group.
+    try:
+        probe.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return

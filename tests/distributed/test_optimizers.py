@@ -1,0 +1,257 @@
+"""Optimizers on sharded parameters against the same ones on whole parameters."""
+
+from __future__ import annotations
+
+import math
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Parameters
+from reference import Differences, assert_within, make_mesh, whole_and_sharded
+from shardkit import ShardedTensor, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+STEPS = 6
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign momentum (arXiv:2302.06675), written as users write one: parameter by parameter."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                update = (state["momentum"] * beta1 + parameter.grad * (1 - beta1)).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    update, alpha=-group["lr"]
+                )
+                state["momentum"].lerp_(parameter.grad, 1 - beta2)
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, typing.Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "AdamW amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-2}),
+    "Adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+}
+FUSED = ("SGD", "SGD nesterov", "Adam", "AdamW amsgrad", "Adagrad")
+LOOPS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
+
+# torch's fused CPU kernels round differently in their vector loop and in its remainder, so that an
+# element's result depends on its position: plain torch on pieces of a tensor differs from plain
+# torch on the whole by as much.
+FUSED_TOLERANCE = 1e-6
+
+
+def take_steps(
+    mesh_shape: tuple[int, ...],
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, typing.Any],
+) -> Differences:
+    """Step whole and sharded parameters, given the same gradients."""
+    plain, sharded = whole_and_sharded(mesh_shape)
+    optimizers = [optimizer_class(model.parameters(), **options) for model in (plain, sharded)]
+    generator = torch.Generator()
+    differences = Differences()
+    for _ in range(STEPS):
+        slopes = plain.draw_slopes(generator)
+        for model in (plain, sharded):
+            model(slopes).backward()
+        differences.note_grads(sharded, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(sharded, plain)
+    check_state_is_sharded(optimizers[1])
+    return differences
+
+
+def check_state_is_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """State of a parameter's size must be cut as the parameter is; a step counter need not."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                assert isinstance(value, ShardedTensor), name
+                assert value.to_local().shape == parameter.to_local().shape, name
+
+
+@pytest.mark.parametrize("form", LOOPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pointwise_optimizers_are_exact(spawn: Spawn, name: str, form: str) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, **LOOPS[form]})
+    assert_within(found, grad=0.0, parameter=0.0)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizers_round_as_in_plain_torch(spawn: Spawn, name: str) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, "fused": True})
+    assert_within(found, grad=0.0, parameter=FUSED_TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_an_optimizer_written_by_hand_is_exact(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    assert_within(
+        spawn(take_steps, math.prod(mesh_shape), mesh_shape, Lion, {}), grad=0.0, parameter=0.0
+    )
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+
+def norm_and_clip(
+    mesh_shape: tuple[int, ...], max_norm: float, norm_type: float, foreach: bool | None
+) -> Differences:
+    plain, sharded = whole_and_sharded(mesh_shape)
+    slopes = plain.draw_slopes(torch.Generator())
+    norms = []
+    for model in (sharded, plain):
+        model(slopes).backward()
+        norms.append(
+            nn.utils.clip_grad_norm_(
+                model.parameters(), max_norm=max_norm, norm_type=norm_type, foreach=foreach
+            )
+        )
+    differences = Differences()
+    differences.note("norm", *norms)
+    differences.note_grads(sharded, plain)
+    return differences
+
+
+# The norm of 130 normal numbers: 104 for p=1, 11 for p=2, 3 for inf; its sum is taken in another
+# order, so a few units in the last place of 104 (8e-6). Clipping divides by it: the relative error
+# of gradients of size 3 is the same.
+CLIPPING_TOLERANCES = {"norm": 2e-5, "grad": 1e-6}
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+def test_clipping_by_norm_is_that_of_whole_gradients(
+    spawn: Spawn, mesh_shape: tuple[int, ...], norm_type: float, foreach: bool | None
+) -> None:
+    found = spawn(norm_and_clip, math.prod(mesh_shape), mesh_shape, 1.0, norm_type, foreach)
+    assert_within(found, **CLIPPING_TOLERANCES)
+
+
+def test_a_norm_below_the_limit_leaves_gradients_as_they_are(spawn: Spawn) -> None:
+    found = spawn(norm_and_clip, 4, (4,), 1e6, 2.0, None)
+    assert_within(found, norm=CLIPPING_TOLERANCES["norm"], grad=0.0)
+
+
+def clip_values() -> Differences:
+    plain, sharded = whole_and_sharded((4,))
+    slopes = plain.draw_slopes(torch.Generator())
+    for model in (sharded, plain):
+        model(slopes).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    differences = Differences()
+    differences.note_grads(sharded, plain)
+    return differences
+
+
+def test_clipping_by_value_is_exact(spawn: Spawn) -> None:
+    assert_within(spawn(clip_values, 4), grad=0.0)
+
+
+def clip_with_an_ignored_parameter(foreach: bool | None) -> Differences:
+    """Clip gradients of which one is an ordinary tensor."""
+    plain, sharded = Parameters(), Parameters()
+    sharded.load_state_dict(plain.state_dict())
+    fully_shard(sharded, make_mesh((2,)), ignored_params={sharded.vector})
+    assert not isinstance(sharded.vector, ShardedTensor)
+    slopes = plain.draw_slopes(torch.Generator())
+    differences = Differences()
+    norms = []
+    for model in (sharded, plain):
+        model(slopes).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0, foreach=foreach))
+    differences.note("norm", *norms)
+    differences.note_grads(sharded, plain)
+    return differences
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_counts_ordinary_gradients_once(spawn: Spawn, foreach: bool | None) -> None:
+    assert_within(spawn(clip_with_an_ignored_parameter, 2, foreach), **CLIPPING_TOLERANCES)
+
+
+def refuse_non_finite_norm(norm_type: float, position: int) -> None:
+    plain, sharded = whole_and_sharded((2,))
+    slopes = plain.draw_slopes(torch.Generator())
+    slopes["matrix"].view(-1)[position] = math.nan
+    sharded(slopes).backward()
+    nn.utils.clip_grad_norm_(
+        sharded.parameters(), max_norm=1.0, norm_type=norm_type, error_if_nonfinite=True
+    )
+
+
+@pytest.mark.parametrize("position", [0, -1], ids=["first rank", "last rank"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_a_nan_in_one_piece_is_an_error_of_clipping_on_every_rank(
+    spawn_errors: Spawn, norm_type: float, position: int
+) -> None:
+    for error in spawn_errors(refuse_non_finite_norm, 2, norm_type, position):
+        assert error is not None, "the norm of gradients with a NaN was finite"
+        assert "non-finite" in error.message
+
+
+def scaled_step(overflow: bool) -> tuple[float, Differences]:
+    """Take a step with a gradient scaler; one element, on one rank, may overflow."""
+    plain, sharded = whole_and_sharded((2,))
+    slopes = plain.draw_slopes(torch.Generator())
+    if overflow:
+        slopes["cube"][-1, -1, -1] = math.inf
+    scalers = []
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(model(slopes)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scalers.append(scaler)
+    assert scalers[0].get_scale() == (512.0 if overflow else 1024.0), (
+        "the reference does not overflow"
+    )
+    differences = Differences()
+    differences.note_parameters(sharded, plain)
+    return scalers[1].get_scale() / scalers[0].get_scale(), differences
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_an_overflow_in_one_piece_skips_the_step_on_every_rank(
+    spawn: Spawn, overflow: bool
+) -> None:
+    for scale_ratio, differences in spawn(scaled_step, 2, overflow):
+        assert scale_ratio == 1.0
+        assert differences == {"parameter": 0.0}

@@ -1,0 +1,453 @@
+"""`ShardedTensor` against the tensor that it is a piece of."""
+
+from __future__ import annotations
+
+import copy
+import math
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import PARAMETER_SHAPES
+from reference import whole_and_sharded
+from shardkit import ShardedTensor
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+MESHES = ((1,), (2,), (3,), (4,), (2, 2))
+
+
+def on_every_mesh(test: Callable[..., None]) -> Callable[..., None]:
+    """Parametrize a test over meshes."""
+    return pytest.mark.parametrize("mesh_shape", MESHES, ids=str)(test)
+
+
+def run_on(
+    spawn: Spawn, fn: Callable[..., object], mesh_shape: tuple[int, ...], *args: object
+) -> list[typing.Any]:
+    """Run ``fn(mesh_shape, *args)`` on the ranks of a mesh."""
+    return spawn(fn, math.prod(mesh_shape), mesh_shape, *args)
+
+
+def assert_nothing_wrong(by_rank: list[list[str]]) -> None:
+    """Check that no rank found anything wrong, else show all of it."""
+    shown = [f"rank {rank}: {why}" for rank, found in enumerate(by_rank) for why in found]
+    assert not shown, "\n".join(shown)
+
+
+# --- data movement ------------------------------------------------------------------------------
+
+
+def gathering_inverts_sharding(mesh_shape: tuple[int, ...]) -> list[bool]:
+    plain, sharded = whole_and_sharded(mesh_shape)
+    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return [torch.equal(piece.detach().full_tensor(), whole) for whole, piece in pairs]
+
+
+@on_every_mesh
+def test_full_tensor_inverts_sharding(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    assert run_on(spawn, gathering_inverts_sharding, mesh_shape) == [
+        [True] * len(PARAMETER_SHAPES)
+    ] * math.prod(mesh_shape)
+
+
+def local_pieces(mesh_shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Return each whole parameter, flat, and this rank's piece."""
+    plain, sharded = whole_and_sharded(mesh_shape)
+    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return [(whole.detach().view(-1), piece.detach().to_local()) for whole, piece in pairs]
+
+
+@on_every_mesh
+def test_pieces_tile_the_flat_parameter_in_rank_order(
+    spawn: Spawn, mesh_shape: tuple[int, ...]
+) -> None:
+    by_rank = run_on(spawn, local_pieces, mesh_shape)
+    shard_size = mesh_shape[-1]
+    for first in range(0, len(by_rank), shard_size):  # Each replica by itself.
+        for index in range(len(PARAMETER_SHAPES)):
+            whole = by_rank[first][index][0]
+            pieces = [by_rank[first + i][index][1] for i in range(shard_size)]
+            assert all(piece.ndim == 1 for piece in pieces)
+            assert torch.equal(torch.cat(pieces), whole)
+
+
+def metadata(mesh_shape: tuple[int, ...]) -> None:
+    plain, sharded = whole_and_sharded(mesh_shape)
+    for whole, piece in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert isinstance(piece, ShardedTensor)
+        assert isinstance(piece, nn.Parameter)
+        assert piece.is_leaf
+        assert piece.requires_grad
+        assert piece.shape == whole.shape
+        assert piece.numel() == whole.numel()
+        assert piece.dtype == whole.dtype
+        assert piece.device == whole.device
+        assert tuple(piece.device_mesh.shape) == tuple(mesh_shape)
+        assert len(piece.placements) == len(mesh_shape)
+        assert "shape" in repr(piece)
+
+
+@on_every_mesh
+def test_metadata_is_global(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    run_on(spawn, metadata, mesh_shape)
+
+
+EMPTY_SHAPES = {"matrix": (7, 13), "empty": (0,), "rows": (0, 4), "columns": (3, 0)}
+
+
+def train_with_empty_parameters(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    plain, sharded = whole_and_sharded(mesh_shape, EMPTY_SHAPES)
+    sharded({name: torch.ones(shape) for name, shape in EMPTY_SHAPES.items()}).backward()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    optimizer.step()
+    for whole, piece in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(piece.detach().full_tensor(), whole - 1.0)
+    return [tuple(piece.full_tensor().shape) for piece in sharded.parameters()]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,)], ids=str)
+def test_parameters_without_elements_are_sharded_and_trained(
+    spawn: Spawn, mesh_shape: tuple[int, ...]
+) -> None:
+    world_size = math.prod(mesh_shape)
+    assert (
+        run_on(spawn, train_with_empty_parameters, mesh_shape)
+        == [list(EMPTY_SHAPES.values())] * world_size
+    )
+
+
+def unshard_and_reshard() -> None:
+    plain, sharded = whole_and_sharded((2,))
+    for _ in range(2):
+        handle = sharded.unshard(async_op=True)
+        handle.wait()
+        for whole, unsharded in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert not isinstance(unsharded, ShardedTensor)
+            assert torch.equal(unsharded, whole)
+        sharded.reshard()
+        assert all(isinstance(parameter, ShardedTensor) for parameter in sharded.parameters())
+        sharded.unshard()
+        assert torch.equal(sharded.matrix, plain.matrix)
+        sharded.reshard()
+
+
+def test_unshard_and_reshard_by_hand(spawn: Spawn) -> None:
+    spawn(unshard_and_reshard, 2)
+
+
+def copies_are_independent() -> None:
+    plain, sharded = whole_and_sharded((2,))
+    original = sharded.matrix
+    with torch.no_grad():
+        copies = [
+            original.clone(),
+            copy.deepcopy(original),
+            torch.zeros_like(original).copy_(original),
+        ]
+        original.zero_()
+        for each in copies:
+            assert isinstance(each, ShardedTensor)
+            assert torch.equal(each.full_tensor(), plain.matrix)
+            assert each.to_local().data_ptr() != original.to_local().data_ptr()
+        original.copy_(
+            plain.matrix
+        )  # A plain tensor of the global shape: every rank takes its piece.
+        assert torch.equal(original.full_tensor(), plain.matrix)
+        assert original.detach().to_local().data_ptr() == original.to_local().data_ptr()
+
+
+def test_copies_are_independent_and_detached_tensors_share_memory(spawn: Spawn) -> None:
+    spawn(copies_are_independent, 2)
+
+
+def convert_module_dtype(mesh_shape: tuple[int, ...]) -> None:
+    plain, sharded = whole_and_sharded(mesh_shape)
+    plain.to(torch.bfloat16)
+    sharded.to(torch.bfloat16)
+    for whole, piece in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert piece.dtype == piece.to_local().dtype == torch.bfloat16
+        assert torch.equal(piece.detach().full_tensor(), whole)
+    slopes = plain.draw_slopes(torch.Generator())
+    loss, expected = sharded(slopes), plain(slopes)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for name, piece in sharded.named_parameters():
+        assert torch.equal(piece.grad.full_tensor(), slopes[name])
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,)], ids=str)
+def test_a_sharded_module_can_change_dtype(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    run_on(spawn, convert_module_dtype, mesh_shape)
+
+
+def random_fill(mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
+    _, sharded = whole_and_sharded(mesh_shape)
+    torch.manual_seed(3)
+    nn.init.normal_(sharded.matrix)
+    nn.init.uniform_(sharded.vector)
+    nn.init.kaiming_uniform_(sharded.cube)
+    with torch.no_grad():
+        noise = torch.randn_like(sharded.matrix)
+    filled = {**dict(sharded.named_parameters()), "noise": noise}
+    return {name: piece.detach().full_tensor() for name, piece in filled.items()}
+
+
+def test_random_fills_are_those_of_the_full_tensor_at_every_world_size(spawn: Spawn) -> None:
+    """Equal on all meshes; one stream repeated on every shard is not."""
+    results = [result for mesh_shape in MESHES for result in run_on(spawn, random_fill, mesh_shape)]
+    torch.manual_seed(3)
+    assert torch.equal(results[0]["matrix"], nn.init.normal_(torch.empty(7, 13)))
+    for result in results[1:]:
+        for name, expected in results[0].items():
+            assert torch.equal(result[name], expected), name
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+# Elementwise operators run on the pieces alone and so are exact.
+ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda p, q: p + q,
+    "scaled add": lambda p, q: torch.add(p, q, alpha=0.3),
+    "multiply": lambda p, q: p * q * 2.5,
+    "divide": lambda p, q: p / (q.abs() + 1),
+    "power": lambda p, q: p**2,  # noqa: ARG005
+    "square root": lambda p, q: p.abs().sqrt(),  # noqa: ARG005
+    "compare": lambda p, q: p > q,
+    "where": lambda p, q: torch.where(p > 0, p, q),
+    "lerp": lambda p, q: p.lerp(q, 0.25),
+    "clamp": lambda p, q: p.clamp(-0.5, 0.5),  # noqa: ARG005
+    "maximum": torch.maximum,
+    "sign": lambda p, q: p.sign(),  # noqa: ARG005
+    "addcmul": lambda p, q: p.addcmul(q, q, value=0.5),
+    "addcdiv": lambda p, q: p.addcdiv(q, q.abs() + 1, value=0.5),
+    "isnan": lambda p, q: (p / p.relu()).isnan(),  # noqa: ARG005
+    "cast": lambda p, q: p.to(torch.float64),  # noqa: ARG005
+    "in place": lambda p, q: p.clone().mul_(2).add_(q).div_(3).neg_(),
+    "fill": lambda p, q: p.clone().fill_(3.0) + q,
+    "scalar tensor": lambda p, q: p * torch.tensor(3.0) - q,
+    "foreach": lambda p, q: torch._foreach_add([p], [q], alpha=2)[0],  # noqa: SLF001
+}
+
+
+def wrong_elementwise(mesh_shape: tuple[int, ...]) -> list[str]:
+    """Return the operators whose result is not that of the whole tensors."""
+    plain, sharded = whole_and_sharded(mesh_shape)
+    wrong = []
+    with torch.no_grad():
+        for name, op in ELEMENTWISE.items():
+            for (key, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+                expected, result = op(p, p * 0.5 - 0.1), op(q, q * 0.5 - 0.1)
+                if result.dtype != expected.dtype or not torch.equal(
+                    result.full_tensor().nan_to_num(), expected.nan_to_num()
+                ):
+                    wrong.append(f"{name} of {key}")
+    return wrong
+
+
+@on_every_mesh
+def test_elementwise_operators_are_exact(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    assert_nothing_wrong(run_on(spawn, wrong_elementwise, mesh_shape))
+
+
+# Sums are taken in another order: relative to the result, a few units in the last place of fp32.
+REDUCTION_TOLERANCE = 1e-6
+
+REDUCTIONS: dict[str, Callable[[Tensor], typing.Any]] = {
+    "sum": Tensor.sum,
+    "mean": Tensor.mean,
+    "product": Tensor.prod,
+    "max": Tensor.max,
+    "min": Tensor.min,
+    "amax": Tensor.amax,
+    "amin": Tensor.amin,
+    "largest size": lambda p: p.abs().max(),
+    "any": lambda p: (p > 2).any(),
+    "all": lambda p: (p > -1).all(),
+    "count": torch.count_nonzero,
+    "any nan": lambda p: p.isnan().any(),
+    "all finite": lambda p: p.isfinite().all(),
+    "norm": Tensor.norm,
+    "norm 1": lambda p: p.norm(1),
+    "norm inf": lambda p: p.norm(math.inf),
+    "norm -inf": lambda p: torch.linalg.vector_norm(p, -math.inf),
+    "norm 0": lambda p: torch.linalg.vector_norm(p, 0),
+    "norm 3": lambda p: torch.linalg.vector_norm(p, 3),
+    "norm -1": lambda p: torch.linalg.vector_norm(p, -1),
+    "norm in fp64": lambda p: torch.linalg.vector_norm(p, 2, dtype=torch.float64),
+    "foreach norm": lambda p: torch._foreach_norm([p, p * 2])[1],  # noqa: SLF001
+    "foreach norm inf": lambda p: torch._foreach_norm([p, p * 2], math.inf)[1],  # noqa: SLF001
+    "sum over all dims": lambda p: p.sum(dim=tuple(range(p.ndim))),
+    "max over all dims": lambda p: p.amax(dim=tuple(range(p.ndim))),
+    "equal": lambda p: torch.equal(p, p.clone()),
+    "not equal": lambda p: torch.equal(p, p + (p == p.max())),
+    "shape not equal": lambda p: torch.equal(p, p.new_zeros(1, 9)),
+}
+
+
+def wrong_reductions(
+    mesh_shape: tuple[int, ...],
+    names: Iterable[str] = tuple(REDUCTIONS),
+    change: Callable[[nn.Module], object] = lambda model: None,  # noqa: ARG005
+) -> list[str]:
+    """Return what is wrong with reductions of sharded tensors: all of it, not the first."""
+    plain, sharded = whole_and_sharded(mesh_shape, change=change)
+    wrong = []
+    with torch.no_grad():
+        for name in names:
+            for (key, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+                wrong += [f"{name} of {key}: {why}" for why in what_differs(REDUCTIONS[name], q, p)]
+    return wrong
+
+
+def what_differs(op: Callable[[Tensor], typing.Any], sharded: Tensor, whole: Tensor) -> list[str]:
+    """Compare results of a reduction: kind, dtype, shape and value, where NaN equals NaN."""
+    expected = op(whole)
+    try:
+        result = op(sharded)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return [f"raised {type(error).__name__}: {error}"]
+    if not isinstance(expected, Tensor):
+        return [] if result is expected else [f"{result} is not {expected}"]
+    if isinstance(result, ShardedTensor):
+        return ["the result is sharded"]
+    if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+        return [f"{result.dtype} {result.shape}, not {expected.dtype} {expected.shape}"]
+    tolerance = REDUCTION_TOLERANCE * max(1.0, expected.double().abs().nan_to_num().item())
+    close = torch.allclose(
+        result.double(), expected.double(), rtol=0, atol=tolerance, equal_nan=True
+    )
+    return [] if close else [f"{result.item()} is not {expected.item()}"]
+
+
+@on_every_mesh
+def test_reductions_are_those_of_the_whole_tensor(
+    spawn: Spawn, mesh_shape: tuple[int, ...]
+) -> None:
+    """Also of parameters smaller than the number of ranks, of which some ranks hold nothing."""
+    assert_nothing_wrong(run_on(spawn, wrong_reductions, mesh_shape))
+
+
+def put_nan_into_first(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.view(-1)[0] = math.nan
+
+
+def put_nan_into_last(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.view(-1)[-1] = math.nan
+
+
+NAN_REDUCTIONS = (
+    "sum",
+    "max",
+    "min",
+    "amax",
+    "norm",
+    "norm inf",
+    "norm -inf",
+    "foreach norm inf",
+    "any nan",
+)
+
+
+@pytest.mark.parametrize("change", [put_nan_into_first, put_nan_into_last])
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,)], ids=str)
+def test_a_nan_on_one_rank_is_seen_by_all(
+    spawn: Spawn, mesh_shape: tuple[int, ...], change: Callable[[nn.Module], object]
+) -> None:
+    assert_nothing_wrong(run_on(spawn, wrong_reductions, mesh_shape, NAN_REDUCTIONS, change))
+
+
+def mean_of_large_fp16(mesh_shape: tuple[int, ...]) -> float:
+    _, sharded = whole_and_sharded(
+        mesh_shape, {"large": (40, 50)}, torch.float16, lambda model: model.large.fill_(100.0)
+    )
+    return sharded.large.detach().mean().item()
+
+
+def test_the_mean_of_fp16_does_not_overflow(spawn: Spawn) -> None:
+    """The sum, 200,000, is above the largest fp16 number; plain torch sums in fp32."""
+    assert run_on(spawn, mean_of_large_fp16, (2,)) == [100.0, 100.0]
+
+
+def norms_of_bf16(mesh_shape: tuple[int, ...]) -> list[float]:
+    """Return the relative error of reductions of bf16 parameters."""
+    plain, sharded = whole_and_sharded(mesh_shape, {"large": (40, 50)}, torch.bfloat16)
+    p, q = plain.large.detach(), sharded.large.detach()
+    return [
+        abs(op(q).item() / op(p).item() - 1)
+        for op in (Tensor.norm, Tensor.sum, lambda t: t.abs().mean())
+    ]
+
+
+def test_reductions_of_bf16_round_once(spawn: Spawn) -> None:
+    """At most one unit in the last place of bf16 off, however many pieces there are."""
+    for errors in run_on(spawn, norms_of_bf16, (4,)):
+        assert all(error <= 2**-7 for error in errors), errors
+
+
+# Whatever needs rows, or another cut, is no question for one rank's piece.
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "matmul": lambda p: p @ torch.ones(13, 2),
+    "linear": lambda p: torch.nn.functional.linear(torch.ones(2, 13), p),
+    "index": lambda p: p[0],
+    "sum over one dim": lambda p: p.sum(dim=0),
+    "sum that keeps dims": lambda p: p.sum(dim=(0, 1), keepdim=True),
+    "max over one dim": lambda p: p.max(dim=1),
+    "view": lambda p: p.view(13, 7),
+    "transpose": lambda p: p.t(),
+    "cat": lambda p: torch.cat([p, p]),
+    "plain operand": lambda p: p + torch.ones(7, 13),
+    "into a plain tensor": lambda p: torch.ones(7, 13).add_(p),
+    "sort": lambda p: p.sort(),
+    "softmax": lambda p: p.softmax(0),
+    "cumsum": lambda p: p.cumsum(0),
+    "layer norm": lambda p: torch.nn.functional.layer_norm(p, (13,)),
+}
+
+
+def refusal(mesh_shape: tuple[int, ...], op: str) -> None:
+    _, sharded = whole_and_sharded(mesh_shape)
+    with torch.no_grad():
+        REFUSED[op](sharded.matrix)
+
+
+@pytest.mark.parametrize("op", REFUSED)
+def test_what_a_piece_cannot_do_is_refused_by_name(spawn_errors: Spawn, op: str) -> None:
+    for error in run_on(spawn_errors, refusal, (2,), op):
+        assert error is not None, "computed something from this rank's piece"
+        assert error.type_name == "ShardedTensorError", error.traceback
+        assert "matrix" in error.message
+        assert "(7, 13)" in error.message
+        assert "full_tensor()" in error.message
+
+
+def differentiate_full_tensor(mesh_shape: tuple[int, ...]) -> bool:
+    plain, sharded = whole_and_sharded(mesh_shape)
+    (plain.matrix**2).sum().backward()
+    (sharded.matrix.full_tensor() ** 2).sum().backward()
+    return torch.equal(sharded.matrix.grad.full_tensor(), plain.matrix.grad)
+
+
+def test_full_tensor_is_differentiable(spawn: Spawn) -> None:
+    assert run_on(spawn, differentiate_full_tensor, (2,)) == [True, True]
+
+
+def pieces_of_nothing(mesh_shape: tuple[int, ...]) -> list[int]:
+    """Return how many elements of each parameter this rank holds."""
+    _, sharded = whole_and_sharded(mesh_shape)
+    return [parameter.to_local().numel() for parameter in sharded.parameters()]
+
+
+def test_some_ranks_own_nothing_of_small_parameters(spawn: Spawn) -> None:
+    """The tests above mean what they say: there are such ranks."""
+    by_rank = run_on(spawn, pieces_of_nothing, (4,))
+    for held in zip(*by_rank, strict=True):
+        assert sum(held) > 0
+    assert any(0 in held for held in by_rank)

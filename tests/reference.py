@@ -1,0 +1,184 @@
+"""What distributed tests compare with: data of every rank, plain training, differences.
+
+Runs inside workers. Every rank draws the batches of all ranks and trains a plain copy of the model
+on their concatenation, so that sharded training has a reference in the same process.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import typing
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import PARAMETER_SHAPES, Batch, Case, Parameters
+from shardkit import ShardedTensor, fully_shard, init_device_mesh
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from shardkit import DeviceMesh
+
+AXES = ("replicate", "shard")
+
+# The rounding error of a loss: two units in the last place of a number between 2 and 8, as the loss
+# of GPT is.
+LOSS_TOLERANCE = 2e-6
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+}
+
+
+# --- data and models ----------------------------------------------------------------------------
+
+
+def make_mesh(shape: Sequence[int]) -> DeviceMesh:
+    """Make a mesh whose last axis is ``shard`` and whose first of two is ``replicate``."""
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=AXES[-len(shape) :])
+
+
+def shard(
+    case: Case, model: nn.Module, mesh: DeviceMesh | None = None, **options: typing.Any
+) -> nn.Module:
+    """Shard the case's modules and then the root; ``options`` are those of ``fully_shard``."""
+    for module in case.groups(model):
+        fully_shard(module, mesh, **options)
+    return fully_shard(model, mesh, **options)
+
+
+def whole_and_sharded(
+    mesh_shape: Sequence[int],
+    shapes: dict[str, tuple[int, ...]] = PARAMETER_SHAPES,
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[Parameters], object] = lambda model: None,  # noqa: ARG005
+) -> tuple[Parameters, Parameters]:
+    """Make a plain model and the same one sharded; ``change`` sets the values before."""
+    plain = Parameters(shapes, dtype)
+    with torch.no_grad():
+        change(plain)
+    return plain, fully_shard(copy.deepcopy(plain), make_mesh(mesh_shape))
+
+
+def rank_batch(case: Case, rank: int, step: int) -> Batch:
+    """Draw the batch of a rank in a step: the same wherever it is drawn."""
+    return case.batch(torch.Generator().manual_seed(1_000 * step + rank))
+
+
+def my_batch(case: Case, step: int) -> Batch:
+    """Draw this rank's batch."""
+    return rank_batch(case, dist.get_rank(), step)
+
+
+def global_batch(case: Case, step: int) -> Batch:
+    """Draw the batches of all ranks and concatenate them."""
+    xs, ys = zip(
+        *(rank_batch(case, rank, step) for rank in range(dist.get_world_size())), strict=True
+    )
+    return torch.cat(xs), torch.cat(ys)
+
+
+def train(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]
+) -> Iterator[Tensor]:
+    """Take one step per batch.
+
+    Yields:
+        The loss, before the optimizer's step, so that the gradients can be looked at.
+    """
+    for batch in batches:
+        loss = case.loss(model, batch)
+        loss.backward()
+        yield loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """Average a tensor over all ranks, in fp64."""
+    total = value.detach().to(torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+# --- differences --------------------------------------------------------------------------------
+
+
+def full(tensor: Tensor | None) -> Tensor | None:
+    """Return the whole of a sharded tensor, and others as they are. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
+@torch.no_grad()
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole parameters by name. Collective."""
+    return {name: full(parameter).detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the whole gradients by parameter name. Collective."""
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def difference(actual: Tensor | None, expected: Tensor | None, name: str = "tensor") -> float:
+    """Return the largest absolute difference, 0 also for two Nones; NaN if one is NaN.
+
+    Raises:
+        AssertionError: If one is None and the other is not, or shape or dtype differ.
+    """
+    if actual is None or expected is None:
+        assert actual is expected, f"{name}: got {actual}, expected {expected}"
+        return 0.0
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {actual.shape}, expected {expected.shape}"
+    )
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
+    if actual.numel() == 0 or torch.equal(actual, expected):
+        return 0.0
+    return (actual.double() - expected.double()).abs().max().item()
+
+
+class Differences(dict[str, float]):
+    """The largest difference of each kind (loss, grad, parameter) that was noted."""
+
+    def note(
+        self, kind: str, actual: Tensor | None, expected: Tensor | None, name: str = ""
+    ) -> None:
+        """Compare two tensors."""
+        found = difference(actual, expected, name or kind)
+        worst = self.get(kind, 0.0)
+        self[kind] = math.nan if math.isnan(found) or math.isnan(worst) else max(found, worst)
+
+    def note_all(
+        self, kind: str, actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]
+    ) -> None:
+        """Compare tensors by name."""
+        assert actual.keys() == expected.keys()
+        for name, tensor in expected.items():
+            self.note(kind, actual[name], tensor, f"{kind} of {name!r}")
+
+    def note_grads(self, model: nn.Module, reference: nn.Module) -> None:
+        """Compare all gradients. Collective."""
+        self.note_all("grad", full_grads(model), full_grads(reference))
+
+    def note_parameters(self, model: nn.Module, reference: nn.Module) -> None:
+        """Compare all parameters. Collective."""
+        self.note_all("parameter", full_parameters(model), full_parameters(reference))
+
+
+def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:
+    """Check what every rank found: the kinds named in ``tolerances``, all of them and no other."""
+    for rank, differences in enumerate(by_rank):
+        assert differences.keys() == tolerances.keys(), (
+            f"rank {rank} compared {sorted(differences)}"
+        )
+        for kind, tolerance in tolerances.items():
+            # Written so that NaN fails.
+            assert differences[kind] <= tolerance, (
+                f"rank {rank}: {kind} differs by {differences[kind]:.3g}"
+            )

@@ -1,0 +1,594 @@
+"""The schedule as lists: for every event, the actions it leads to.
+
+Group 0 is the root, 1 to 3 its layers. A line is ``event: actions``, ``-`` for none.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from shardkit._schedule import ReduceOrder, UnshardSchedule
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._schedule import Action
+
+LAYERS = (1, 2, 3)
+
+
+def line(event: str, actions: Sequence[Action]) -> str:
+    """Return an event and what it leads to, as a line of text."""
+    shown = ", ".join(f"{op.value} {group}" for op, group in actions)
+    return f"{event}: {shown or '-'}"
+
+
+def forward(
+    schedule: UnshardSchedule,
+    layers: Sequence[int] = LAYERS,
+    *,
+    outstanding: bool = False,
+    needs_backward: bool = True,
+) -> list[str]:
+    """Run a pass of the root and these layers; return its lines."""
+    schedule.begin_pass(outstanding=outstanding)
+    lines = [line("enter 0", schedule.enter_forward(0))]
+    for layer in layers:
+        lines.append(line(f"enter {layer}", schedule.enter_forward(layer)))
+        actions = schedule.exit_forward(layer, needs_backward=needs_backward)
+        lines.append(line(f"exit {layer}", actions))
+    lines.append(line("exit 0", schedule.exit_forward(0, needs_backward=needs_backward)))
+    lines.append(line("end", schedule.end_pass(needs_backward=needs_backward)))
+    return lines
+
+
+def backward(schedule: UnshardSchedule, layers: Sequence[int] = LAYERS) -> list[str]:
+    """Run the backward of such a pass; the layers are given in the order of forward."""
+    lines = [line("enter 0", schedule.enter_backward(0))]
+    for layer in reversed(layers):
+        lines.append(line(f"enter {layer}", schedule.enter_backward(layer)))
+        actions = schedule.exit_backward(layer, outstanding=False)
+        lines.append(line(f"exit {layer}", actions))
+    lines.append(line("exit 0", schedule.exit_backward(0, outstanding=False)))
+    lines.append(line("end", schedule.end_backward()))
+    return lines
+
+
+def trained(*, prefetch_depth: int = 1, kept: Sequence[int] = ()) -> UnshardSchedule:
+    """Return a schedule after its first step."""
+    schedule = UnshardSchedule(prefetch_depth=prefetch_depth)
+    schedule.kept = set(kept)
+    forward(schedule)
+    backward(schedule)
+    return schedule
+
+
+FIRST_FORWARD = [
+    "enter 0: gather 0, wait 0",
+    "enter 1: gather 1, wait 1",
+    "exit 1: -",
+    "enter 2: gather 2, wait 2",
+    "exit 2: free 1",
+    "enter 3: gather 3, wait 3",
+    "exit 3: free 2",
+    "exit 0: free 0",
+    "end: -",
+]
+FORWARD = [
+    "enter 0: gather 0, wait 0, prefetch 1",
+    "enter 1: wait 1, prefetch 2",
+    "exit 1: free 1",
+    "enter 2: wait 2, prefetch 3",
+    "exit 2: free 2",
+    "enter 3: wait 3",
+    "exit 3: -",
+    "exit 0: free 0",
+    "end: -",
+]
+BACKWARD = [
+    "enter 0: gather 0, wait 0",
+    "enter 3: wait 3, prefetch 2",
+    "exit 3: free 3",
+    "enter 2: wait 2, prefetch 1",
+    "exit 2: free 2",
+    "enter 1: wait 1",
+    "exit 1: free 1",
+    "exit 0: free 0",
+    "end: -",
+]
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+def test_the_first_pass_gathers_each_group_as_it_comes() -> None:
+    """What comes next is not known; the last layer stays for backward, which needs it first."""
+    schedule = UnshardSchedule()
+    assert forward(schedule) == FIRST_FORWARD
+    assert schedule.live == (3,)
+
+
+def test_backward_prefetches_from_the_first_step_on() -> None:
+    schedule = UnshardSchedule()
+    forward(schedule)
+    assert backward(schedule) == BACKWARD
+    assert schedule.live == ()
+
+
+def test_the_second_pass_prefetches_in_the_order_of_the_first() -> None:
+    schedule = trained()
+    for _ in range(3):
+        assert forward(schedule) == FORWARD
+        assert backward(schedule) == BACKWARD
+        assert schedule.live == ()
+
+
+def test_a_kept_root_stays_from_forward_to_backward() -> None:
+    """As with ``reshard_after_forward=None``."""
+    schedule = trained(kept=[0])
+    assert forward(schedule) == [*FORWARD[:-2], "exit 0: -", "end: -"]
+    assert schedule.live == (0, 3)
+    assert backward(schedule) == ["enter 0: wait 0", *BACKWARD[1:]]
+    assert schedule.live == ()
+
+
+def test_kept_layers_are_gathered_once_a_step() -> None:
+    """As with ``reshard_after_forward=False`` everywhere."""
+    schedule = trained(kept=[0, *LAYERS])
+    assert forward(schedule) == [
+        "enter 0: gather 0, wait 0, prefetch 1",
+        "enter 1: wait 1, prefetch 2",
+        "exit 1: -",
+        "enter 2: wait 2, prefetch 3",
+        "exit 2: -",
+        "enter 3: wait 3",
+        "exit 3: -",
+        "exit 0: -",
+        "end: -",
+    ]
+    assert schedule.live == (0, 1, 2, 3)
+    assert backward(schedule) == [
+        "enter 0: wait 0",
+        "enter 3: wait 3",
+        "exit 3: free 3",
+        "enter 2: wait 2",
+        "exit 2: free 2",
+        "enter 1: wait 1",
+        "exit 1: free 1",
+        "exit 0: free 0",
+        "end: -",
+    ]
+
+
+def test_a_pass_without_backward_ends_with_nothing_live() -> None:
+    schedule = trained()
+    assert forward(schedule, needs_backward=False) == [*FORWARD[:-1], "end: free 3"]
+    assert schedule.live == ()
+
+
+def test_a_kept_root_stays_live_after_a_pass_without_backward() -> None:
+    """The next pass, if nothing was changed, then need not gather it."""
+    schedule = trained(kept=[0])
+    assert forward(schedule, needs_backward=False)[-2:] == ["exit 0: -", "end: free 3"]
+    assert schedule.live == (0,)
+    assert forward(schedule)[0] == "enter 0: wait 0, prefetch 1"
+
+
+def test_the_pass_after_one_without_backward_is_a_usual_one() -> None:
+    schedule = trained()
+    forward(schedule, needs_backward=False)
+    assert forward(schedule) == FORWARD
+    assert backward(schedule) == BACKWARD
+
+
+def test_two_passes_before_their_backwards() -> None:
+    """Backward of the second comes first; then the first's, whose groups are all to be gathered."""
+    schedule = trained()
+    assert forward(schedule) == FORWARD
+    taken_back = "enter 0: gather 0, wait 0, free 3, prefetch 1"
+    assert forward(schedule, outstanding=True) == [taken_back, *FORWARD[1:]]
+    assert backward(schedule) == BACKWARD
+    assert backward(schedule) == ["enter 0: gather 0, wait 0, prefetch 3", *BACKWARD[1:]]
+    assert schedule.live == ()
+
+
+def test_a_pass_without_outstanding_ones_forgets_forwards_that_had_no_backward() -> None:
+    schedule = trained()
+    forward(schedule)
+    schedule.end_backward()  # a backward of something else
+    forward(schedule, [2])
+    assert backward(schedule, [2])[:3] == [
+        "enter 0: gather 0, wait 0",
+        "enter 2: wait 2",
+        "exit 2: free 2",
+    ]
+
+
+def test_the_end_frees_what_backward_did_not_leave() -> None:
+    """The root, when not all its parameters were used."""
+    schedule = trained()
+    forward(schedule)
+    schedule.enter_backward(0)
+    schedule.enter_backward(3)
+    assert line("end", schedule.end_backward()) == "end: free 3, free 0, free 2"
+    assert schedule.live == ()
+
+
+# --- prefetch depth -----------------------------------------------------------------------------
+
+
+def test_depth_0_gathers_nothing_ahead() -> None:
+    schedule = trained(prefetch_depth=0)
+    assert forward(schedule) == FIRST_FORWARD
+    assert backward(schedule) == [
+        "enter 0: gather 0, wait 0",
+        "enter 3: wait 3",
+        "exit 3: free 3",
+        "enter 2: gather 2, wait 2",
+        "exit 2: free 2",
+        "enter 1: gather 1, wait 1",
+        "exit 1: free 1",
+        "exit 0: free 0",
+        "end: -",
+    ]
+
+
+@pytest.mark.xfail(reason="the schedule prefetches one group per event, whatever the depth")
+def test_depth_2_gathers_two_ahead() -> None:
+    schedule = trained(prefetch_depth=2)
+    assert forward(schedule)[:4] == [
+        "enter 0: gather 0, wait 0, prefetch 1, prefetch 2",
+        "enter 1: wait 1, prefetch 3",
+        "exit 1: free 1",
+        "enter 2: wait 2",
+    ]
+
+
+# --- another order than last time ---------------------------------------------------------------
+
+
+def test_what_was_prefetched_in_vain_is_freed_at_the_end_of_the_pass() -> None:
+    schedule = trained()
+    assert forward(schedule, [2]) == [
+        "enter 0: gather 0, wait 0, prefetch 1",
+        "enter 2: gather 2, wait 2",
+        "exit 2: free 2",
+        "exit 0: free 0",
+        "end: free 1",
+    ]
+    assert forward(schedule, [2])[:2] == [
+        "enter 0: gather 0, wait 0, prefetch 2",
+        "enter 2: wait 2",
+    ]
+
+
+def test_a_group_used_twice_in_a_pass_is_prefetched_twice() -> None:
+    schedule = UnshardSchedule()
+    forward(schedule, [1, 2, 1])
+    schedule.end_backward()
+    assert forward(schedule, [1, 2, 1]) == [
+        "enter 0: gather 0, wait 0, prefetch 1",
+        "enter 1: wait 1, prefetch 2",
+        "exit 1: free 1",
+        "enter 2: wait 2, prefetch 1",
+        "exit 2: free 2",
+        "enter 1: wait 1",
+        "exit 1: -",
+        "exit 0: free 0",
+        "end: -",
+    ]
+
+
+def test_a_group_with_another_forward_to_come_back_to_stays_while_there_is_room() -> None:
+    schedule = UnshardSchedule()
+    forward(schedule, [1, 2, 1])
+    lines = [line("enter 1", schedule.enter_backward(1))]
+    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=True)))
+    lines.append(line("enter 2", schedule.enter_backward(2)))
+    lines.append(line("exit 2", schedule.exit_backward(2, outstanding=False)))
+    lines.append(line("enter 1", schedule.enter_backward(1)))
+    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=False)))
+    assert lines == [
+        "enter 1: wait 1, prefetch 2",
+        "exit 1: free 1",  # 2 was prefetched: there is no room
+        "enter 2: wait 2, prefetch 1",
+        "exit 2: free 2",
+        "enter 1: wait 1",
+        "exit 1: free 1",
+    ]
+
+
+def test_a_nested_group_does_not_free_the_one_around_it() -> None:
+    schedule = UnshardSchedule()
+    schedule.begin_pass(outstanding=False)
+    lines = []
+    for group in (0, 1, 2):
+        lines.append(line(f"enter {group}", schedule.enter_forward(group)))
+    for group in (2, 3):
+        if group == 3:
+            lines.append(line("enter 3", schedule.enter_forward(3)))
+        lines.append(line(f"exit {group}", schedule.exit_forward(group, needs_backward=True)))
+    lines.append(line("exit 1", schedule.exit_forward(1, needs_backward=True)))
+    assert lines == [
+        "enter 0: gather 0, wait 0",
+        "enter 1: gather 1, wait 1",
+        "enter 2: gather 2, wait 2",
+        "exit 2: -",
+        "enter 3: gather 3, wait 3",
+        "exit 3: free 2",
+        "exit 1: free 1",
+    ]
+
+
+# --- recomputation (activation checkpointing) ---------------------------------------------------
+
+
+def test_a_recomputed_group_is_gathered_once_for_recompute_and_backward() -> None:
+    schedule = trained()
+    forward(schedule)
+    schedule.enter_backward(0)
+    schedule.enter_backward(3)
+    schedule.exit_backward(3, outstanding=False)
+    lines = [
+        line("recompute 2", schedule.enter_recompute(2)),
+        line("recomputed 2", schedule.exit_recompute(2)),
+        line("enter 2", schedule.enter_backward(2)),
+        line("exit 2", schedule.exit_backward(2, outstanding=False)),
+    ]
+    assert lines == [
+        "recompute 2: wait 2",
+        "recomputed 2: -",
+        "enter 2: wait 2, prefetch 1",
+        "exit 2: free 2",
+    ]
+
+
+def test_recompute_inside_backward_keeps_the_memory() -> None:
+    schedule = trained()
+    forward(schedule)
+    schedule.enter_backward(3)
+    lines = [
+        line("recompute 3", schedule.enter_recompute(3)),
+        line("recomputed 3", schedule.exit_recompute(3)),
+    ]
+    assert lines == ["recompute 3: wait 3", "recomputed 3: -"]
+    assert schedule.in_use(3)
+    assert schedule.exit_backward(3, outstanding=False) == schedule_free(3)
+    assert not schedule.in_use(3)
+
+
+def schedule_free(group: int) -> list[Action]:
+    """Return what frees a live group."""
+    schedule = UnshardSchedule()
+    schedule.unshard(group)
+    return schedule.reshard(group)
+
+
+def test_a_recomputed_group_nobody_prefetched_is_gathered() -> None:
+    """Reentrant checkpointing ran its forward without grad, so it is not on the tape."""
+    schedule = UnshardSchedule()
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(0)
+    for layer in LAYERS:
+        schedule.enter_forward(layer)
+        schedule.exit_forward(layer, needs_backward=False)
+    schedule.exit_forward(0, needs_backward=True)
+    schedule.end_pass(needs_backward=True)
+    lines = []
+    for layer in reversed(LAYERS):
+        lines.append(line(f"recompute {layer}", schedule.enter_recompute(layer)))
+        lines.append(line(f"recomputed {layer}", schedule.exit_recompute(layer)))
+        lines.append(line(f"enter {layer}", schedule.enter_backward(layer)))
+        lines.append(line(f"exit {layer}", schedule.exit_backward(layer, outstanding=False)))
+    lines.append(line("end", schedule.end_backward()))
+    assert lines == [
+        "recompute 3: wait 3",
+        "recomputed 3: -",
+        "enter 3: wait 3",
+        "exit 3: free 3",
+        "recompute 2: gather 2, wait 2",
+        "recomputed 2: -",
+        "enter 2: wait 2",
+        "exit 2: free 2",
+        "recompute 1: gather 1, wait 1",
+        "recomputed 1: -",
+        "enter 1: wait 1",
+        "exit 1: free 1",
+        "end: -",
+    ]
+
+
+# --- by hand ------------------------------------------------------------------------------------
+
+
+def test_unshard_gathers_once_and_reshard_frees() -> None:
+    schedule = UnshardSchedule()
+    lines = [
+        line("unshard 1", schedule.unshard(1)),
+        line("unshard 1", schedule.unshard(1)),
+        line("reshard 1", schedule.reshard(1)),
+        line("reshard 1", schedule.reshard(1)),
+    ]
+    assert lines == ["unshard 1: gather 1", "unshard 1: -", "reshard 1: free 1", "reshard 1: -"]
+
+
+def test_a_group_unsharded_by_hand_is_not_gathered_again_and_its_forward_gives_it_back() -> None:
+    schedule = UnshardSchedule()
+    schedule.unshard(1)
+    assert forward(schedule)[1:5] == [
+        "enter 1: wait 1",
+        "exit 1: -",
+        "enter 2: gather 2, wait 2",
+        "exit 2: free 1",
+    ]
+
+
+def test_a_group_unsharded_by_hand_outlives_steps_that_do_not_use_it() -> None:
+    schedule = UnshardSchedule()
+    schedule.unshard(3)
+    forward(schedule, [1, 2])
+    backward(schedule, [1, 2])
+    forward(schedule, [1, 2], needs_backward=False)
+    assert schedule.live == (3,)
+    assert schedule.in_use(3)
+
+
+def test_backward_gives_back_what_was_unsharded_by_hand() -> None:
+    schedule = UnshardSchedule()
+    forward(schedule)
+    schedule.unshard(1)
+    backward(schedule)
+    assert schedule.live == ()
+
+
+# --- stale shards, exceptions, create_graph -----------------------------------------------------
+
+
+def test_refresh_frees_what_nothing_computes_with() -> None:
+    schedule = trained(kept=[0, *LAYERS])
+    forward(schedule, needs_backward=False)
+    assert schedule.live == (0, 1, 2, 3)
+    assert line("refresh 1", schedule.refresh(1)) == "refresh 1: free 1"
+    assert line("refresh 1", schedule.refresh(1)) == "refresh 1: -"
+    assert forward(schedule)[:3] == [
+        "enter 0: wait 0, prefetch 1",
+        "enter 1: wait 1",
+        "exit 1: -",
+    ]
+
+
+def test_refresh_gathers_again_what_the_user_unsharded() -> None:
+    schedule = UnshardSchedule()
+    schedule.unshard(1)
+    assert line("refresh 1", schedule.refresh(1)) == "refresh 1: free 1, gather 1"
+    assert schedule.live == (1,)
+
+
+def test_refresh_leaves_what_is_computed_with() -> None:
+    schedule = UnshardSchedule()
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(1)
+    assert schedule.refresh(1) == []
+    schedule.exit_forward(1, needs_backward=True)
+    schedule.end_pass(needs_backward=True)
+    schedule.enter_backward(1)
+    assert schedule.refresh(1) == []
+    assert schedule.live == (1,)
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (0, 1, 2, 3)])
+def test_reset_frees_all_and_keeps_the_order(kept: tuple[int, ...]) -> None:
+    """An exception in the forward of layer 2, then one in its backward."""
+    schedule = trained(kept=kept)
+    expected = forward(schedule)
+    backward(schedule)
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(0)
+    schedule.unshard(3)
+    schedule.enter_forward(1)
+    schedule.exit_forward(1, needs_backward=True)
+    schedule.enter_forward(2)
+    live = schedule.live
+    assert line("reset", schedule.reset()) == "reset: " + ", ".join(f"free {g}" for g in live)
+    assert {0, 2, 3} <= set(live)
+    assert schedule.live == ()
+    assert not any(schedule.in_use(group) for group in range(4))
+    assert forward(schedule) == expected
+    schedule.enter_backward(0)
+    schedule.enter_backward(3)
+    schedule.enter_recompute(2)
+    schedule.reset()
+    assert schedule.live == ()
+    assert forward(schedule) == expected
+
+
+def test_hold_frees_nothing_until_it_is_off() -> None:
+    schedule = trained(kept=[0, *LAYERS])
+    forward(schedule)
+    schedule.hold(on=True)
+    assert all("free" not in shown for shown in backward(schedule))
+    assert schedule.live == (0, 1, 2, 3)
+    schedule.hold(on=False)
+    assert line("end", schedule.end_backward()) == "end: free 0, free 1, free 2, free 3"
+    assert schedule.live == ()
+
+
+# --- the order of reductions --------------------------------------------------------------------
+
+
+def entered(*groups: int) -> ReduceOrder:
+    """Return the order of a pass that entered these groups, when its backward has begun."""
+    order = ReduceOrder()
+    for group in groups:
+        order.enter_forward(group)
+    order.begin_backward()
+    return order
+
+
+def test_groups_are_reduced_in_the_reverse_of_forward() -> None:
+    order = entered(0, 1, 2, 3)
+    assert [order.complete(group) for group in (3, 2, 1)] == [[3], [2], [1]]
+    assert order.complete(0) == [0]
+    assert order.end_backward() == []
+
+
+def test_one_that_completes_early_waits_for_those_before_it() -> None:
+    order = entered(0, 1, 2, 3)
+    assert [order.complete(group) for group in (1, 0, 3, 2)] == [[], [], [3], [2, 1, 0]]
+
+
+def test_what_never_completes_is_reduced_at_the_end() -> None:
+    order = entered(0, 1, 2, 3)
+    assert order.complete(3) == [3]
+    assert order.complete(1) == []
+    assert order.end_backward() == [2, 1, 0]
+    assert order.end_backward() == []
+
+
+def test_a_late_completion_is_reduced_again() -> None:
+    order = entered(0, 1)
+    assert [order.complete(group) for group in (1, 1, 0, 1)] == [[1], [1], [0], [1]]
+
+
+def test_a_group_that_no_forward_entered_is_reduced_at_once() -> None:
+    order = entered(0, 1)
+    assert order.complete(5) == [5]
+    assert order.end_backward() == [1, 0]
+
+
+def test_a_group_counts_where_it_was_entered_first() -> None:
+    order = ReduceOrder()
+    assert [order.enter_forward(group) for group in (0, 1, 2, 1)] == [True, True, True, False]
+    order.begin_backward()
+    assert order.end_backward() == [2, 1, 0]
+
+
+def test_a_withdrawn_group_is_not_reduced() -> None:
+    order = ReduceOrder()
+    for group in (0, 1, 2):
+        order.enter_forward(group)
+    order.withdraw(1)
+    order.begin_backward()
+    assert order.end_backward() == [2, 0]
+
+
+@pytest.mark.parametrize("forget", ["end_backward", "reset"])
+def test_the_next_step_starts_anew(forget: str) -> None:
+    order = entered(0, 1, 2)
+    order.complete(1)
+    getattr(order, forget)()
+    order.enter_forward(2)
+    order.enter_forward(1)
+    order.begin_backward()
+    assert [order.complete(group) for group in (1, 2)] == [[1], [2]]
+
+
+def test_a_cancelled_backward_leaves_the_order_for_the_next() -> None:
+    """``autograd.grad`` before ``backward`` of the same forward."""
+    order = entered(0, 1, 2)
+    order.cancel()
+    order.begin_backward()
+    assert order.complete(1) == []
+    assert order.complete(2) == [2, 1]
+    assert order.end_backward() == [0]
