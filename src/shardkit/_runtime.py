@@ -84,7 +84,12 @@ class Runtime:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
         backend = groups[0].mesh.backend
-        self.lanes = backend.make_lanes()
+        for index, group in enumerate(self.groups):
+            group.index = index
+            group.listener = self
+        axes = _distinct_axes(self.groups)
+        _step_check.check_same_model(self.groups, axes)
+        self.lanes = backend.make_lanes(axes)
         self.device = groups[0].device
         self.slots = SlotPool(self.device, self.lanes)
         self.unsharded_nbytes = 0
@@ -99,14 +104,9 @@ class Runtime:
         self._reducing: list[Group] = []
         self._put_off: int | None = None
         self._in_trained_layer = False
-        for index, group in enumerate(self.groups):
-            group.index = index
-            group.listener = self
         self.update_kept()
-        axes = _distinct_axes(self.groups)
         self.check = _step_check.StepCheck(self.groups, axes)
         self.lanes.watch(self.check)
-        _step_check.check_same_model(self.groups, axes)
 
     def update_kept(self) -> None:
         """Read `reshard_after_forward` of all groups anew."""

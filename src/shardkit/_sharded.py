@@ -46,10 +46,21 @@ class ShardSpec:
         name: The parameter's name, for errors; the root's first forward sets the full one.
         start: First owned element of the flattened tensor on this rank.
         stop: Its end; equal to `start` where this rank owns nothing.
+        piece_range: [start, stop) of this rank's piece in its shard.
         siblings: Open flats of the bucket (`_sharded_ops.FlatMaker`).
     """
 
-    __slots__ = ("axis", "index", "layout", "mesh", "name", "siblings", "start", "stop")
+    __slots__ = (
+        "axis",
+        "index",
+        "layout",
+        "mesh",
+        "name",
+        "piece_range",
+        "siblings",
+        "start",
+        "stop",
+    )
 
     def __init__(
         self,
@@ -68,6 +79,7 @@ class ShardSpec:
         self.axis = axis
         self.name = name
         self.start, self.stop = layout.owned_range(index, axis.rank)
+        self.piece_range = layout.shard_range(index, axis.rank)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -169,7 +169,7 @@ class FlatMaker:
         layout, index = spec.layout, spec.index
         if self._is_off or len(layout.shapes) == 1 or spec.start == spec.stop:
             return None
-        start, stop = layout.shard_range(index, spec.axis.rank)
+        start, stop = spec.piece_range
         for entry in self._open:
             flat = entry.flat()
             if flat is None or index in entry.taken:
@@ -194,10 +194,14 @@ def _state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensor = args[0]
     kwargs.pop("memory_format", None)
     maker: FlatMaker | None = tensor.spec.siblings
-    is_plain = all(kwargs.get(name) is None for name in ("device", "layout", "pin_memory"))
-    placed = (
-        maker.place(tensor, kwargs.get("dtype") or tensor.dtype) if maker and is_plain else None
+    is_plain = (
+        kwargs.get("device") in (None, tensor.device)
+        and kwargs.get("layout") in (None, torch.strided)
+        and not kwargs.get("pin_memory")
     )
+    placed = None
+    if maker is not None and is_plain:
+        placed = maker.place(tensor, kwargs.get("dtype") or tensor.dtype)
     if placed is None:
         return _structural(func, args, kwargs)
     flat, piece = placed
@@ -286,22 +290,18 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _refuse(func, arg, "it stands where one number for all is wanted.")
     first = args[0]
     runs = _find_runs(args)
-    if runs is None:
-        pieces = [_local_list(func, arg, first) for arg in args]
-        result = func(*pieces, **kwargs)
-        if _compat.is_mutable_op(func):
-            _note_write(*(item for item in first if type(item) is ShardedTensor))
-            return result
-        return [
-            ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
-            for item, of in zip(result, first, strict=True)
-        ]
-    result = func(*(_join(arg, runs) for arg in args), **kwargs)
+    joined = [_join(arg, runs) if runs else _local_list(func, arg, first) for arg in args]
+    result = func(*joined, **kwargs)
     if _compat.is_mutable_op(func):
-        _note_write(*(first[run.begin] for run in runs))
+        _note_write(*(item for item in first if type(item) is ShardedTensor))
         return result
+    if not isinstance(result, (list, tuple)):
+        return result
+    if runs:
+        return _split(result, runs, first)
     return [
-        piece for run, flat in zip(runs, result, strict=True) for piece in run.split(flat, first)
+        ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
+        for item, of in zip(result, first, strict=True)
     ]
 
 
@@ -322,32 +322,26 @@ def _local_list(func: Any, items: Any, first: Sequence[Any]) -> Any:
 
 @dataclass(slots=True)
 class _Run:
-    """Entries [begin, end) of all lists, whose pieces lie at [start, stop) of their shards."""
+    """Entries of all lists whose pieces lie end to end, at [start, stop) of their shards.
 
-    begin: int
-    end: int
+    Attributes:
+        positions: Which entries; none of them is empty.
+        start: Where the first piece begins.
+        stop: Where the last one ends.
+    """
+
+    positions: list[int]
     start: int
     stop: int
 
     def join(self, items: Sequence[Any]) -> Any:
         """Return what stands for the run's entries: one tensor, or their common number."""
-        item = items[self.begin]
+        item = items[self.positions[0]]
         if type(item) is not ShardedTensor:
             return item
-        shift = item.flat_start
-        assert item.flat is not None
-        return item.flat[self.start - shift : self.stop - shift]
-
-    def split(self, flat: Tensor, items: Sequence[Any]) -> list[ShardedTensor]:
-        """Return a result for all entries as one for each."""
-        pieces = []
-        for item in items[self.begin : self.end]:
-            spec = item.spec
-            start, stop = spec.layout.shard_range(spec.index, spec.axis.rank)
-            is_empty = start == stop
-            piece = flat[:0] if is_empty else flat[start - self.start : stop - self.start]
-            pieces.append(ShardedTensor(piece, spec, flat, self.start))
-        return pieces
+        if len(self.positions) == 1 or item.flat is None:
+            return item.local_piece
+        return item.flat[self.start - item.flat_start : self.stop - item.flat_start]
 
 
 def _join(items: Any, runs: Sequence[_Run]) -> Any:
@@ -356,55 +350,69 @@ def _join(items: Any, runs: Sequence[_Run]) -> Any:
     return [run.join(items) for run in runs]
 
 
+def _split(
+    flats: Sequence[Tensor], runs: Sequence[_Run], first: Sequence[ShardedTensor]
+) -> list[ShardedTensor]:
+    """Return results for runs as one result for each entry."""
+    result: list[Any] = [None] * len(first)
+    for run, flat in zip(runs, flats, strict=True):
+        for position in run.positions:
+            spec = first[position].spec
+            start, stop = spec.piece_range
+            piece = flat[start - run.start : stop - run.start]
+            result[position] = ShardedTensor(piece, spec, flat, run.start)
+    for position, item in enumerate(result):
+        if item is None:
+            result[position] = ShardedTensor(flats[0][:0], first[position].spec)
+    return result
+
+
 def _find_runs(args: tuple[Any, ...]) -> list[_Run] | None:
-    """Return how to run list operators on flats; None if any entry is not part of one."""
+    """Return how to run list operators on flats; None if entries are not such pieces at all."""
     first, *others = [arg for arg in args if isinstance(arg, (list, tuple))]
     if set(map(type, first)) != {ShardedTensor}:
         return None
     runs = _runs_of(first)
-    if runs is None or not all(_follows(items, first, runs) for items in others):
+    if not runs or not all(_follows(items, first, runs) for items in others):
         return None
     return runs
 
 
 def _follows(items: Sequence[Any], first: Sequence[ShardedTensor], runs: Sequence[_Run]) -> bool:
-    """Return whether a list has the runs of the first: of pieces in one flat, or of one number.
-
-    Comparing is done by list operations of C: there may be hundreds of entries, in every call.
-    """
+    """Return whether a list has the runs of the first: of pieces in one flat, or of one number."""
     if len(items) != len(first):
         return False
-    keys: list[Any] = list(items)
-    if not isinstance(items[0], (int, float)):
-        if set(map(type, items)) != {ShardedTensor}:
+    if isinstance(items[0], (int, float)):
+        return all(len({items[i] for i in run.positions}) == 1 for run in runs)
+    if set(map(type, items)) != {ShardedTensor}:
+        return False
+    for run in runs:
+        flat = items[run.positions[0]].flat
+        if len(run.positions) > 1 and flat is None:
             return False
-        if any(a.flat is None or a.spec is not b.spec for a, b in zip(items, first, strict=True)):
-            return False
-        keys = [id(item.flat) for item in items]
-    return all(
-        keys[run.begin : run.end].count(keys[run.begin]) == run.end - run.begin for run in runs
-    )
+        for i in run.positions:
+            item = items[i]
+            if item.flat is not flat or item.spec is not first[i].spec:
+                return False
+    return True
 
 
-def _runs_of(items: Sequence[ShardedTensor]) -> list[_Run] | None:
-    """Return the runs of neighbouring pieces of one flat."""
+def _runs_of(items: Sequence[ShardedTensor]) -> list[_Run]:
+    """Return the runs of neighbouring pieces of one flat; entries without elements are in none."""
     runs: list[_Run] = []
     flat, expected = None, -1
     for position, item in enumerate(items):
-        if item.flat is None:
-            return None
         spec = item.spec
-        start, stop = spec.layout.shard_range(spec.index, spec.axis.rank)
-        if item.flat is not flat or spec.index != expected:
-            runs.append(_Run(position, position + 1, start, stop))
-            flat = item.flat
-        else:
+        if spec.start == spec.stop:
+            continue
+        piece_start, piece_stop = spec.piece_range
+        if item.flat is not None and item.flat is flat and spec.index == expected:
             run = runs[-1]
-            run.end = position + 1
-            if start != stop:
-                run.start = start if run.start == run.stop else run.start
-                run.stop = stop
-        expected = spec.index + 1
+            run.positions.append(position)
+            run.stop = piece_stop
+        else:
+            runs.append(_Run([position], piece_start, piece_stop))
+        flat, expected = item.flat, spec.index + 1
     return runs
 
 

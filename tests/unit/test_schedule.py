@@ -196,13 +196,8 @@ def test_two_passes_before_their_backwards() -> None:
 def test_a_pass_without_outstanding_ones_forgets_forwards_that_had_no_backward() -> None:
     schedule = trained()
     forward(schedule)
-    schedule.end_backward()  # a backward of something else
-    forward(schedule, [2])
-    assert backward(schedule, [2])[:3] == [
-        "enter 0: gather 0, wait 0",
-        "enter 2: wait 2",
-        "exit 2: free 2",
-    ]
+    forward(schedule, [1])
+    assert line("enter 1", schedule.enter_backward(1)) == "enter 1: gather 1, wait 1"
 
 
 def test_the_end_frees_what_backward_did_not_leave() -> None:
@@ -299,16 +294,23 @@ def test_a_group_with_another_forward_to_come_back_to_stays_while_there_is_room(
     ]
 
 
+def test_a_group_with_another_forward_right_before_is_not_gathered_again() -> None:
+    schedule = UnshardSchedule()
+    forward(schedule, [1, 1])
+    lines = [line("enter 1", schedule.enter_backward(1))]
+    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=True)))
+    lines.append(line("enter 1", schedule.enter_backward(1)))
+    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=False)))
+    assert lines == ["enter 1: wait 1", "exit 1: -", "enter 1: wait 1", "exit 1: free 1"]
+
+
 def test_a_nested_group_does_not_free_the_one_around_it() -> None:
     schedule = UnshardSchedule()
     schedule.begin_pass(outstanding=False)
-    lines = []
-    for group in (0, 1, 2):
-        lines.append(line(f"enter {group}", schedule.enter_forward(group)))
-    for group in (2, 3):
-        if group == 3:
-            lines.append(line("enter 3", schedule.enter_forward(3)))
-        lines.append(line(f"exit {group}", schedule.exit_forward(group, needs_backward=True)))
+    lines = [line(f"enter {group}", schedule.enter_forward(group)) for group in (0, 1, 2)]
+    lines.append(line("exit 2", schedule.exit_forward(2, needs_backward=True)))
+    lines.append(line("enter 3", schedule.enter_forward(3)))
+    lines.append(line("exit 3", schedule.exit_forward(3, needs_backward=True)))
     lines.append(line("exit 1", schedule.exit_forward(1, needs_backward=True)))
     assert lines == [
         "enter 0: gather 0, wait 0",

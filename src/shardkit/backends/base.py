@@ -152,5 +152,5 @@ class Backend(Protocol):
     def for_axes(self, axes: Sequence[int]) -> Backend:
         """Return the backend of the submesh made of `axes`."""
 
-    def make_lanes(self) -> Lanes:
-        """Make the streams of one root."""
+    def make_lanes(self, axes: Sequence[AxisComm]) -> Lanes:
+        """Make the streams of one root, whose groups use `axes`. Collective over each of them."""

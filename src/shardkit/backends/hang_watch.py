@@ -22,7 +22,6 @@ from shardkit._errors import RankMismatchError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit.backends.process_group import ProcessGroupAxis
 
 PATIENCE_S = 5.0
 """A wait this long is looked into."""
@@ -49,21 +48,21 @@ class HangWatch:
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
-        self._axis: ProcessGroupAxis | None = None
+        self._group: dist.ProcessGroup | None = None
         self._since = 0.0
         self._count = 0
         self._verdict: str | None = None
         self._thread: threading.Thread | None = None
 
-    def wait(self, works: Sequence[dist.Work], axis: ProcessGroupAxis) -> None:
-        """Wait for work over one axis.
+    def wait(self, works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
+        """Wait for work of one process group.
 
         Raises:
-            RankMismatchError: The ranks of the axis have issued different collectives.
+            RankMismatchError: The ranks of the group have issued different collectives.
         """
         self._count += 1
         self._since = time.monotonic()
-        self._axis = axis
+        self._group = group
         if self._thread is None and self.progress is not None:
             self._thread = threading.Thread(target=_watch, args=(self,), daemon=True)
             self._thread.start()
@@ -71,20 +70,20 @@ class HangWatch:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            verdict = self._verdict or self._ask_after_error(axis)
+            verdict = self._verdict or self._ask_after_error(group)
             if verdict is not None:
                 raise RankMismatchError(verdict) from error
             raise
         finally:
-            self._axis = None
+            self._group = None
 
-    def _ask_after_error(self, axis: ProcessGroupAxis) -> str | None:
+    def _ask_after_error(self, group: dist.ProcessGroup) -> str | None:
         """Pairs of unequal size end in an error of gloo's: see whether the ranks disagree."""
         if self.progress is None:
             return None
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            found = self._compare(axis, self._count, final=True)
+            found = self._compare(group, self._count, final=True)
             if found is not None:
                 return found
             time.sleep(0.1)
@@ -92,32 +91,34 @@ class HangWatch:
 
     def look(self) -> None:
         """Look into the current wait, if it is long; called by the thread."""
-        axis, count, since = self._axis, self._count, self._since
-        if axis is None or time.monotonic() - since < PATIENCE_S:
+        group, count, since = self._group, self._count, self._since
+        if group is None or time.monotonic() - since < PATIENCE_S:
             return
         is_old = time.monotonic() - since > PATIENCE_S + DEADLOCK_S
-        verdict = self._compare(axis, count, final=is_old)
-        if verdict is None or self._axis is not axis or self._count != count:
+        verdict = self._compare(group, count, final=is_old)
+        if verdict is None or self._group is not group or self._count != count:
             return
         self._verdict = verdict
-        _break_off(axis)
+        _break_off(group)
 
-    def _compare(self, axis: ProcessGroupAxis, count: int, *, final: bool) -> str | None:
+    def _compare(self, group: dist.ProcessGroup, count: int, *, final: bool) -> str | None:
         """Publish this rank's state, compare with what others published.
 
         Args:
-            axis: The ranks.
+            group: The ranks.
             count: Which wait this is.
             final: All ranks having stopped after different numbers of collectives is enough.
         """
         assert self.progress is not None
         store = _compat.default_store()
-        prefix = f"shardkit/{axis.group.group_name}"
-        store.set(f"{prefix}/{axis.rank}", json.dumps([count, self.progress.snapshot()]))
-        keys = [f"{prefix}/{rank}" for rank in range(axis.size)]
+        # Ranks may wait in different groups over the same ranks.
+        ranks = dist.get_process_group_ranks(group)
+        prefix = f"shardkit/{'-'.join(map(str, ranks))}"
+        store.set(f"{prefix}/{group.rank()}", json.dumps([count, self.progress.snapshot()]))
+        keys = [f"{prefix}/{rank}" for rank in range(len(ranks))]
         found = [json.loads(store.get(key)) for key in keys if store.check([key])]
         snapshots = [snapshot for _, snapshot in found]
-        if self.progress.contradicts(snapshots) or (final and len(found) == axis.size):
+        if self.progress.contradicts(snapshots) or (final and len(found) == len(ranks)):
             return self.progress.difference(snapshots)
         return None
 
@@ -131,10 +132,10 @@ def _watch(watch: HangWatch) -> None:
             return  # The process group is gone.
 
 
-def _break_off(axis: ProcessGroupAxis) -> None:
+def _break_off(group: dist.ProcessGroup) -> None:
     """End all waits of the group: a receive that times out closes gloo's connections."""
-    source = (axis.rank + 1) % axis.size
-    probe = dist.irecv(torch.zeros(1), group=axis.group, group_src=source, tag=_PROBE_TAG)
+    source = (group.rank() + 1) % group.size()
+    probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
     assert probe is not None  # This rank is in the group.
     try:
         probe.wait(timedelta(milliseconds=1))

@@ -182,6 +182,7 @@ class NcclBackend(ProcessGroupBackend):
         super().__init__(mesh, axes)
         self.device = torch.device("cuda", torch.cuda.current_device())
 
-    def make_lanes(self) -> CudaLanes:
+    def make_lanes(self, axes: Sequence[ProcessGroupAxis]) -> CudaLanes:
         """Make the three streams."""
+        del axes
         return CudaLanes(self.device)

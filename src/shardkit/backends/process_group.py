@@ -70,10 +70,22 @@ class ProcessGroupAxis:
         return items
 
 
+_axes: dict[str, ProcessGroupAxis] = {}
+
+
+def _axis_of(group: dist.ProcessGroup, axis_class: type[ProcessGroupAxis]) -> ProcessGroupAxis:
+    """Return the axis of a process group, the same for every mesh that holds it."""
+    name = group.group_name
+    if name not in _axes or _axes[name].group is not group:  # Names come again after a restart.
+        _axes[name] = axis_class(group)
+    return _axes[name]
+
+
 class ProcessGroupBackend:
     """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
 
     host_reads_are_free = True
+    axis_class: type[ProcessGroupAxis] = ProcessGroupAxis
 
     def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
         self._mesh = mesh
@@ -88,7 +100,7 @@ class ProcessGroupBackend:
     def axis(self, axis: int) -> ProcessGroupAxis:
         """Return the communicator of one axis; always the same object."""
         if axis not in self._comms:
-            self._comms[axis] = ProcessGroupAxis(self.process_group(axis))
+            self._comms[axis] = _axis_of(self.process_group(axis), self.axis_class)
         return self._comms[axis]
 
     def receive_chunks(self, axis: ProcessGroupAxis) -> int:

@@ -158,8 +158,9 @@ class RecordingBackend:
         sub._axes = [self._axes[axis] for axis in axes]
         return sub
 
-    def make_lanes(self) -> RecordingLanes:
+    def make_lanes(self, axes: Sequence[AxisComm]) -> RecordingLanes:
         """Return lanes that log."""
+        del axes
         return RecordingLanes(self.log)
 
 
