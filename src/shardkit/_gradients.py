@@ -124,6 +124,7 @@ class _Started:
     """A reduction under way."""
 
     handle: ReduceHandle
+    first: int
     buckets: list[int]
     is_partial: bool
     is_sent: bool
@@ -164,7 +165,16 @@ class GroupGradients:
         self._buffers: list[SendBuffer | None] = [None] * len(buckets)
         self._partials: dict[int, Tensor] = {}
         self._started: list[_Started] = []
+        self._sending: list[int] = []
+        self._is_partial = False
         self._unsettled: list[tuple[int, int, Tensor]] = []
+
+    @property
+    def send_nbytes(self) -> int:
+        """Bytes that a reduction sends."""
+        return sum(
+            bucket.layout.padded_numel * bucket.reduce_dtype.itemsize for bucket in self._buckets
+        )
 
     @property
     def buffer_nbytes(self) -> int:
@@ -234,40 +244,45 @@ class GroupGradients:
 
     # --- reducing ---
 
-    def start_reduce(self, lanes: Lanes, pool: SlotPool, *, all_reduce: bool) -> None:
-        """Reduce what was collected, zeros for what did not come.
+    def prepare(self, lanes: Lanes, pool: SlotPool, *, all_reduce: bool) -> list[Reduction]:
+        """Make ready to reduce what was collected, zeros for what did not come.
 
-        Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis.
+        Returns:
+            What the backend has to do, one per bucket; tell `started` the handle.
         """
         if self.is_reducing:
             self.finish_reduce(pool)
         self.write_held(lanes, pool)
-        is_partial = self._replicate_axis is not None and not all_reduce
-        indices, reductions = [], []
+        self._is_partial = self._replicate_axis is not None and not all_reduce
+        self._sending, reductions = [], []
         for i, bucket in enumerate(self._buckets):
             if not bucket.is_trainable and i not in self._partials:
                 continue
             buffer = self._buffer(i)
             buffer.complete(lanes, pool)
             wide = torch.promote_types(bucket.reduce_dtype, torch.float32)
-            indices.append(i)
+            self._sending.append(i)
             reductions.append(
                 Reduction(
                     send=buffer.flat,
                     receive=buffer.received,
                     out_numel=bucket.layout.shard_numel,
-                    out_dtype=wide if is_partial else bucket.orig_dtype,
-                    scale=1.0 if is_partial else self._scale,
+                    out_dtype=wide if self._is_partial else bucket.orig_dtype,
+                    scale=1.0 if self._is_partial else self._scale,
                     shard_axis=self._shard_axis,
                     replicate_axis=self._replicate_axis if all_reduce else None,
                     carry=self._partials.pop(i, None),
                 )
             )
-        handle = lanes.start_reduce(reductions)
+        return reductions
+
+    def started(self, handle: ReduceHandle, first: int, pool: SlotPool) -> None:
+        """Note the reduction that carries this group's, as its results from `first` on."""
         is_sent = handle.fence is not None and pool.keeps_memory
         if is_sent:
             self._close_send(pool, handle.fence)
-        self._started.append(_Started(handle, indices, is_partial, is_sent))
+        started = _Started(handle, first, self._sending, self._is_partial, is_sent)
+        self._started.append(started)
 
     def _close_send(self, pool: SlotPool, fence: Any) -> None:
         for buffer in self._buffers:
@@ -291,7 +306,8 @@ class GroupGradients:
         """Wait for started reductions; assign the gradients of parameters that fired here."""
         while self._started:
             started = self._started.pop(0)
-            outs = started.handle.wait()
+            last = started.first + len(started.buckets)
+            outs = started.handle.wait()[started.first : last]
             if not started.is_sent:
                 self._close_send(pool, None)
             for buffer in self._buffers:
@@ -351,3 +367,19 @@ class GroupGradients:
         for held in self._held:
             held.clear()
         self.forget_fired()
+
+
+def start_reduce(many: Sequence[tuple[GroupGradients, bool]], lanes: Lanes, pool: SlotPool) -> None:
+    """Reduce the gradients of groups, each with or without the all-reduce, in one go.
+
+    Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis; small
+    reduce-scatters may travel together.
+    """
+    reductions: list[Reduction] = []
+    firsts = []
+    for gradients, all_reduce in many:
+        firsts.append(len(reductions))
+        reductions += gradients.prepare(lanes, pool, all_reduce=all_reduce)
+    handle = lanes.start_reduce(reductions)
+    for (gradients, _), first in zip(many, firsts, strict=True):
+        gradients.started(handle, first, pool)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
-    from shardkit.backends.base import Handle, Lanes
+    from shardkit.backends.base import Gather, Handle, Lanes
 
 
 class GradListener(Protocol):
@@ -45,6 +45,7 @@ class Group:
         num_arrived: Gradients that came in this backward.
         num_expected: Gradients that come if this backward uses every parameter.
         is_complete: This backward brings no more of them.
+        gathering: The all-gather under way; may be shared with other groups.
         is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
         sync: `set_requires_gradient_sync`.
         all_reduce: `set_requires_all_reduce`.
@@ -83,7 +84,7 @@ class Group:
         self.num_arrived = 0
         self.num_expected = 0
         self.is_complete = False
-        self._gathering: Handle | None = None
+        self.gathering: Handle | None = None
 
     def copy_for(self, memo: dict[int, Any]) -> Group:
         """Return a group for deep copies of the modules and parameters, found in `memo`."""
@@ -220,23 +221,17 @@ class Group:
 
     # --- unshard and reshard ---
 
-    def start_unshard(self, lanes: Lanes, pool: SlotPool) -> None:
-        """Get memory and gather into it.
-
-        Cost: one all-gather per bucket, of `param_dtype` bytes.
-        """
+    def attach(self, pool: SlotPool) -> tuple[list[Gather], list[Any]]:
+        """Get memory; return what to gather into it, and the fences to wait for first."""
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
-        if not buckets:
-            return
         fences = [bucket.attach(pool) for bucket in buckets]
-        jobs = [bucket.gather_job() for bucket in buckets]
-        self._gathering = lanes.start_gather(jobs, self.shard_axis, fences)
+        return [bucket.gather_job() for bucket in buckets], fences
 
     def wait_unshard(self) -> None:
         """Let compute issued from now on see the gathered parameters."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     def free(self, lanes: Lanes, pool: SlotPool) -> None:
         """Give the memory back and show the sharded parameters."""
@@ -283,3 +278,19 @@ class Group:
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)
         ]
+
+
+def start_unshard(groups: Sequence[Group], lanes: Lanes, pool: SlotPool) -> None:
+    """Get memory for groups of one shard axis and gather into it, in one go.
+
+    Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
+    """
+    jobs, fences = [], []
+    for group in groups:
+        group_jobs, group_fences = group.attach(pool)
+        jobs += group_jobs
+        fences += group_fences
+    if jobs:
+        handle = lanes.start_gather(jobs, groups[0].shard_axis, fences)
+        for group in groups:
+            group.gathering = handle

@@ -90,7 +90,7 @@ class ModuleState:
             names.setdefault(id(param), name)
         modules = {id(module): name for name, module in self.module.named_modules()}
         for group in groups:
-            group.name = ", ".join(modules.get(id(m)) or type(m).__name__ for m in group.modules)
+            group.name = ", ".join(modules.get(id(m)) or "the root" for m in group.modules)
             for bucket in group.buckets:
                 for index, found in enumerate(bucket.found):
                     shown = bucket.unsharded[index]

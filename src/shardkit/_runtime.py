@@ -13,6 +13,8 @@ import torch
 
 from shardkit import _compat, _step_check
 from shardkit._errors import StateError
+from shardkit._gradients import start_reduce
+from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
 from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
 
@@ -95,14 +97,15 @@ class Runtime:
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         self.peak_reduce_nbytes = 0
-        self.schedule = UnshardSchedule()
+        self.schedule = UnshardSchedule(nbytes=[group.unsharded_nbytes for group in self.groups])
         self.reduce_order = ReduceOrder()
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
         self._any_fired = False
         self._reducing: list[Group] = []
-        self._put_off: int | None = None
+        self._put_off: list[Group] = []
+        self._queued: list[Group] = []
         self._in_trained_layer = False
         self.update_kept()
         self.check = _step_check.StepCheck(self.groups, axes)
@@ -237,8 +240,10 @@ class Runtime:
             return
         others = any(not other.done for other in group.records)
         self._leave(group, outstanding=others)
-        if not others and not group.is_complete and group.is_trainable:
-            self._complete(group)  # What has not fired by now is not used.
+        # What has not fired by now is not used. Where nothing has fired at all this may be
+        # ``autograd.grad``, which reduces nothing; if it is not, the end of backward reduces.
+        if not others and not group.is_complete and group.is_trainable and self._any_fired:
+            self._complete(group)
 
     def _leave(self, group: Group, *, outstanding: bool) -> None:
         self._carry_out(self.schedule.exit_backward(group.index, outstanding=outstanding))
@@ -275,17 +280,32 @@ class Runtime:
             self._reduce(self.groups[index])
 
     def _reduce(self, group: Group) -> None:
+        """Reduce a group's gradients now, or a little later together with small neighbours."""
         gradients = group.gradients
         if gradients.is_local or not group.is_trainable:
             return
         if not group.sync:
             gradients.write_held(self.lanes, self.slots)
             return
-        self._prefetch_put_off()  # All ranks issue it before this reduction.
+        if self._queued and self._queued[0].shard_axis is not group.shard_axis:
+            self._start_queued()
+        self._queued.append(group)
+        batch_nbytes = self.schedule.batch_nbytes
+        if sum(queued.gradients.send_nbytes for queued in self._queued) >= batch_nbytes:
+            self._start_queued()
+
+    def _start_queued(self) -> None:
+        """Start the reductions that wait for company."""
+        if not self._queued:
+            return
+        self._prefetch_put_off()
         self._finish_reducing()
-        self.check.note(_step_check.REDUCE, group.index)
-        gradients.start_reduce(self.lanes, self.slots, all_reduce=group.all_reduce)
-        self._reducing.append(group)
+        groups, self._queued = self._queued, []
+        for group in groups:
+            self.check.note(_step_check.REDUCE, group.index)
+        many = [(group.gradients, group.all_reduce) for group in groups]
+        start_reduce(many, self.lanes, self.slots)
+        self._reducing += groups
         self.peak_reduce_nbytes = max(
             self.peak_reduce_nbytes, sum(g.gradients.buffer_nbytes for g in self._reducing)
         )
@@ -297,11 +317,11 @@ class Runtime:
                 self._reducing.pop(0).gradients.finish_reduce(self.slots)
 
     def _prefetch_put_off(self) -> None:
-        """Carry out the prefetch that waited for the memory of a reduction."""
-        if self._put_off is not None:
-            index, self._put_off = self._put_off, None
+        """Carry out the prefetch that was put off."""
+        if self._put_off:
+            groups, self._put_off = self._put_off, []
             self._finish_reducing()
-            self._gather(self.groups[index])
+            self._gather(groups)
 
     @staticmethod
     def _close_records(group: Group) -> None:
@@ -328,16 +348,18 @@ class Runtime:
     def _reduce_rest(self) -> None:
         rest = self.reduce_order.end_backward()
         # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
+        known = {*rest, *(group.index for group in self._queued)}
         late = [
             group.index
             for group in self.groups
-            if group.sync and group.gradients.has_collected and group.index not in rest
+            if group.sync and group.gradients.has_collected and group.index not in known
         ]
         for index in (*rest, *late):
             self._reduce(self.groups[index])
         synced = [group for group in self.groups if group.sync and not group.gradients.is_local]
         if not synced:
             return
+        self._start_queued()
         self.check.start(self.lanes)
         for group in synced:
             group.gradients.finish_reduce(self.slots)
@@ -378,28 +400,32 @@ class Runtime:
             group.forget_backward()
             group.gradients.reset(self.slots)
         self._reducing.clear()
+        self._queued.clear()
         self.check.reset()
 
     # --- actions ---
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
+        ahead = []
         for op, index in actions:
             group = self.groups[index]
             if op is Op.WAIT:
-                if index == self._put_off:
+                if group in self._put_off:
                     self._prefetch_put_off()
                 group.wait_unshard()
             elif op is Op.GATHER:
-                self._gather(group)
+                self._gather([group])
             elif op is Op.PREFETCH:
-                self._prefetch(group)
-            elif index == self._put_off:
-                self._put_off = None
+                ahead.append(group)
+            elif group in self._put_off:
+                self._put_off.remove(group)
             else:
                 self.unsharded_nbytes -= group.unsharded_nbytes
                 group.free(self.lanes, self.slots)
+        if ahead:
+            self._prefetch(ahead)
 
-    def _prefetch(self, group: Group) -> None:
+    def _prefetch(self, groups: list[Group]) -> None:
         """Gather for later.
 
         Where only waiting frees memory, backward puts it off until half of the current group's
@@ -408,16 +434,20 @@ class Runtime:
         """
         if self._host_reads_are_free and self._backward_running and self._in_trained_layer:
             self._prefetch_put_off()
-            self._put_off = group.index
+            self._put_off = groups
         else:
-            self._gather(group)
+            self._gather(groups)
 
-    def _gather(self, group: Group) -> None:
-        if group.shard_axis.size > 1 and group.needs_memory:
-            self.check.note(_step_check.GATHER, group.index)
-        self.unsharded_nbytes += group.unsharded_nbytes
+    def _gather(self, groups: Sequence[Group]) -> None:
+        by_axis: dict[AxisComm, list[Group]] = {}
+        for group in groups:
+            by_axis.setdefault(group.shard_axis, []).append(group)
+            if group.shard_axis.size > 1 and group.needs_memory:
+                self.check.note(_step_check.GATHER, group.index)
+            self.unsharded_nbytes += group.unsharded_nbytes
         self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, self.unsharded_nbytes)
-        group.start_unshard(self.lanes, self.slots)
+        for together in by_axis.values():
+            start_unshard(together, self.lanes, self.slots)
 
 
 def _distinct_axes(groups: Sequence[Group]) -> list[AxisComm]:

@@ -22,7 +22,14 @@ import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+
+BATCH_NBYTES = 1 << 20
+"""Neighbouring groups that are smaller than this together travel in one collective.
+
+Latency, not bandwidth, is what a small collective costs; below this size it is most of it.
+"""
 
 
 class Op(enum.Enum):
@@ -48,10 +55,14 @@ class UnshardSchedule:
 
     Args:
         prefetch_depth: Groups gathered ahead of use; 0 gathers each when it is entered.
+        nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
+            `BATCH_NBYTES`. Empty: none is small.
     """
 
-    def __init__(self, *, prefetch_depth: int = 1) -> None:
+    def __init__(self, *, prefetch_depth: int = 1, nbytes: Sequence[int] = ()) -> None:
         self.prefetch_depth = prefetch_depth
+        self.batch_nbytes = BATCH_NBYTES if nbytes else 0
+        self._nbytes = nbytes
         self.kept: set[int] = set()
         self._live: dict[int, None] = {}
         self._in_forward: dict[int, int] = {}
@@ -98,10 +109,7 @@ class UnshardSchedule:
         actions = self._use(group)
         self._in_forward[group] = self._in_forward.get(group, 0) + 1
         self._order.append(group)
-        following = self._expect_next(group)
-        if following is not None:
-            actions += self._prefetch(following)
-        return actions
+        return actions + self._prefetch(self._expect_next(group))
 
     def exit_forward(self, group: int, *, needs_backward: bool) -> list[Action]:
         """A group's forward ends; its memory is freed unless it is kept or the last one."""
@@ -138,10 +146,7 @@ class UnshardSchedule:
         """The first gradient of a group's outputs came: gather it, then the one before it."""
         actions = self._use(group)
         self._in_backward.add(group)
-        before = self._before(group)
-        if before is not None:
-            actions += self._prefetch(before)
-        return actions
+        return actions + self._prefetch(self._before(group))
 
     def exit_backward(self, group: int, *, outstanding: bool) -> list[Action]:
         """The gradients of a group's inputs came for all that is under way.
@@ -220,15 +225,30 @@ class UnshardSchedule:
         self._live[group] = None
         return [(Op.GATHER, group)]
 
-    def _prefetch(self, group: int) -> list[Action]:
-        if group in self._live or self.prefetch_depth == 0:
+    def _prefetch(self, candidates: Sequence[int]) -> list[Action]:
+        """Gather the nearest candidates: as deep as is asked for, or a batch of small ones."""
+        if not candidates or candidates[0] in self._live or self.prefetch_depth == 0:
             return []
         actions = self._trim_spare(room=1)
-        if len(self._spare()) >= self.prefetch_depth:
-            return actions
-        self._prefetched.add(group)
-        self._live[group] = None
-        return [*actions, (Op.PREFETCH, group)]
+        room = self.prefetch_depth - len(self._spare())
+        chosen = self._batch(candidates) if not self._prefetched else []
+        chosen = chosen or [g for g in candidates if g not in self._live][: max(room, 0)]
+        for group in chosen:
+            self._prefetched.add(group)
+            self._live[group] = None
+            actions.append((Op.PREFETCH, group))
+        return actions
+
+    def _batch(self, candidates: Sequence[int]) -> list[int]:
+        """Return the first candidates that are small enough to travel together; maybe none."""
+        batch: list[int] = []
+        nbytes = 0
+        for group in candidates:
+            nbytes += self._nbytes[group] if self.batch_nbytes else 0
+            if nbytes >= self.batch_nbytes or group in self._live:
+                break
+            batch.append(group)
+        return batch
 
     def _trim_spare(self, room: int = 0) -> list[Action]:
         """Free used spare groups, oldest first, until `room` more fit; prefetched ones stay."""
@@ -249,22 +269,32 @@ class UnshardSchedule:
             actions.append((Op.FREE, group))
         return actions
 
-    def _expect_next(self, group: int) -> int | None:
-        """Follow the last pass: return what came after `group` there."""
+    def _expect_next(self, group: int) -> list[int]:
+        """Follow the last pass: return what came after `group` there, nearest first."""
         order, position = self._last_order, self._position
         while position < len(order) and order[position] != group:
             position += 1
         if position >= len(order):
-            return None
+            return []
         self._position = position + 1
-        return order[position + 1] if position + 1 < len(order) else None
+        following = order[position + 1 : position + 1 + self._longest_batch]
+        return list(dict.fromkeys(following))
 
-    def _before(self, group: int) -> int | None:
-        """Return the group whose forward ended before `group`'s last one."""
+    def _before(self, group: int) -> list[int]:
+        """Return the groups whose forward ended before `group`'s last one, nearest first."""
         for position in range(len(self._tape) - 1, 0, -1):
             if self._tape[position] == group:
-                return self._tape[position - 1]
-        return None
+                first = max(position - self._longest_batch, 0)
+                return list(dict.fromkeys(reversed(self._tape[first:position])))
+        return []
+
+    @property
+    def _longest_batch(self) -> int:
+        return max(self.prefetch_depth, _MAX_BATCH if self.batch_nbytes else 0)
+
+
+_MAX_BATCH = 16
+"""Groups that travel together at the most."""
 
 
 class ReduceOrder:

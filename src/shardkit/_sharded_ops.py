@@ -293,7 +293,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     joined = [_join(arg, runs) if runs else _local_list(func, arg, first) for arg in args]
     result = func(*joined, **kwargs)
     if _compat.is_mutable_op(func):
-        _note_write(*(item for item in first if type(item) is ShardedTensor))
+        written = [first[run.positions[0]] for run in runs] if runs else first
+        _note_write(*(item for item in written if type(item) is ShardedTensor))
         return result
     if not isinstance(result, (list, tuple)):
         return result
@@ -369,51 +370,57 @@ def _split(
 
 def _find_runs(args: tuple[Any, ...]) -> list[_Run] | None:
     """Return how to run list operators on flats; None if entries are not such pieces at all."""
-    first, *others = [arg for arg in args if isinstance(arg, (list, tuple))]
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    first = lists[0]
     if set(map(type, first)) != {ShardedTensor}:
         return None
-    runs = _runs_of(first)
-    if not runs or not all(_follows(items, first, runs) for items in others):
+    specs = tuple([item.spec for item in first])
+    runs = _planned_runs.get(specs)
+    if runs is None:
+        if len(_planned_runs) >= _MAX_PLANS:
+            _planned_runs.clear()
+        runs = _planned_runs[specs] = _plan_runs(specs)
+    if not runs or not all(_follows(items, specs, runs) for items in lists):
         return None
     return runs
 
 
-def _follows(items: Sequence[Any], first: Sequence[ShardedTensor], runs: Sequence[_Run]) -> bool:
-    """Return whether a list has the runs of the first: of pieces in one flat, or of one number."""
-    if len(items) != len(first):
+_planned_runs: dict[tuple[ShardSpec, ...], list[_Run]] = {}
+_MAX_PLANS = 64
+
+
+def _plan_runs(specs: Sequence[ShardSpec]) -> list[_Run]:
+    """Return the runs of neighbouring parameters; those without elements here are in none."""
+    runs: list[_Run] = []
+    before = None
+    for position, spec in enumerate(specs):
+        if spec.start == spec.stop:
+            continue
+        start, stop = spec.piece_range
+        follows = before is not None and spec.siblings is before.siblings is not None
+        if follows and before is not None and spec.index == before.index + 1:
+            runs[-1].positions.append(position)
+            runs[-1].stop = stop
+        else:
+            runs.append(_Run([position], start, stop))
+        before = spec
+    return runs
+
+
+def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[_Run]) -> bool:
+    """Return whether a list has these runs: each of pieces in one flat, or of one number."""
+    if len(items) != len(specs):
         return False
     if isinstance(items[0], (int, float)):
         return all(len({items[i] for i in run.positions}) == 1 for run in runs)
-    if set(map(type, items)) != {ShardedTensor}:
+    if set(map(type, items)) != {ShardedTensor} or tuple([item.spec for item in items]) != specs:
         return False
     for run in runs:
-        flat = items[run.positions[0]].flat
-        if len(run.positions) > 1 and flat is None:
-            return False
-        for i in run.positions:
-            item = items[i]
-            if item.flat is not flat or item.spec is not first[i].spec:
+        if len(run.positions) > 1:
+            flat = items[run.positions[0]].flat
+            if flat is None or any(items[i].flat is not flat for i in run.positions):
                 return False
     return True
-
-
-def _runs_of(items: Sequence[ShardedTensor]) -> list[_Run]:
-    """Return the runs of neighbouring pieces of one flat; entries without elements are in none."""
-    runs: list[_Run] = []
-    flat, expected = None, -1
-    for position, item in enumerate(items):
-        spec = item.spec
-        if spec.start == spec.stop:
-            continue
-        piece_start, piece_stop = spec.piece_range
-        if item.flat is not None and item.flat is flat and spec.index == expected:
-            run = runs[-1]
-            run.positions.append(position)
-            run.stop = piece_stop
-        else:
-            runs.append(_Run([position], piece_start, piece_stop))
-        flat, expected = item.flat, spec.index + 1
-    return runs
 
 
 # --- reductions -----------------------------------------------------------------------------------

@@ -161,7 +161,8 @@ class StepCheck:
 
     def snapshot(self) -> list[list[int]]:
         """Return what was issued since the ranks last compared."""
-        return [list(log) for log in self._logs]
+        logs = self._logs if self._handle is None else self._sent_logs
+        return [list(log) for log in logs]
 
     def contradicts(self, snapshots: Sequence[list[list[int]]]) -> bool:
         """Return whether snapshots differ even where they overlap, whoever is ahead."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardkit.backends.base import Gather
 from shardkit.backends.hang_watch import HangWatch
 from shardkit.backends.process_group import (
     ProcessGroupAxis,
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Gather, Handle, Reduction
+    from shardkit.backends.base import AxisComm, Handle, Reduction
     from shardkit.backends.hang_watch import Progress
 
 
 _MAX_BROADCASTS = 8
 """An all-gather over more ranks than this is left to gloo: its ring beats one broadcast each."""
+
+
+_MAX_STAGED_NBYTES = 2 << 20
 
 
 class GlooAxis(ProcessGroupAxis):
@@ -86,6 +90,30 @@ def _start_all_gather(gather: Gather, axis: AxisComm) -> list[dist.Work | None]:
     ]
 
 
+class StagedGather:
+    """Several small gathers in one collective, through a staging buffer."""
+
+    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, hang_watch: HangWatch) -> None:
+        self._gathers = gathers
+        self._axis = axis
+        own = torch.cat([gather.own.view(torch.uint8) for gather in gathers])
+        self._staging = own.new_empty(axis.size * own.numel())
+        self._staging.view(axis.size, -1)[axis.rank] = own
+        whole = Gather(self._staging, self._staging.view(axis.size, -1)[axis.rank], own)
+        self._handle = WorkHandle(_start_all_gather(whole, axis), axis.group, hang_watch)
+
+    def wait(self) -> None:
+        """Block until it is done, and copy to where it belongs; again is free."""
+        self._handle.wait()
+        at = 0
+        for gather in self._gathers:
+            nbytes = gather.own.nbytes
+            whole = gather.full.view(torch.uint8).view(self._axis.size, nbytes)
+            whole.copy_(self._staging.view(self._axis.size, -1)[:, at : at + nbytes])
+            at += nbytes
+        self._gathers = ()
+
+
 class ExchangeHandle:
     """A reduce-scatter by exchange: the sum is done by who waits, in two steps.
 
@@ -98,22 +126,24 @@ class ExchangeHandle:
 
     def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
         self._reductions = reductions
-        self._exchanges = [_start_exchange(r, hang_watch) for r in reductions]
+        self._exchange = _start_exchange(reductions, hang_watch)
         self._sums: list[Tensor] | None = None
+        self._outs: list[Tensor] | None = None
 
     def wait_sent(self) -> None:
         """Block until all pieces have come, and add them."""
         if self._sums is None:
-            for exchange in self._exchanges:
-                if exchange is not None:
-                    exchange.wait()
-            self._sums = [_add_pieces(reduction) for reduction in self._reductions]
+            pieces = self._exchange.wait_pieces()
+            self._sums = list(map(_add_pieces, self._reductions, pieces))
 
     def wait(self) -> list[Tensor]:
         """Block until the results are there."""
-        self.wait_sent()
-        assert self._sums is not None
-        return list(map(_finish, self._reductions, self._sums))
+        if self._outs is None:
+            self.wait_sent()
+            assert self._sums is not None
+            self._outs = list(map(_finish, self._reductions, self._sums))
+            self._reductions, self._sums = (), []
+        return self._outs
 
 
 def _sends_own(axis: AxisComm) -> bool:
@@ -125,41 +155,112 @@ def _sends_own(axis: AxisComm) -> bool:
     return axis.rank not in (0, axis.size - 1)
 
 
-def _start_exchange(reduction: Reduction, hang_watch: HangWatch) -> WorkHandle | None:
-    axis, send, piece_numel = reduction.shard_axis, reduction.send, reduction.out_numel
-    assert isinstance(axis, GlooAxis)
-    if axis.size == 1:
-        return None
+class Exchange:
+    """Sends every rank its ranges of reductions over one axis, each in a collective of its own."""
+
+    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+        self._reductions = reductions
+        self._works = [self._start(r, hang_watch) for r in reductions if r.shard_axis.size > 1]
+
+    @staticmethod
+    def _start(reduction: Reduction, hang_watch: HangWatch) -> WorkHandle:
+        assert reduction.receive is not None
+        axis = reduction.shard_axis
+        assert isinstance(axis, GlooAxis)
+        return _start_all_to_all(
+            reduction.receive, reduction.send, reduction.out_numel, axis, hang_watch
+        )
+
+    def wait_pieces(self) -> list[list[Tensor]]:
+        """Return, for each reduction, this rank's range of every rank's gradients, in rank order.
+
+        This rank's own is in the send buffer.
+        """
+        for work in self._works:
+            work.wait()
+        return [
+            _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
+            for r in self._reductions
+        ]
+
+
+class StagedExchange:
+    """The same for several small reductions in one collective, through staging buffers."""
+
+    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+        axis = reductions[0].shard_axis
+        assert isinstance(axis, GlooAxis)
+        self._axis = axis
+        self._reductions = reductions
+        by_rank = [r.send.view(axis.size, -1).view(torch.uint8) for r in reductions]
+        self._send = torch.cat(by_rank, dim=1)
+        piece_nbytes = self._send.shape[1]
+        chunks = axis.size if _sends_own(axis) else axis.size - 1
+        self._receive = self._send.new_empty(chunks * piece_nbytes)
+        self._work = _start_all_to_all(
+            self._receive, self._send.view(-1), piece_nbytes, axis, hang_watch
+        )
+
+    def wait_pieces(self) -> list[list[Tensor]]:
+        """Return, for each reduction, this rank's range of every rank's gradients."""
+        self._work.wait()
+        rows = _in_rank_order(self._receive, self._send, self._axis)
+        result, at = [], 0
+        for reduction in self._reductions:
+            dtype = reduction.send.dtype
+            nbytes = reduction.out_numel * dtype.itemsize
+            result.append([row[at : at + nbytes].view(dtype) for row in rows])
+            at += nbytes
+        return result
+
+
+def _start_exchange(
+    reductions: Sequence[Reduction], hang_watch: HangWatch
+) -> Exchange | StagedExchange:
+    is_one_axis = len({reduction.shard_axis for reduction in reductions}) == 1
+    nbytes = sum(reduction.send.nbytes for reduction in reductions)
+    if len(reductions) > 1 and is_one_axis and _is_small(nbytes, reductions[0].shard_axis):
+        return StagedExchange(reductions, hang_watch)
+    return Exchange(reductions, hang_watch)
+
+
+def _is_small(nbytes: int, axis: AxisComm) -> bool:
+    """Whether copying through a staging buffer costs less than a collective more."""
+    return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
+
+
+def _start_all_to_all(
+    receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, hang_watch: HangWatch
+) -> WorkHandle:
+    """Send range r of `send` to rank r; a rank's own range stays where it is if it can."""
     assert axis.reduce_group is not None
     splits = [piece_numel] * axis.size
     if not _sends_own(axis):
         splits[axis.rank] = 0
         send = send[piece_numel:] if axis.rank == 0 else send[:-piece_numel]
     work = dist.all_to_all_single(
-        reduction.receive, send, splits, splits, group=axis.reduce_group, async_op=True
+        receive, send, splits, splits, group=axis.reduce_group, async_op=True
     )
     return WorkHandle([work], axis.reduce_group, hang_watch)
 
 
-def _pieces(reduction: Reduction) -> list[Tensor]:
-    """Return this rank's range of every rank's gradients, in rank order: its own is in `send`."""
-    axis = reduction.shard_axis
-    own = reduction.send.view(axis.size, -1)[axis.rank]
+def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> list[Tensor]:
+    """Return the received rows and this rank's own, of `send`, in rank order."""
+    own = send[axis.rank]
     if axis.size == 1:
         return [own]
-    assert reduction.receive is not None
-    received = list(reduction.receive.view(-1, reduction.out_numel))
+    assert received is not None
+    rows = list(received.view(-1, own.numel()))
     if not _sends_own(axis):
-        received.insert(axis.rank, own)
-    return received
+        rows.insert(axis.rank, own)
+    return rows
 
 
-def _add_pieces(reduction: Reduction) -> Tensor:
+def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
     """Return the sum of the pieces, in rank order, so that replicas add to the same result.
 
     Low-precision pieces are added in fp32.
     """
-    pieces = _pieces(reduction)
     if len(pieces) == 1:
         return pieces[0].clone()  # The send buffer is about to be given away.
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
@@ -211,10 +312,11 @@ class HostLanes:
     ) -> Handle:
         """Cast this rank's range, then gather in place."""
         del after
-        works = []
         for gather in gathers:
             gather.own.copy_(gather.shard)
-            works += _start_all_gather(gather, axis)
+        if len(gathers) > 1 and _is_small(sum(g.full.nbytes for g in gathers), axis):
+            return StagedGather(gathers, axis, self._hang_watch)
+        works = [work for gather in gathers for work in _start_all_gather(gather, axis)]
         return WorkHandle(works, axis.group, self._hang_watch)
 
     def start_reduce(self, reductions: Sequence[Reduction]) -> ExchangeHandle:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ PATIENCE_S = 5.0
 """A wait this long is looked into."""
 DEADLOCK_S = 10.0
 """All ranks waiting this much longer after unequal numbers of collectives: a deadlock."""
+_PERIOD_S = 0.5
 _PROBE_TAG = 7
 
 
@@ -51,6 +52,8 @@ class HangWatch:
         self._group: dist.ProcessGroup | None = None
         self._since = 0.0
         self._count = 0
+        self._beat = 0
+        self._seen: dict[str, Any] = {}
         self._verdict: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -86,7 +89,7 @@ class HangWatch:
             found = self._compare(group, self._count, final=True)
             if found is not None:
                 return found
-            time.sleep(0.1)
+            time.sleep(_PERIOD_S)
         return None
 
     def look(self) -> None:
@@ -102,7 +105,9 @@ class HangWatch:
         _break_off(group)
 
     def _compare(self, group: dist.ProcessGroup, count: int, *, final: bool) -> str | None:
-        """Publish this rank's state, compare with what others published.
+        """Publish this rank's state, compare with what others are publishing.
+
+        Only ranks that go on publishing the same wait count: what another left behind is old.
 
         Args:
             group: The ranks.
@@ -114,18 +119,28 @@ class HangWatch:
         # Ranks may wait in different groups over the same ranks.
         ranks = dist.get_process_group_ranks(group)
         prefix = f"shardkit/{'-'.join(map(str, ranks))}"
-        store.set(f"{prefix}/{group.rank()}", json.dumps([count, self.progress.snapshot()]))
-        keys = [f"{prefix}/{rank}" for rank in range(len(ranks))]
-        found = [json.loads(store.get(key)) for key in keys if store.check([key])]
-        snapshots = [snapshot for _, snapshot in found]
-        if self.progress.contradicts(snapshots) or (final and len(found) == len(ranks)):
+        self._beat += 1
+        mine = self.progress.snapshot()
+        store.set(f"{prefix}/{group.rank()}", json.dumps([count, self._beat, mine]))
+        snapshots = []
+        for rank in range(len(ranks)):
+            key = f"{prefix}/{rank}"
+            if not store.check([key]):
+                continue
+            seen, self._seen[key] = self._seen.get(key), json.loads(store.get(key))
+            count_now, beat, snapshot = self._seen[key]
+            if rank == group.rank():
+                snapshots.append(mine)
+            elif seen is not None and seen[0] == count_now and seen[1] != beat:
+                snapshots.append(snapshot)
+        if self.progress.contradicts(snapshots) or (final and len(snapshots) == len(ranks)):
             return self.progress.difference(snapshots)
         return None
 
 
 def _watch(watch: HangWatch) -> None:
     while True:
-        time.sleep(min(PATIENCE_S, 1.0) / 2)
+        time.sleep(_PERIOD_S)
         try:
             watch.look()
         except (RuntimeError, dist.DistStoreError):
