@@ -323,8 +323,7 @@ class FSDPModule:
     def set_reshard_after_forward(
         self,
         reshard_after_forward: bool,  # noqa: FBT001 - FSDP2's signature
-        *,
-        recurse: bool = True,
+        recurse: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
         """Set whether the parameters are freed after forward, from the next forward on."""
         if not isinstance(reshard_after_forward, bool):

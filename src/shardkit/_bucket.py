@@ -60,7 +60,7 @@ class FreedParameter(nn.Parameter):
         """Let attributes be read and hooks work; refuse everything else."""
         del types
         if getattr(func, "__name__", "") in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - documented for subclasses
+            with _compat.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
         name = next((a.__dict__["fqn"] for a in args if isinstance(a, FreedParameter)), "?")
         msg = (

@@ -23,6 +23,10 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """Tensor subclasses that only want `__torch_dispatch__` skip `__torch_function__` with it."""
 
 
+plain_torch_functions: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of subclasses is not called."""
+
+
 def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange memory and nbytes of two storages of one device; one of them has none."""
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]

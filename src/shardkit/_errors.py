@@ -1,7 +1,7 @@
 """The exceptions of shardkit.
 
-Every one of them is raised on all ranks that share the fact it is about, names the parameter or
-module, says what was expected and what came, and ends with a remedy::
+Each names the parameter or module, says what was expected and what came, and ends with a remedy. A
+fact that all ranks share is checked before anything is sent, so that all of them raise::
 
     ShardkitError
     ├── MeshError            a mesh that cannot be used: no process group, rank not in it, bad shape

@@ -177,6 +177,12 @@ class GroupGradients:
         )
 
     @property
+    def reduce_nbytes(self) -> int:
+        """Bytes of the buffers that a reduction takes."""
+        chunks = self._shard_axis.size
+        return self.send_nbytes // chunks * (chunks + self._receive_chunks)
+
+    @property
     def buffer_nbytes(self) -> int:
         """Bytes of send, receive and partial buffers that exist now."""
         nbytes = sum(buffer.nbytes for buffer in self._buffers if buffer is not None)

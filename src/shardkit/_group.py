@@ -46,6 +46,7 @@ class Group:
         num_expected: Gradients that come if this backward uses every parameter.
         is_complete: This backward brings no more of them.
         gathering: The all-gather under way; may be shared with other groups.
+        has_warned: About outputs that require no gradient.
         is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
         sync: `set_requires_gradient_sync`.
         all_reduce: `set_requires_all_reduce`.
@@ -84,6 +85,7 @@ class Group:
         self.num_arrived = 0
         self.num_expected = 0
         self.is_complete = False
+        self.has_warned = False
         self.gathering: Handle | None = None
 
     def copy_for(self, memo: dict[int, Any]) -> Group:
@@ -108,14 +110,17 @@ class Group:
         result._make_gradients()  # noqa: SLF001
         return result
 
+    @property
+    def was_replaced(self) -> bool:
+        """Whether parameters were given other pieces since the last forward."""
+        return any(bucket.was_replaced for bucket in self.buckets)
+
     def refresh(self) -> None:
         """Take up what became of the parameters since the last forward, e.g. by ``.to(dtype)``.
 
         Raises:
             StateError: They cannot share a bucket any more, or unsynced gradients would be lost.
         """
-        if not any(bucket.was_replaced for bucket in self.buckets):
-            return
         if self.gradients.buffer_nbytes:
             msg = (
                 f"parameters of {self.name!r} were replaced while gradients wait to be synced. "

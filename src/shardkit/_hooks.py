@@ -120,7 +120,9 @@ class ModuleState:
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
-            if record is not None and (self.group.needs_memory or self.group.is_trainable):
+            if record is not None and (
+                self.group.needs_memory or not self.group.gradients.is_local
+            ):
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         self._open.append((record, is_root, is_recompute))
         return args, kwargs

@@ -19,8 +19,8 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
             ``None``: the parameter's own.
-        reduce_dtype: Dtype of gradients on the wire. Sums of more than two addends in a dtype
-            below fp32 are done in fp32 where shardkit does the sum (gloo). ``None``:
+        reduce_dtype: Dtype of gradients on the wire. Numbers of a dtype below fp32 are
+            added in fp32 where shardkit does the sum (gloo). ``None``:
             `param_dtype`.
         output_dtype: Floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: Cast floating-point inputs of the module's forward to `param_dtype`.

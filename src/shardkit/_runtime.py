@@ -7,6 +7,7 @@ knows a backend.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,7 +125,9 @@ class Runtime:
         if self._backward_running or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
         for group in self.groups:
-            group.refresh()
+            if group.was_replaced:
+                self.reshard(group)
+                group.refresh()
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
         outstanding = any(not record.done for group in self.groups for record in group.records)
@@ -169,7 +172,12 @@ class Runtime:
             group.records.add(record)
         elif record is not None and record.is_first:
             self.reduce_order.withdraw(group.index)
-        actions = self.schedule.exit_forward(group.index, needs_backward=needs_backward)
+        is_watched = needs_backward or record is None or not group.is_trainable
+        if not is_watched:
+            _warn_unwatched(group)
+        actions = self.schedule.exit_forward(
+            group.index, needs_backward=needs_backward, is_watched=is_watched
+        )
         if not (needs_backward and group.index in self.schedule.kept):
             group.show(unsharded=False)
         self._carry_out(actions)
@@ -306,9 +314,8 @@ class Runtime:
         many = [(group.gradients, group.all_reduce) for group in groups]
         start_reduce(many, self.lanes, self.slots)
         self._reducing += groups
-        self.peak_reduce_nbytes = max(
-            self.peak_reduce_nbytes, sum(g.gradients.buffer_nbytes for g in self._reducing)
-        )
+        nbytes = sum(group.gradients.reduce_nbytes for group in groups)
+        self.peak_reduce_nbytes = max(self.peak_reduce_nbytes, nbytes)
 
     def _finish_reducing(self) -> None:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
@@ -332,11 +339,11 @@ class Runtime:
 
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
-        self._backward_running = False
         if self._any_fired:
             self._reduce_rest()
         else:
             self.reduce_order.cancel()
+        self._backward_running = False  # Not after an error: the next forward cleans up then.
         for group in self.groups:
             if group.num_active:
                 self._close_records(group)
@@ -379,6 +386,8 @@ class Runtime:
 
     def wait_unshard(self, group: Group) -> None:
         """Finish `unshard` and show the unsharded parameters."""
+        if group in self._put_off:
+            self._prefetch_put_off()
         if group.index in self.schedule.live:
             group.wait_unshard()
             group.show(unsharded=True)
@@ -401,6 +410,7 @@ class Runtime:
             group.gradients.reset(self.slots)
         self._reducing.clear()
         self._queued.clear()
+        self._put_off.clear()
         self.check.reset()
 
     # --- actions ---
@@ -448,6 +458,18 @@ class Runtime:
         self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, self.unsharded_nbytes)
         for together in by_axis.values():
             start_unshard(together, self.lanes, self.slots)
+
+
+def _warn_unwatched(group: Group) -> None:
+    """Say once per group that no output was found by which to tell when its backward begins."""
+    if not group.has_warned and group.needs_memory:
+        group.has_warned = True
+        msg = (
+            f"forward of {group.name!r} ran with gradients enabled, but returned no tensor that "
+            f"requires one, so its parameters stay unsharded until the end of the next backward. "
+            f"Return the tensors that the loss is made of, or run it under torch.no_grad()."
+        )
+        warnings.warn(msg, stacklevel=2)
 
 
 def _distinct_axes(groups: Sequence[Group]) -> list[AxisComm]:

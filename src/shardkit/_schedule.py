@@ -69,6 +69,7 @@ class UnshardSchedule:
         self._in_recompute: set[int] = set()
         self._in_backward: set[int] = set()
         self._by_hand: set[int] = set()
+        self._unwatched: set[int] = set()
         self._prefetched: set[int] = set()
         self._order: list[int] = []
         self._last_order: list[int] = []
@@ -90,6 +91,7 @@ class UnshardSchedule:
             or group in self._in_backward
             or group in self._in_recompute
             or group in self._by_hand
+            or group in self._unwatched
         )
 
     def _spare(self) -> list[int]:
@@ -101,6 +103,7 @@ class UnshardSchedule:
         """A root forward starts; `outstanding`: an earlier one still waits for its backward."""
         self._order = []
         self._position = 0
+        self._unwatched.clear()
         if not outstanding:
             self._tape.clear()
 
@@ -111,14 +114,24 @@ class UnshardSchedule:
         self._order.append(group)
         return actions + self._prefetch(self._expect_next(group))
 
-    def exit_forward(self, group: int, *, needs_backward: bool) -> list[Action]:
-        """A group's forward ends; its memory is freed unless it is kept or the last one."""
+    def exit_forward(
+        self, group: int, *, needs_backward: bool, is_watched: bool = True
+    ) -> list[Action]:
+        """A group's forward ends; its memory is freed unless it is kept or the last one.
+
+        Args:
+            group: The group.
+            needs_backward: A backward of it will be told of.
+            is_watched: False: there may be one that nobody tells of; keep the memory for it.
+        """
         count = self._in_forward.get(group, 1) - 1
         if count:
             self._in_forward[group] = count
         else:
             self._in_forward.pop(group, None)
             self._by_hand.discard(group)
+        if not is_watched:
+            self._unwatched.add(group)
         if needs_backward:
             self._tape.append(group)
         return self._trim_spare()
@@ -172,6 +185,7 @@ class UnshardSchedule:
         """The engine is done: free all that no forward is using."""
         self._in_backward.clear()
         self._in_recompute.clear()
+        self._unwatched.clear()
         if self._hold:
             return []
         return self._free_all([g for g in self._live if not self.in_use(g)])
@@ -198,17 +212,25 @@ class UnshardSchedule:
     def reshard(self, group: int) -> list[Action]:
         """The user gives a group's memory back."""
         self._by_hand.discard(group)
+        self._unwatched.discard(group)
         self._in_backward.discard(group)
         return self._free_all([group]) if group in self._live else []
 
     def reset(self) -> list[Action]:
         """Forget everything after an exception; all memory goes back."""
         actions = self._free_all(list(self._live))
-        for state in (self._in_recompute, self._in_backward, self._by_hand, self._prefetched):
+        for state in (
+            self._in_recompute,
+            self._in_backward,
+            self._by_hand,
+            self._unwatched,
+            self._prefetched,
+        ):
             state.clear()
         self._in_forward.clear()
         self._tape.clear()
         self._order = []
+        self._last_order = []  # Ranks may have recorded different ones.
         self._position = 0
         self._hold = False
         return actions
@@ -312,7 +334,6 @@ class ReduceOrder:
         self._waiting: list[int] = []
         self._complete: set[int] = set()
         self._issued: set[int] = set()
-        self._running = False
 
     def enter_forward(self, group: int) -> bool:
         """A forward that may have a backward enters the group; return whether it is the first."""
@@ -326,7 +347,6 @@ class ReduceOrder:
 
     def begin_backward(self) -> None:
         """A backward starts: fix the order."""
-        self._running = True
         self._waiting = list(reversed(self._entered))
         self._complete.clear()
         self._issued.clear()
@@ -347,13 +367,11 @@ class ReduceOrder:
         rest = self._waiting
         self._waiting = []
         self._entered.clear()
-        self._running = False
         return rest
 
     def cancel(self) -> None:
         """No gradient came in this backward (``autograd.grad``): nothing is reduced."""
         self._waiting = []
-        self._running = False
 
     def reset(self) -> None:
         """Forget everything after an exception."""

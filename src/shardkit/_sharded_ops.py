@@ -386,7 +386,7 @@ def _find_runs(args: tuple[Any, ...]) -> list[_Run] | None:
 
 
 _planned_runs: dict[tuple[ShardSpec, ...], list[_Run]] = {}
-_MAX_PLANS = 64
+_MAX_PLANS = 16
 
 
 def _plan_runs(specs: Sequence[ShardSpec]) -> list[_Run]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Handle, Lanes
 
 GATHER, REDUCE = 0, 1
+_MAX_LOG = 1 << 16
 _VERBS = ("all-gathers", "reduce-scatters")
 
 
@@ -101,12 +102,17 @@ class StepCheck:
         self._axes = [axis for axis in axes if axis.size > 1]
         self._logs = _new_logs()
         self._sent_logs = self._logs
+        self._folded = 0
         self._handle: Handle | None = None
         self._vector = torch.empty(0, dtype=torch.int64)
 
     def note(self, kind: int, group_index: int) -> None:
         """Note a collective that is being issued."""
-        self._logs[kind].append(group_index)
+        log = self._logs[kind]
+        log.append(group_index)
+        if len(log) >= _MAX_LOG:  # E.g. evaluation for ever: nothing is compared there.
+            self._folded = _digest(self._folded.to_bytes(8, "big") + log.tobytes())
+            del log[:]
 
     def start(self, lanes: Lanes) -> None:
         """Send the digest and which parameters fired here.
@@ -116,11 +122,12 @@ class StepCheck:
         if not self._axes:
             return
         # Apart: where a rank does not use a module, its reductions may come later between gathers.
-        digest = _digest(b"|".join(log.tobytes() for log in self._logs))
+        content = [self._folded.to_bytes(8, "big"), *(log.tobytes() for log in self._logs)]
+        digest = _digest(b"|".join(content))
         fired = [int(f) for g in self._groups for bucket in g.gradients.fired for f in bucket]
         self._vector = torch.tensor([digest, -digest, *fired], dtype=torch.int64)
         self._handle = lanes.start_all_reduce_max(self._vector, self._axes)
-        self._sent_logs, self._logs = self._logs, _new_logs()
+        self._sent_logs, self._logs, self._folded = self._logs, _new_logs(), 0
 
     def used_anywhere(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""
@@ -150,12 +157,15 @@ class StepCheck:
             logs: list[Any] = [[list(log) for log in self._sent_logs]]
             for axis in self._axes:
                 logs = [entry for part in axis.exchange(logs) for entry in part]
-            raise RankMismatchError(self.difference(logs))
+            raise RankMismatchError(
+                self.difference(logs) or "ranks issued different collectives in this step."
+            )
 
     def reset(self) -> None:
         """Forget the step, after an exception."""
         self._handle = None
         self._logs = _new_logs()
+        self._folded = 0
 
     # --- for who looks into a hang ---
 

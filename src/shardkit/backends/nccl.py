@@ -57,17 +57,20 @@ class ReduceEventHandle:
 
 
 class HostHandle:
-    """A device tensor on its way to the host tensor it came from."""
+    """Numbers on their way from the device, through pinned memory, to a host tensor."""
 
-    def __init__(self, target: Tensor, on_device: Tensor, event: torch.cuda.Event) -> None:
+    def __init__(
+        self, target: Tensor, pinned: Tensor, on_device: Tensor, event: torch.cuda.Event
+    ) -> None:
         self._target = target
-        self._on_device = on_device
+        self._pinned = pinned
+        self._on_device = on_device  # Its memory must outlive the copy.
         self._event = event
 
     def wait(self) -> None:
-        """Block the host until the numbers are there."""
+        """Block the host until the numbers are there; the compute stream is not touched."""
         self._event.synchronize()
-        self._target.copy_(self._on_device)
+        self._target.copy_(self._pinned)
 
 
 class CudaLanes:
@@ -144,12 +147,15 @@ class CudaLanes:
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[ProcessGroupAxis]) -> Handle:
         """All-reduce a device copy on the reduce stream; `wait` brings it to the host."""
+        pinned = tensor.pin_memory()
+        on_device = torch.empty_like(tensor, device=self._device)
         self._reduce.wait_event(self.fence())
         with torch.cuda.stream(self._reduce):
-            on_device = tensor.to(self._device)
+            on_device.copy_(pinned, non_blocking=True)
             for axis in axes:
                 dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
-            return HostHandle(tensor, on_device, self._reduce.record_event())
+            pinned.copy_(on_device, non_blocking=True)
+            return HostHandle(tensor, pinned, on_device, self._reduce.record_event())
 
 
 def _pre_scale(reduction: Reduction) -> float:

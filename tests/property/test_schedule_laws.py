@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shardkit._schedule import Op, ReduceOrder, UnshardSchedule
+from shardkit._schedule import BATCH_NBYTES, Op, ReduceOrder, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,19 +25,21 @@ if typing.TYPE_CHECKING:
 ROOT = 0
 groups = st.integers(0, 4)
 layers = st.integers(1, 4)
+sizes = st.sampled_from([0, 1, BATCH_NBYTES // 3, BATCH_NBYTES - 1, BATCH_NBYTES])
 
 
 class ScheduleMachine(RuleBasedStateMachine):
     """Reports events as hooks would, and keeps its own account of memory and of what is in use.
 
     A forward may be nested, repeated, without backward or ended by an exception; a backward may
-    visit outstanding forwards in any order, leave some out, recompute any group; the user may
-    unshard and reshard at any time between.
+    visit outstanding forwards in any order, leave some out, recompute any group, also inside a
+    forward (``autograd.grad``); the user may unshard and reshard at any time between.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.schedule = UnshardSchedule()
+        self.nbytes: list[int] = []
         self.live: set[int] = set()
         self.prefetched: set[int] = set()  # and not waited for
         self.gathered: collections.Counter[int] = collections.Counter()
@@ -50,10 +52,15 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.backward_runs = False
         self.by_hand: set[int] = set()
 
-    @initialize(prefetch_depth=st.integers(0, 3), kept=st.sets(groups))
-    def start(self, prefetch_depth: int, kept: set[int]) -> None:
-        self.schedule = UnshardSchedule(prefetch_depth=prefetch_depth)
+    @initialize(
+        prefetch_depth=st.integers(0, 3),
+        kept=st.sets(groups),
+        nbytes=st.one_of(st.just([]), st.lists(sizes, min_size=5, max_size=5)),
+    )
+    def start(self, prefetch_depth: int, kept: set[int], nbytes: list[int]) -> None:
+        self.schedule = UnshardSchedule(prefetch_depth=prefetch_depth, nbytes=nbytes)
         self.schedule.kept = kept
+        self.nbytes = nbytes or [BATCH_NBYTES] * 5
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the runtime does; memory must come and go as it can."""
@@ -93,7 +100,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.with_grad = with_grad
         self.enter(ROOT)
 
-    @precondition(lambda self: self.stack)
+    @precondition(lambda self: self.stack and not self.backward_runs)
     @rule(group=layers)
     def enter_layer(self, group: int) -> None:
         self.enter(group)
@@ -102,7 +109,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.carry_out_use(self.schedule.enter_forward(group), group)
         self.stack.append(group)
 
-    @precondition(lambda self: self.stack)
+    @precondition(lambda self: self.stack and not self.backward_runs)
     @rule(output_requires_grad=st.booleans())
     def exit_forward(self, *, output_requires_grad: bool) -> None:
         group = self.stack.pop()
@@ -120,7 +127,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     # --- backward ---
 
-    @precondition(lambda self: not self.stack and any(self.outstanding.values()))
+    @precondition(lambda self: any(self.outstanding.values()))
     @rule(data=st.data())
     def enter_backward(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(sorted(self.outstanding.elements())))
@@ -141,9 +148,9 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.by_hand.discard(group)
         outstanding = self.outstanding[group] > 0
         self.carry_out(self.schedule.exit_backward(group, outstanding=outstanding))
-        assert outstanding or group not in self.live
+        assert outstanding or group in self.stack or group not in self.live
 
-    @precondition(lambda self: not self.stack and any(self.outstanding.values()))
+    @precondition(lambda self: any(self.outstanding.values()))
     @rule(group=groups)
     def enter_recompute(self, group: int) -> None:
         if group in self.in_recompute:
@@ -163,7 +170,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.in_backward.clear()
         self.backward_runs = False
         self.carry_out(self.schedule.end_backward())
-        assert self.live == self.by_hand
+        assert self.live == self.in_use
 
     # --- by hand, and exceptions ---
 
@@ -214,8 +221,10 @@ class ScheduleMachine(RuleBasedStateMachine):
     @invariant()
     def spare_groups_are_bounded(self) -> None:
         spare = self.live - self.in_use - self.schedule.kept
-        assert len(spare) <= max(self.schedule.prefetch_depth, 1)
-        assert len(self.prefetched - self.schedule.kept) <= self.schedule.prefetch_depth
+        assert len(spare) <= max(self.schedule.prefetch_depth, 1) or spare <= self.prefetched
+        ahead = self.prefetched - self.schedule.kept
+        ahead_nbytes = sum(self.nbytes[group] for group in ahead)
+        assert len(ahead) <= self.schedule.prefetch_depth or ahead_nbytes < BATCH_NBYTES
 
     def teardown(self) -> None:
         self.reset()

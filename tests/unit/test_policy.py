@@ -1,0 +1,67 @@
+"""Which dtypes a policy gives to parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+from shardkit import MixedPrecisionPolicy
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("policy", "orig_dtype", "param_dtype", "reduce_dtype"),
+    [
+        (MixedPrecisionPolicy(), FP32, FP32, FP32),
+        (MixedPrecisionPolicy(), BF16, BF16, BF16),
+        (MixedPrecisionPolicy(), FP64, FP64, FP64),
+        (MixedPrecisionPolicy(param_dtype=BF16), FP32, BF16, BF16),
+        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, BF16, FP32),
+        (MixedPrecisionPolicy(param_dtype=FP32), BF16, FP32, FP32),
+        (MixedPrecisionPolicy(reduce_dtype=FP32), BF16, BF16, FP32),
+        (MixedPrecisionPolicy(reduce_dtype=FP16), FP32, FP32, FP16),
+        (MixedPrecisionPolicy(output_dtype=FP16), FP32, FP32, FP32),
+    ],
+)
+def test_dtypes_of_a_floating_parameter(
+    policy: MixedPrecisionPolicy,
+    orig_dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> None:
+    """`reduce_dtype` follows `param_dtype` unless it is given, as in FSDP2."""
+    assert policy.dtypes_for(orig_dtype) == (param_dtype, reduce_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_and_bools_are_never_cast(dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    assert policy.dtypes_for(dtype)[0] == dtype
+    assert MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(dtype) == (dtype, dtype)
+
+
+@pytest.mark.xfail(reason="a complex parameter is cast to a real dtype: it loses its other half")
+def test_a_complex_parameter_stays_complex() -> None:
+    param_dtype, _ = MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(torch.complex64)
+    assert param_dtype.is_complex
+
+
+def test_the_fields_are_those_of_fsdp2_with_the_same_defaults() -> None:
+    mine = {field.name: field.default for field in dataclasses.fields(MixedPrecisionPolicy)}
+    theirs = {field.name: field.default for field in dataclasses.fields(TorchPolicy)}
+    assert {name: mine[name] for name in theirs} == theirs
+    assert list(mine)[: len(theirs)] == list(theirs)  # they may be passed by position
+    assert set(mine) - set(theirs) == {"buffer_dtype"}
+
+
+def test_a_policy_is_a_value() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    assert policy == MixedPrecisionPolicy(param_dtype=BF16)
+    assert hash(policy) == hash(MixedPrecisionPolicy(param_dtype=BF16))
+    assert policy != MixedPrecisionPolicy()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.param_dtype = FP32  # type: ignore[misc]
