@@ -42,7 +42,7 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _START_TIMEOUT_S = 120
 # How long the other ranks may still run once one has failed: enough to raise the same error a
 # little later.
-_GRACE_S = 3.0
+_GRACE_S = 6.0
 _STACK_DUMP_TIMEOUT_S = 3.0
 
 

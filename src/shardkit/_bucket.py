@@ -27,6 +27,7 @@ from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
 from shardkit._sharded import ShardedTensor, ShardSpec
 from shardkit._sharded_ops import FlatMaker
+from shardkit._tree import iter_tensors
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
@@ -37,13 +38,31 @@ if TYPE_CHECKING:
     from shardkit._policy import MixedPrecisionPolicy
 
 
-_HARMLESS = (
-    "__get__",  # Attributes: shape, dtype, grad, ...
+_READ_MEMORY = ("T", "mT", "H", "mH", "data", "real", "imag")
+"""Attributes that are tensors over the same memory."""
+_NEED_NO_MEMORY = (
     "__set__",
     "__delete__",
-    "requires_grad_",
+    "__len__",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_floating_point",
+    "nelement",
+    "numel",
     "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "stride",
 )
+
+
+def _needs_no_memory(func: Any) -> bool:
+    """Whether a torch function can be called on a parameter without memory."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _READ_MEMORY
+    return name in _NEED_NO_MEMORY
 
 
 class FreedParameter(nn.Parameter):
@@ -53,16 +72,21 @@ class FreedParameter(nn.Parameter):
     which costs nothing, rather than its contents.
     """
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show the name; there are no values to show."""
+        return f"FreedParameter({self.__dict__['fqn']!r}, shape={tuple(self.shape)})"
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Let attributes be read and hooks work; refuse everything else."""
         del types
-        if getattr(func, "__name__", "") in _HARMLESS:
+        if _needs_no_memory(func):
             with _compat.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
-        name = next((a.__dict__["fqn"] for a in args if isinstance(a, FreedParameter)), "?")
+        given = iter_tensors([args, kwargs or {}])
+        name = next((a.__dict__["fqn"] for a in given if isinstance(a, FreedParameter)), "?")
         msg = (
             f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
             f"memory has been given back. Do not keep it; take the sharded one from "

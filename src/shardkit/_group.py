@@ -48,6 +48,7 @@ class Group:
         gathering: The all-gather under way; may be shared with other groups.
         has_warned: About outputs that require no gradient.
         is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
+        is_innermost: No other group's modules are inside this one's.
         sync: `set_requires_gradient_sync`.
         all_reduce: `set_requires_all_reduce`.
         reshard_after_forward: True, False, or None for True unless it is the root's.
@@ -70,6 +71,7 @@ class Group:
         self.sync = True
         self.all_reduce = True
         self.is_root = False
+        self.is_innermost = True
         self._reset_place()
         self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
         self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
@@ -133,7 +135,9 @@ class Group:
     def _make_gradients(self) -> None:
         """Put a hook on every parameter that can be trained, also on those frozen for now."""
         self.grad_buckets = [
-            bucket for bucket in self.buckets if bucket.param_dtype.is_floating_point
+            bucket
+            for bucket in self.buckets
+            if bucket.param_dtype.is_floating_point or bucket.param_dtype.is_complex
         ]
         self.gradients = GroupGradients(
             self.grad_buckets,

@@ -78,6 +78,8 @@ class ModuleState:
         for state in states:
             if state.group is not None:
                 state.group.is_root = state is self
+                inner = [get_state(m) for m in state.module.modules() if m is not state.module]
+                state.group.is_innermost = all(s is None or s.group is None for s in inner)
         runtime = Runtime(groups)
         for state in states:
             state.runtime = runtime

@@ -36,9 +36,9 @@ class MixedPrecisionPolicy:
     def dtypes_for(self, orig_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return (compute dtype, reduce dtype) of a parameter stored in `orig_dtype`.
 
-        Integer and bool parameters are never cast.
+        Only floating-point parameters are cast: complex ones would lose their other half.
         """
-        param_dtype = self.param_dtype
-        if param_dtype is None or not (orig_dtype.is_floating_point or orig_dtype.is_complex):
-            param_dtype = orig_dtype
+        if not orig_dtype.is_floating_point:
+            return orig_dtype, orig_dtype
+        param_dtype = self.param_dtype or orig_dtype
         return param_dtype, self.reduce_dtype or param_dtype

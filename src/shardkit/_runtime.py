@@ -104,6 +104,7 @@ class Runtime:
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
         self._any_fired = False
+        self._makes_graph = False
         self._reducing: list[Group] = []
         self._put_off: list[Group] = []
         self._queued: list[Group] = []
@@ -212,6 +213,7 @@ class Runtime:
             return
         self._backward_running = True
         self._any_fired = False
+        self._makes_graph = False
         self.reduce_order.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
@@ -219,7 +221,9 @@ class Runtime:
         """A gradient of a group's outputs came."""
         del grad
         self.begin_backward()
-        self.schedule.hold(on=torch.is_grad_enabled())
+        if torch.is_grad_enabled():  # The graph of this backward will read the memory.
+            self._makes_graph = True
+            self.schedule.hold(on=True)
         if record.active:
             return
         group = record.group
@@ -274,8 +278,8 @@ class Runtime:
             self._prefetch_put_off()
         if not is_last or is_layer:
             return  # A layer is complete when backward leaves it, so that its memory is free.
-        if group.num_active:
-            # Nothing before this group wants a gradient, so backward needs it no more.
+        if group.num_active and group.is_innermost:
+            # Nothing before these parameters wants a gradient, so backward needs them no more.
             self._close_records(group)
             self._leave(group, outstanding=False)
         self._complete(group)
@@ -348,6 +352,7 @@ class Runtime:
             if group.num_active:
                 self._close_records(group)
             group.forget_backward()
+        self.schedule.hold(on=self._makes_graph)
         self._carry_out(self.schedule.end_backward())
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()

@@ -139,6 +139,8 @@ class UnshardSchedule:
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
         self._last_order = self._order
+        if self._hold:
+            return []
         doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]
         return self._free_all(doomed)
 
@@ -249,12 +251,17 @@ class UnshardSchedule:
 
     def _prefetch(self, candidates: Sequence[int]) -> list[Action]:
         """Gather the nearest candidates: as deep as is asked for, or a batch of small ones."""
-        if not candidates or candidates[0] in self._live or self.prefetch_depth == 0:
+        if self.prefetch_depth == 0:
             return []
-        actions = self._trim_spare(room=1)
-        room = self.prefetch_depth - len(self._spare())
-        chosen = self._batch(candidates) if not self._prefetched else []
-        chosen = chosen or [g for g in candidates if g not in self._live][: max(room, 0)]
+        chosen = [] if self._prefetched else self._batch(candidates)
+        is_batch = bool(chosen)
+        if not is_batch:
+            chosen = [g for g in candidates[: self.prefetch_depth] if g not in self._live]
+        if not chosen:
+            return []
+        actions = self._trim_spare(room=1 if is_batch else len(chosen))
+        if not is_batch:
+            chosen = chosen[: max(self.prefetch_depth - len(self._spare()), 0)]
         for group in chosen:
             self._prefetched.add(group)
             self._live[group] = None

@@ -577,7 +577,8 @@ def sharded_norms(
     if is_power:
         norms.pow_(1.0 / order)
     return [
-        norm.to(dtype or tensor.dtype) for norm, tensor in zip(norms.unbind(), tensors, strict=True)
+        norm.to(dtype or tensor.dtype.to_real())
+        for norm, tensor in zip(norms.unbind(), tensors, strict=True)
     ]
 
 

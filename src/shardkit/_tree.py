@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,14 @@ import torch
 from torch import Tensor
 
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
+_OPAQUE = (
+    type,
+    torch.nn.Module,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+)
 _MAX_OBJECT_DEPTH = 3
 """Plain objects are searched this deep: an output may hold the model itself."""
 
@@ -74,11 +83,16 @@ def iter_tensors(tree: Any, *, depth: int = _MAX_OBJECT_DEPTH) -> Iterator[Tenso
     elif isinstance(tree, Mapping):
         for item in tree.values():
             yield from iter_tensors(item, depth=depth)
-    elif (
-        depth > 0
-        and hasattr(tree, "__dict__")
-        and not isinstance(tree, (type, torch.nn.Module))
-        and not callable(tree)
-    ):
-        for item in list(vars(tree).values()):
+    elif depth > 0 and not isinstance(tree, _OPAQUE):
+        for item in _attributes(tree):
             yield from iter_tensors(item, depth=depth - 1)
+
+
+def _attributes(tree: Any) -> list[Any]:
+    """Return the values of a plain object's attributes, in ``__dict__`` or in slots."""
+    values = list(getattr(tree, "__dict__", {}).values())
+    for cls in type(tree).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        values += [getattr(tree, n) for n in names if n != "__weakref__" and hasattr(tree, n)]
+    return values

@@ -94,7 +94,6 @@ def test_a_freed_parameter_among_others_raises(
         use(freed)
 
 
-@pytest.mark.xfail(reason="the name is looked for among the positional arguments only")
 @pytest.mark.parametrize("use", HIDDEN_USES.values(), ids=HIDDEN_USES)
 def test_a_freed_parameter_among_others_raises_its_name(
     freed: Tensor, use: Callable[[Tensor], object]
@@ -105,14 +104,12 @@ def test_a_freed_parameter_among_others_raises_its_name(
 
 # Each returns a plain tensor without memory: the next operator on it can kill the process, so the
 # tests stop here.
-@pytest.mark.xfail(reason="attributes are let through, these among them")
 @pytest.mark.parametrize("attribute", ["data", "T", "mT", "H"])
 def test_an_attribute_that_is_a_tensor_raises(freed: Tensor, attribute: str) -> None:
     with pytest.raises(FreedParameterError, match=NAME):
         getattr(freed, attribute)
 
 
-@pytest.mark.xfail(reason="`Parameter.__deepcopy__` reads `.data`", run=False)  # kills the process
 def test_a_copy_of_a_freed_parameter_raises(freed: Tensor) -> None:
     with pytest.raises(FreedParameterError, match=NAME):
         copy.deepcopy(freed)
@@ -129,7 +126,6 @@ def test_what_needs_no_memory_can_be_asked(freed: Tensor) -> None:
     assert hash(freed) == hash(freed)
 
 
-@pytest.mark.xfail(reason="they are refused; printing a module that holds one would raise")
 @pytest.mark.parametrize("ask", [repr, len, torch.numel, torch.is_floating_point])
 def test_more_that_needs_no_memory_can_be_asked(
     freed: Tensor, ask: Callable[[Tensor], object]

@@ -63,10 +63,6 @@ def test_root_layers_after_a_sharded_one(*, reshard_after_forward: bool | None) 
     train(sharded(model, reshard_after_forward=reshard_after_forward))
 
 
-@pytest.mark.xfail(
-    reason="the root is freed when its last gradient came, before backward passed its frozen part",
-    raises=RuntimeError,
-)
 @RESHARDING
 def test_a_frozen_layer_of_the_root_before_a_trainable_one(
     *, reshard_after_forward: bool | None
@@ -77,10 +73,6 @@ def test_a_frozen_layer_of_the_root_before_a_trainable_one(
     train(sharded(model, reshard_after_forward=reshard_after_forward))
 
 
-@pytest.mark.xfail(
-    reason="the root is freed when its last gradient came, though a detached use is still to come",
-    raises=RuntimeError,
-)
 @RESHARDING
 def test_a_weight_of_the_root_used_detached_before_it_is_used(
     *, reshard_after_forward: bool | None
@@ -141,18 +133,13 @@ class Unpacking(nn.Module):
         return x
 
 
-NOT_FOUND = pytest.mark.xfail(
-    reason="the output is not found, so the layer is not gathered for backward", raises=RuntimeError
-)
-
-
 @pytest.mark.parametrize(
     "pack",
     [
         Output,
         ObjectOutput,
-        pytest.param(SlottedOutput, marks=NOT_FOUND),
-        pytest.param(CallableOutput, marks=NOT_FOUND),
+        SlottedOutput,
+        CallableOutput,
     ],
 )
 def test_layers_that_return_objects_train(pack: Callable[[Tensor], typing.Any]) -> None:
@@ -185,10 +172,6 @@ def test_a_penalty_on_gradients_can_be_differentiated() -> None:
     assert model.layer.weight.grad is not None
 
 
-@pytest.mark.xfail(
-    reason="a pass without grad frees what `hold` keeps for the graph of the gradient",
-    raises=RuntimeError,
-)
 def test_an_evaluation_before_a_penalty_is_differentiated_frees_nothing() -> None:
     model = net()
 
@@ -206,7 +189,6 @@ def test_after_a_penalty_nothing_is_unsharded() -> None:
     assert model.memory_stats()["unsharded_nbytes"] == 0
 
 
-@pytest.mark.xfail(reason="the second backward fires no output hook, so `hold` stays on")
 def test_after_a_penalty_on_one_group_nothing_is_unsharded() -> None:
     mesh, _ = recording_mesh((4,))
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), mesh)
@@ -228,7 +210,6 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight).abs()
 
 
-@pytest.mark.xfail(reason="complex parameters get no hook for their gradients")
 def test_a_complex_parameter_gets_its_gradient() -> None:
     mesh, _ = recording_mesh((2,))
     model = fully_shard(Complex(), mesh)

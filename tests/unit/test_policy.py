@@ -44,7 +44,6 @@ def test_integers_and_bools_are_never_cast(dtype: torch.dtype) -> None:
     assert MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(dtype) == (dtype, dtype)
 
 
-@pytest.mark.xfail(reason="a complex parameter is cast to a real dtype: it loses its other half")
 def test_a_complex_parameter_stays_complex() -> None:
     param_dtype, _ = MixedPrecisionPolicy(param_dtype=BF16).dtypes_for(torch.complex64)
     assert param_dtype.is_complex

@@ -109,18 +109,7 @@ def test_a_sharded_module_has_these_methods() -> None:
     assert sorted(public_methods(FSDPModule)) == sorted([*METHODS, "memory_stats"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(reason="FSDP2 takes `recurse` by position too")
-            if name == "set_reshard_after_forward"
-            else (),
-        )
-        for name in METHODS
-    ],
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_each_method_can_be_called_as_fsdp2s(name: str) -> None:
     mine = parameters(public_methods(FSDPModule)[name])
     theirs = parameters(public_methods(fsdp.FSDPModule)[name])

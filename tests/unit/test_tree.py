@@ -94,16 +94,7 @@ TREES: dict[str, typing.Any] = {
 
 # --- finding ------------------------------------------------------------------------------------
 
-FINDABLE = [
-    pytest.param(
-        tree,
-        id=name,
-        marks=pytest.mark.xfail(reason="iter_tensors looks into __dict__ only")
-        if name == "slotted dataclass"
-        else (),
-    )
-    for name, tree in TREES.items()
-]
+FINDABLE = [pytest.param(tree, id=name) for name, tree in TREES.items()]
 
 
 @pytest.mark.parametrize("tree", FINDABLE)
@@ -125,7 +116,6 @@ def test_tensors_are_found_in_sets_and_plain_objects() -> None:
     assert numbers(types.SimpleNamespace(a=number(1))) == [1.0]
 
 
-@pytest.mark.xfail(reason="iter_tensors looks into __dict__ only")
 def test_tensors_are_found_in_objects_with_slots() -> None:
     class Slotted:
         __slots__ = ("x",)
@@ -135,7 +125,6 @@ def test_tensors_are_found_in_objects_with_slots() -> None:
     assert numbers(slotted) == [1.0]
 
 
-@pytest.mark.xfail(reason="iter_tensors takes everything callable for a function")
 def test_tensors_are_found_in_objects_that_can_be_called() -> None:
     class Result(PlainObject):
         def __call__(self) -> None: ...
