@@ -53,6 +53,7 @@ class ModuleState:
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward)
+        self.module.register_state_dict_pre_hook(self.pre_state_dict)
 
     def owns_hook(self, hook: Any) -> bool:
         """Whether a forward hook is one of this state's."""
@@ -100,6 +101,12 @@ class ModuleState:
                     bucket.rename(index, full_name or found.name)
 
     # --- hooks ---
+
+    def pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        """Show the sharded parameters: a state dict holds those, at any time."""
+        del module, prefix, keep_vars
+        if self.group is not None:
+            self.group.show(unsharded=False)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

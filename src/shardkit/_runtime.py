@@ -173,7 +173,8 @@ class Runtime:
             group.records.add(record)
         elif record is not None and record.is_first:
             self.reduce_order.withdraw(group.index)
-        is_watched = needs_backward or record is None or not group.is_trainable
+        may_train = record is not None and (group.is_trainable or record.has_input_grads)
+        is_watched = needs_backward or not may_train
         if not is_watched:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(

@@ -201,6 +201,7 @@ class UnshardSchedule:
     def unshard(self, group: int) -> list[Action]:
         """The user asks for a group's memory; its next exit or `reshard` gives it back."""
         actions = [] if group in self._live else self._gather(group)
+        self._prefetched.discard(group)
         self._by_hand.add(group)
         return actions
 

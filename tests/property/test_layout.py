@@ -172,6 +172,7 @@ def test_other_cuts_are_told_apart() -> None:
     base = FlatLayout.plan([(8,), (40,)], world_size=4, itemsize=4).cut(1)
     others = (
         FlatLayout.plan([(8,), (40,)], world_size=3, itemsize=4),
+        FlatLayout.plan([(8,), (40,)], world_size=5, itemsize=4),  # with ranges of the same size
         FlatLayout.plan([(12,), (40,)], world_size=4, itemsize=4),
         FlatLayout.plan([(8,), (36,)], world_size=4, itemsize=4),
         FlatLayout.plan([(8,), (40,), (400,)], world_size=4, itemsize=4),

@@ -130,7 +130,9 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.outstanding.values()))
     @rule(data=st.data())
     def enter_backward(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(sorted(self.outstanding.elements())))
+        self.enter_backward_of(data.draw(st.sampled_from(sorted(self.outstanding.elements()))))
+
+    def enter_backward_of(self, group: int) -> None:
         self.backward_runs = True
         self.outstanding[group] -= 1
         self.in_backward[group] += 1
@@ -140,7 +142,9 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def exit_backward(self, data: st.DataObject) -> None:
         can_exit = set(self.in_backward) - set(self.in_recompute)
-        group = data.draw(st.sampled_from(sorted(can_exit)))
+        self.exit_backward_of(data.draw(st.sampled_from(sorted(can_exit))))
+
+    def exit_backward_of(self, group: int) -> None:
         self.in_backward[group] -= 1
         if self.in_backward[group]:
             return  # the runtime tells the schedule of the last one only
@@ -177,6 +181,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(group=groups)
     def unshard(self, group: int) -> None:
         self.carry_out(self.schedule.unshard(group))
+        self.prefetched.discard(group)  # Claimed by the user.
         self.by_hand.add(group)
 
     @rule(group=groups)
@@ -226,6 +231,11 @@ class ScheduleMachine(RuleBasedStateMachine):
         ahead_nbytes = sum(self.nbytes[group] for group in ahead)
         assert len(ahead) <= self.schedule.prefetch_depth or ahead_nbytes < BATCH_NBYTES
 
+    def check_laws(self) -> None:
+        self.the_schedule_knows_what_is_live()
+        self.what_is_in_use_is_live()
+        self.spare_groups_are_bounded()
+
     def teardown(self) -> None:
         self.reset()
         assert self.gathered == self.freed
@@ -233,6 +243,38 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 TestSchedule = ScheduleMachine.TestCase
 TestSchedule.settings = settings(max_examples=200, stateful_step_count=60)
+
+
+@given(
+    passes=st.lists(st.lists(layers, max_size=6), min_size=1, max_size=4),
+    prefetch_depth=st.integers(0, 3),
+    nbytes=st.one_of(st.just([]), st.lists(sizes, min_size=5, max_size=5)),
+    with_backward=st.booleans(),
+)
+def test_steps_through_other_layers_each_time(
+    passes: list[list[int]], prefetch_depth: int, nbytes: list[int], *, with_backward: bool
+) -> None:
+    """What is expected next is often wrong; the laws hold and every step ends with nothing."""
+    machine = ScheduleMachine()
+    machine.start(prefetch_depth=prefetch_depth, kept=set(), nbytes=nbytes)
+    for order in passes:
+        machine.begin_pass(with_grad=with_backward)
+        for group in order:
+            machine.enter_layer(group=group)
+            machine.check_laws()
+            machine.exit_forward(output_requires_grad=True)
+            machine.check_laws()
+        machine.exit_forward(output_requires_grad=True)
+        machine.check_laws()
+        if with_backward:
+            machine.enter_backward_of(ROOT)
+            for group in reversed(order):
+                machine.enter_backward_of(group)
+                machine.check_laws()
+                machine.exit_backward_of(group)
+                machine.check_laws()
+            machine.end_backward()
+        assert machine.live == set()
 
 
 # --- reductions ---------------------------------------------------------------------------------

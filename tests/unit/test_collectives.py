@@ -14,7 +14,7 @@ from recorded import Recorded, listed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import MixedPrecisionPolicy, _schedule, fully_shard
+from shardkit import MixedPrecisionPolicy, ShardedTensor, _schedule, fully_shard
 from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
@@ -59,6 +59,12 @@ RESHARDING = pytest.mark.parametrize(
 def _each_group_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small groups would share collectives, and these are small."""
     monkeypatch.setattr(_schedule, "BATCH_NBYTES", 0)
+
+
+@pytest.fixture
+def batch_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``batch_of(nbytes)``: models made from now on send groups of fewer bytes together."""
+    return lambda nbytes: monkeypatch.setattr(_schedule, "BATCH_NBYTES", nbytes)
 
 
 # --- a step -------------------------------------------------------------------------------------
@@ -120,6 +126,38 @@ def test_a_step_after_an_exception_is_a_usual_one() -> None:
     # The order is learnt anew; the models have been compared before.
     assert recorded.step() == ["wait 1", *FIRST_FORWARD[1:], *BACKWARD]
     assert recorded.step() == FORWARD + BACKWARD
+
+
+def fail(*_: object) -> None:
+    """Raise, as a hook."""
+    msg = "from a hook"
+    raise ValueError(msg)
+
+
+@pytest.mark.parametrize("batch_nbytes", [0, 2048, 1 << 20])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_exception_in_backward_leaves_nothing_behind(
+    batch_of: Callable[[int], None], batch_nbytes: int, layer: int
+) -> None:
+    """Neither memory, nor a gradient, nor a collective that was put off."""
+    batch_of(batch_nbytes)
+    recorded, untouched = Recorded(), Recorded()
+    untouched.step()
+    expected = untouched.grads()
+    usual = untouched.step()
+    recorded.step()
+    optimizer = torch.optim.SGD(recorded.model.parameters())
+    hook = recorded.model.layers[layer].linear.register_full_backward_pre_hook(fail)
+    loss = recorded.run()
+    with pytest.raises(ValueError, match="from a hook"):
+        loss.backward()
+    hook.remove()
+    optimizer.zero_grad()
+    recorded.step()
+    for mine, other in zip(recorded.grads(), expected, strict=True):
+        assert torch.equal(mine, other)
+    assert recorded.model.memory_stats()["unsharded_nbytes"] == 0
+    assert recorded.step() == usual
 
 
 # --- passes without backward --------------------------------------------------------------------
@@ -206,8 +244,8 @@ def test_unsynced_gradients_are_counted_in_the_memory() -> None:
     assert recorded.model.memory_stats()["unsynced_grad_nbytes"] == 0
 
 
-def test_sync_of_one_layer_only() -> None:
-    """``recurse=False``: the other layers, whose gradients are not synced, are not reduced."""
+def test_sync_of_one_module_only() -> None:
+    """``recurse=False``: the modules in it keep what they have."""
     recorded = Recorded()
     recorded.model.set_requires_gradient_sync(False)
     recorded.model.layers[1].set_requires_gradient_sync(True, recurse=False)
@@ -215,6 +253,9 @@ def test_sync_of_one_layer_only() -> None:
     assert [word for word in words if word.startswith("reduce ")] == ["reduce 1"]
     has_grad = [grad is not None for grad in recorded.grads()]
     assert has_grad == [False, False, False, True, True, False, False]
+    recorded.model.set_requires_gradient_sync(True, recurse=False)
+    words = recorded.step()
+    assert [word for word in words if word.startswith("reduce ")] == ["reduce 1", "reduce root"]
 
 
 # --- hybrid sharding ----------------------------------------------------------------------------
@@ -324,6 +365,29 @@ def test_an_entirely_frozen_model_reduces_and_checks_nothing() -> None:
     assert recorded.read() == FORWARD[2:]  # the root is kept and has not changed
 
 
+# --- unused parameters --------------------------------------------------------------------------
+
+
+def add_unused(model: MLP) -> None:
+    """Give every group parameters that no forward uses, without elements, so that sizes stay."""
+    for module in (model, *model.layers):
+        for index in range(3):
+            module.register_parameter(f"unused{index}", nn.Parameter(torch.empty(0)))
+
+
+@RESHARDING
+def test_ranks_that_use_fewer_parameters_issue_the_same(
+    *, reshard_after_forward: bool | None, backward: list[str]
+) -> None:
+    """What a rank waits for before it prefetches or reduces must not change the order."""
+    recorded = Recorded(prepare=add_unused, reshard_after_forward=reshard_after_forward)
+    assert recorded.step() == FIRST_FORWARD + backward
+    assert recorded.step() == FORWARD + backward
+    assert recorded.model.memory_stats()["unsharded_nbytes"] == 0
+    has_grad = {name: p.grad is not None for name, p in recorded.model.named_parameters()}
+    assert has_grad == {name: "unused" not in name for name in has_grad}
+
+
 # --- buckets ------------------------------------------------------------------------------------
 
 
@@ -366,12 +430,6 @@ def test_parameters_of_other_storage_dtypes_or_frozen_are_buckets_of_their_own(
 
 
 # --- small groups travel together ---------------------------------------------------------------
-
-
-@pytest.fixture
-def batch_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """``batch_of(nbytes)``: models made from now on send groups of fewer bytes together."""
-    return lambda nbytes: monkeypatch.setattr(_schedule, "BATCH_NBYTES", nbytes)
 
 
 def test_small_groups_share_gathers_and_reductions(batch_of: Callable[[int], None]) -> None:
@@ -463,6 +521,39 @@ def test_an_optimizer_step_communicates_nothing() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert recorded.log == []
+
+
+# --- by hand ------------------------------------------------------------------------------------
+
+
+def test_unshard_gathers_ahead_of_the_forward() -> None:
+    recorded = Recorded()
+    recorded.step()
+    layer = recorded.model.layers[1]
+    handle = layer.unshard(async_op=True)
+    assert recorded.read() == ["gather 1"]
+    handle.wait()
+    assert recorded.read() == ["wait 1"]
+    layer.unshard()
+    assert recorded.read() == []
+    assert layer.linear.weight.shape == (16, 8)
+    assert not isinstance(layer.linear.weight, ShardedTensor)
+    without_1 = [entry for entry in FORWARD if entry not in ("gather 1", "wait 1")]
+    recorded.run()
+    assert recorded.read() == without_1
+
+
+def test_reshard_gives_memory_and_parameters_back() -> None:
+    recorded = Recorded()
+    recorded.step()
+    layer = recorded.model.layers[1]
+    layer.unshard()
+    assert recorded.model.memory_stats()["unsharded_nbytes"] == 4 * 144
+    layer.reshard()
+    assert recorded.model.memory_stats()["unsharded_nbytes"] == 0
+    assert isinstance(layer.linear.weight, ShardedTensor)
+    recorded.read()
+    assert recorded.step() == FORWARD + BACKWARD
 
 
 # --- one rank -----------------------------------------------------------------------------------

@@ -133,21 +133,63 @@ class Unpacking(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    "pack",
-    [
-        Output,
-        ObjectOutput,
-        SlottedOutput,
-        CallableOutput,
-    ],
-)
+@pytest.mark.parametrize("pack", [Output, ObjectOutput, SlottedOutput, CallableOutput])
 def test_layers_that_return_objects_train(pack: Callable[[Tensor], typing.Any]) -> None:
     mesh, _ = recording_mesh((4,))
     model = Unpacking(pack)
     for layer in model.layers:
         fully_shard(layer, mesh)
     train(fully_shard(model, mesh))
+
+
+class HiddenOutput:
+    """Keeps its tensor where nobody looks: in a function."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._get = lambda: x
+
+    @property
+    def x(self) -> Tensor:
+        return self._get()
+
+
+def unpacking(pack: Callable[[Tensor], typing.Any], frozen: int | None = None) -> Unpacking:
+    """Return a sharded model of layers that return objects; the same weights every time."""
+    torch.manual_seed(0)
+    model = Unpacking(pack)
+    if frozen is not None:
+        model.layers[frozen].requires_grad_(requires_grad=False)
+    mesh, _ = recording_mesh((4,))
+    for layer in model.layers:
+        fully_shard(layer, mesh)
+    return fully_shard(model, mesh)
+
+
+def test_a_layer_whose_output_is_not_found_stays_unsharded_and_warns_once() -> None:
+    model, plain = unpacking(HiddenOutput), unpacking(Output)
+    with pytest.warns(UserWarning, match="returned no tensor that requires one") as caught:
+        train(model, steps=3)
+    named = [str(warning.message).split("'")[1] for warning in caught]
+    assert named == ["layers.0", "layers.1", "layers.2"]
+    train(plain, steps=1)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+
+
+@pytest.mark.filterwarnings("ignore:forward of")
+def test_a_frozen_layer_whose_output_is_not_found_stays_unsharded() -> None:
+    """Backward goes through it to the layer before."""
+    train(unpacking(HiddenOutput, frozen=1))
+
+
+@pytest.mark.filterwarnings("ignore:forward of")
+def test_an_unfound_output_without_a_backward_is_freed_by_the_next_forward() -> None:
+    model = unpacking(HiddenOutput)
+    model(torch.ones(2, 8))
+    assert model.layers[0].memory_stats()["unsharded_nbytes"] == 3 * 4 * 80
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert model.layers[0].memory_stats()["unsharded_nbytes"] == 0
 
 
 # --- graphs of gradients ------------------------------------------------------------------------

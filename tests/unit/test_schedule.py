@@ -239,6 +239,15 @@ def test_depth_2_gathers_two_ahead() -> None:
     ]
 
 
+def test_depth_2_makes_room_for_two() -> None:
+    """Layers 3 and 4 are spare when another pass begins before their backward."""
+    schedule = UnshardSchedule(prefetch_depth=2)
+    forward(schedule, [1, 2, 3, 4])
+    assert forward(schedule, [1, 2, 3, 4], outstanding=True)[0] == (
+        "enter 0: gather 0, wait 0, free 3, free 4, prefetch 1, prefetch 2"
+    )
+
+
 # --- small groups travel together ---------------------------------------------------------------
 
 
@@ -587,6 +596,50 @@ def test_hold_frees_nothing_until_it_is_off() -> None:
     schedule.hold(on=False)
     assert line("end", schedule.end_backward()) == "end: free 0, free 1, free 2, free 3"
     assert schedule.live == ()
+
+
+def test_a_pass_without_backward_frees_nothing_while_held() -> None:
+    schedule = trained(kept=[0, *LAYERS])
+    forward(schedule)
+    schedule.hold(on=True)
+    backward(schedule)
+    schedule.kept = set()
+    assert all("free" not in shown for shown in forward(schedule, needs_backward=False))
+    schedule.hold(on=False)
+    assert forward(schedule, needs_backward=False)[-1].count("free") > 0
+    assert schedule.live == ()
+
+
+def test_what_may_have_an_unwatched_backward_stays_until_the_end_of_one() -> None:
+    schedule = trained()
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(0)
+    for layer in LAYERS:
+        schedule.enter_forward(layer)
+        schedule.exit_forward(layer, needs_backward=False, is_watched=layer != 2)
+    schedule.exit_forward(0, needs_backward=True)
+    schedule.end_pass(needs_backward=True)
+    assert set(schedule.live) == {2, 3}
+    assert schedule.in_use(2)
+    schedule.enter_backward(0)
+    schedule.exit_backward(0, outstanding=False)
+    assert 2 in schedule.live
+    assert line("end", schedule.end_backward()) in ("end: free 2, free 3", "end: free 3, free 2")
+
+
+@pytest.mark.parametrize("forget", ["next pass", "reshard", "reset"])
+def test_what_may_have_an_unwatched_backward_is_spare_after_all(forget: str) -> None:
+    schedule = UnshardSchedule()
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(1)
+    schedule.exit_forward(1, needs_backward=False, is_watched=False)
+    schedule.end_pass(needs_backward=False)
+    assert schedule.live == (1,)
+    if forget == "next pass":
+        schedule.begin_pass(outstanding=False)
+    else:
+        _ = schedule.reshard(1) if forget == "reshard" else schedule.reset()
+    assert not schedule.in_use(1)
 
 
 # --- the order of reductions --------------------------------------------------------------------
