@@ -121,7 +121,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         if self.stack:
             return
         self.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
-        assert self.prefetched <= self.schedule.kept, "prefetched in vain"
+        assert self.prefetched <= self.in_use | self.schedule.kept, "prefetched in vain"
         if not needs_backward:
             assert self.live <= self.in_use | self.schedule.kept
 
@@ -227,7 +227,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def spare_groups_are_bounded(self) -> None:
         spare = self.live - self.in_use - self.schedule.kept
         assert len(spare) <= max(self.schedule.prefetch_depth, 1) or spare <= self.prefetched
-        ahead = self.prefetched - self.schedule.kept
+        ahead = self.prefetched - self.in_use - self.schedule.kept
         ahead_nbytes = sum(self.nbytes[group] for group in ahead)
         assert len(ahead) <= self.schedule.prefetch_depth or ahead_nbytes < BATCH_NBYTES
 
