@@ -260,7 +260,7 @@ class UnshardSchedule:
             chosen = [g for g in candidates[: self.prefetch_depth] if g not in self._live]
         if not chosen:
             return []
-        actions = self._trim_spare(room=1 if is_batch else len(chosen))
+        actions = self._trim_spare(room=self.prefetch_depth if is_batch else len(chosen))
         if not is_batch:
             chosen = chosen[: max(self.prefetch_depth - len(self._spare()), 0)]
         for group in chosen:
