@@ -150,18 +150,10 @@ class Group:
                 was_frozen = not param.requires_grad
                 param.requires_grad_(True)
                 param.register_post_accumulate_grad_hook(
-                    functools.partial(self._take_grad, i, index)
+                    functools.partial(_take_grad, weakref.ref(self), i, index)
                 )
                 if was_frozen:
                     param.requires_grad_(False)
-
-    def _take_grad(self, bucket_index: int, index: int, param: Tensor) -> None:
-        grad = param.grad
-        if grad is None:
-            return
-        param.grad = None
-        assert self.listener is not None
-        self.listener.on_grad(self, bucket_index, index, grad)
 
     # --- adopting the user's parameters ---
 
@@ -287,6 +279,18 @@ class Group:
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)
         ]
+
+
+def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, param: Tensor) -> None:
+    """Take a gradient from an unsharded parameter: its hook.
+
+    Weak: the hook is kept by C++, where the garbage collector sees no cycle to break.
+    """
+    group, grad = reference(), param.grad
+    if group is not None and grad is not None:
+        param.grad = None
+        assert group.listener is not None
+        group.listener.on_grad(group, bucket_index, index, grad)
 
 
 def start_unshard(groups: Sequence[Group], lanes: Lanes, pool: SlotPool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,7 +68,7 @@ class HangWatch:
         self._since = time.monotonic()
         self._group = group
         if self._thread is None and self.progress is not None:
-            self._thread = threading.Thread(target=_watch, args=(self,), daemon=True)
+            self._thread = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
             self._thread.start()
         try:
             for work in works:
@@ -138,13 +139,18 @@ class HangWatch:
         return None
 
 
-def _watch(watch: HangWatch) -> None:
+def _watch(reference: weakref.ref[HangWatch]) -> None:
+    """Look from time to time, as long as the root lives."""
     while True:
         time.sleep(_PERIOD_S)
+        watch = reference()
+        if watch is None:
+            return
         try:
             watch.look()
         except (RuntimeError, dist.DistStoreError):
             return  # The process group is gone.
+        del watch  # Not kept alive while this sleeps.
 
 
 def _break_off(group: dist.ProcessGroup) -> None:
