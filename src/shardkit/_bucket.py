@@ -25,8 +25,8 @@ from shardkit import _compat
 from shardkit._errors import FreedParameterError, StateError, WrapError
 from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
+from shardkit._ops import FlatMaker
 from shardkit._sharded import ShardedTensor, ShardSpec
-from shardkit._sharded_ops import FlatMaker
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import Gather
 

@@ -1,7 +1,7 @@
 """`ShardedTensor`: this rank's flat piece of a tensor that has a global shape.
 
 What parameters, gradients and optimizer state of a sharded module are between forwards. What
-operators do on it is in `_sharded_ops`.
+operators do on it is in `_ops`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShardSpec:
         start: First owned element of the flattened tensor on this rank.
         stop: Its end; equal to `start` where this rank owns nothing.
         piece_range: [start, stop) of this rank's piece in its shard.
-        siblings: Open flats of the bucket (`_sharded_ops.FlatMaker`).
+        siblings: Open flats of the bucket (`_ops.FlatMaker`).
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ _dispatcher: Callable[[Any, Any, Any], Any] = _no_dispatcher
 
 
 def set_dispatcher(dispatcher: Callable[[Any, Any, Any], Any]) -> None:
-    """Say who runs operators on sharded tensors (`_sharded_ops` does, when it is imported)."""
+    """Say who runs operators on sharded tensors (`_ops` does, when it is imported)."""
     global _dispatcher  # noqa: PLW0603 - set once, at import
     _dispatcher = dispatcher
 

@@ -1,0 +1,130 @@
+"""Reductions over the whole tensor: on the pieces, then ONE collective."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardkit._ops.common import first_sharded, local_operand, refuse
+from shardkit._sharded import ShardedTensor, gather_full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def check_whole(func: Any, tensor: ShardedTensor, args: Sequence[Any]) -> None:
+    """Refuse a reduction (``dim``, ``keepdim``) that leaves dimensions."""
+    dims = args[0] if args else None
+    if len(args) > 1 and args[1]:
+        raise refuse(func, tensor, "keepdim=True asks for a tensor, a reduction gives a number.")
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    if {dim % max(tensor.ndim, 1) for dim in dims} != set(range(tensor.ndim)):
+        raise refuse(func, tensor, f"a reduction over dims {dims} leaves others, and rows are cut.")
+
+
+def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
+    """Return a handler: reduce the piece by `local_reduce`, the results over the ranks by `op`."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        tensor = args[0]
+        check_whole(func, tensor, args[1:])
+        value = local_reduce(tensor.local_piece, **kwargs).clone()
+        tensor.spec.axis.all_reduce(value, op)
+        return value
+
+    return handler
+
+
+def extreme(op: str) -> Handler:
+    """Return a handler of max or min; NaN on one rank is NaN on all."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        del kwargs
+        tensor = args[0]
+        check_whole(func, tensor, args[1:])
+        if tensor.numel() == 0:
+            raise refuse(func, tensor, "it has no elements.")
+        local = tensor.local_piece
+        identity = _identity(op, local.dtype)
+        value = identity if local.numel() == 0 else getattr(local, op)()
+        pair = torch.stack([torch.as_tensor(value, dtype=local.dtype, device=local.device)] * 2)
+        reduce_extremes(pair, tensor.spec.axis, op)
+        return pair[0].clone()
+
+    return handler
+
+
+def _identity(op: str, dtype: torch.dtype) -> Any:
+    """Return the maximum or minimum of no element."""
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def reduce_extremes(values: Tensor, axis: Any, op: str) -> None:
+    """All-reduce `values` by max or min, in place; gloo forgets NaN, so it travels beside them."""
+    if axis.size == 1:
+        return
+    sign = 1 if op == "max" else -1
+    wire_dtype = torch.float64 if values.is_floating_point() else torch.int64
+    is_nan = values.isnan()
+    on_wire = torch.cat([values.to(wire_dtype), is_nan.to(wire_dtype) * sign])
+    on_wire[: len(values)][is_nan] = -sign * float("inf") if is_nan.any() else 0
+    axis.all_reduce(on_wire, op)
+    values.copy_(on_wire[: len(values)])
+    values[on_wire[len(values) :] != 0] = float("nan") if values.is_floating_point() else 0
+
+
+def truth(op: str) -> Handler:
+    """Return a handler of any (max) or all (min)."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        del kwargs
+        tensor = args[0]
+        check_whole(func, tensor, args[1:])
+        value: Tensor = func(tensor.local_piece).to(torch.uint8)
+        tensor.spec.axis.all_reduce(value, op)
+        return value.to(torch.bool)
+
+    return handler
+
+
+def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = args[0]
+    check_whole(func, tensor, args[1:])
+    dtype = kwargs.get("dtype") or tensor.dtype
+    wide = torch.promote_types(dtype, torch.float32)  # A sum of many fp16 numbers overflows.
+    total: Tensor = tensor.local_piece.sum(dtype=wide)
+    tensor.spec.axis.all_reduce(total, "sum")
+    mean: Tensor = (total / tensor.numel()).to(dtype)
+    return mean
+
+
+def equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    del kwargs
+    reference = first_sharded(args)
+    if args[0].shape != args[1].shape:
+        return False
+    pieces = [
+        local_operand(func, arg, reference)
+        if type(arg) is ShardedTensor
+        else reference.spec.slice_full(arg)
+        for arg in args
+    ]
+    same = torch.tensor(int(torch.equal(*pieces)), device=reference.local_piece.device)
+    reference.spec.axis.all_reduce(same, "min")
+    return bool(same.item())
+
+
+def item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del kwargs
+    return func(gather_full(args[0].local_piece, args[0].spec))
