@@ -46,6 +46,7 @@ def in_backward() -> bool:
 copy_to_op = torch.ops.aten._to_copy.default
 unsafe_view_op = torch.ops.aten._unsafe_view.default
 item_op = torch.ops.aten._local_scalar_dense.default
+foreach_sqrt_op = torch.ops.aten._foreach_sqrt.default
 foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -76,6 +77,11 @@ def register_foreach_class(cls: type[Tensor]) -> None:
     for supported in lists:
         if cls not in supported:
             supported.append(cls)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor has been written; there is no public way to ask."""
+    return tensor._version
 
 
 def is_mutable_op(func: Any) -> bool:

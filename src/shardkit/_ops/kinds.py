@@ -11,6 +11,7 @@ from shardkit._ops.common import first_sharded, refuse
 from shardkit._ops.lists import foreach
 from shardkit._ops.norms import foreach_norm, unscale, vector_norm
 from shardkit._ops.pointwise import mutating, pointwise, pointwise_mutating
+from shardkit._ops.put_off import settle_readers
 from shardkit._ops.reductions import equal, extreme, item, mean, reduce_by, truth
 from shardkit._ops.same_cut import (
     copy_into,
@@ -31,6 +32,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     if handler is None:
         handler = _HANDLERS[func] = _classify(func)
+    if handler is not foreach:
+        settle_readers()
     return handler(func, args, kwargs)
 
 
