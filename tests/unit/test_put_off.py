@@ -169,26 +169,27 @@ def test_a_write_behind_the_back_is_an_error() -> None:
 def test_an_update_takes_memory_of_a_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(put_off, "PART_NUMEL", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    asked: list[int] = []
-    compute = put_off.PutOff.compute
+    made: list[int] = []
+    empty_like = torch.empty_like
 
-    def spy(roots: put_off.PutOff, part: typing.Any, memory: Tensor) -> list[Tensor]:
-        asked.append(memory.untyped_storage().nbytes())
-        return compute(roots, part, memory)
+    def spy(like: Tensor) -> Tensor:
+        made.append(like.numel())
+        return empty_like(like)
 
-    monkeypatch.setattr(put_off.PutOff, "compute", spy)
+    monkeypatch.setattr(torch, "empty_like", spy)
     params = sharded_list(0)
-    roots = torch._foreach_sqrt(state_of(params, 2))
+    square = state_of(params, 2)
+    roots = torch._foreach_sqrt(square)
     torch._foreach_add_(params, roots)
-    assert len(asked) > 10
-    assert max(asked) == 100 * 4
+    assert is_open(roots)
+    assert max(made) == 100
 
 
 def test_roots_that_nobody_uses_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: typing.Any) -> None:
         pytest.fail("computed")
 
-    monkeypatch.setattr(put_off.PutOff, "compute", fail)
+    monkeypatch.setattr(put_off.PutOff, "parts", fail)
     params = sharded_list(0)
     roots = torch._foreach_sqrt(state_of(params, 2))
     del roots
@@ -196,19 +197,11 @@ def test_roots_that_nobody_uses_cost_nothing(monkeypatch: pytest.MonkeyPatch) ->
     torch._foreach_zero_(params)
 
 
-class TestParts:
-    @pytest.mark.parametrize("limit", [1, 3, 10, 100])
-    def test_they_tile_every_run(self, limit: int) -> None:
-        runs = [put_off_run(n) for n in (4, 1, 25, 10, 2)]
-        seen: dict[int, list[int]] = {}
-        for part in put_off.parts(runs, limit):
-            assert 0 < sum(stop - start for _, start, stop in part) <= limit
-            for index, start, stop in part:
-                seen.setdefault(index, []).extend(range(start, stop))
-        assert seen == {i: list(range(run.stop - run.start)) for i, run in enumerate(runs)}
-
-
-def put_off_run(numel: int) -> typing.Any:
-    from shardkit._ops.runs import Run
-
-    return Run([0], 3, 3 + numel)
+@pytest.mark.parametrize("limit", [1, 3, 10, 100])
+def test_batches_hold_every_run_once(limit: int) -> None:
+    numels = [4, 1, 25, 10, 2]
+    found = list(put_off.batches(numels, limit))
+    assert [index for batch in found for index in batch] == list(range(len(numels)))
+    for batch in found:
+        assert len(batch) == 1 or sum(numels[index] for index in batch) <= limit
+    assert len(found) == {1: 5, 3: 5, 10: 4, 100: 1}[limit]

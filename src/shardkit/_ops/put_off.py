@@ -10,6 +10,7 @@ On the host only: an accelerator wants few large kernels.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     from shardkit._ops.runs import Run
 
 PART_NUMEL = 1 << 17
-"""Elements per thread computed at once: some tensors of them fit into a core's cache."""
-
-_Part = list[tuple[int, int, int]]  # (run, start in its flat, stop)
+"""Elements per thread that are computed at once: a few tensors of them fit into its cache."""
 
 _open: weakref.WeakValueDictionary[int, PutOff] = weakref.WeakValueDictionary()
 
@@ -72,21 +71,18 @@ class PutOff:
         """Whether the roots are computed from a storage that begins at one of the addresses."""
         return not addresses.isdisjoint(map(address, self._sources))
 
-    def compute(self, part: _Part, memory: Tensor) -> list[Tensor]:
-        """Compute a part, into the beginning of `memory`."""
-        values = []
-        end = 0
-        for source in cut(self._sources, part):
-            begin, end = end, end + len(source)
-            values.append(torch.sqrt(source, out=memory[begin:end]))
-        for func, args in self._calls:
-            func(values, *(_picked(arg, part) for arg in args))
-        return values
-
-    def new_memory(self, limit: int) -> Tensor:
-        """Return memory for parts of at most `limit` elements."""
-        numel = min(limit, sum(map(len, self._sources)))
-        return torch.empty(numel, dtype=self._sources[0].dtype)
+    def parts(self, batch: Sequence[int], limit: int) -> Iterator[list[Tensor]]:
+        """Compute the parts of some runs one after the other, all in the same memory."""
+        calls = [(func, [_numbers_of(arg, batch) for arg in args]) for func, args in self._calls]
+        memory: list[Tensor] = []
+        for sources in parts_of(self._sources, batch, limit):
+            if not memory or len(memory[0]) != len(sources[0]):
+                memory = list(map(torch.empty_like, sources))
+            for source, values in zip(sources, memory, strict=True):
+                torch.sqrt(source, out=values)
+            for func, args in calls:
+                func(memory, *args)
+            yield memory
 
     def check_unchanged(self) -> None:
         """Raise if what the roots are computed from was changed behind our back."""
@@ -104,8 +100,7 @@ class PutOff:
         self.check_unchanged()
         _open.pop(id(self), None)
         flats = [
-            self.compute([(index, 0, len(source))], torch.empty_like(source))[0]
-            for index, source in enumerate(self._sources)
+            next(self.parts([index], len(source)))[0] for index, source in enumerate(self._sources)
         ]
         found = pieces_of(flats, self._runs, self._specs)
         for ref, (piece, flat, start) in zip(self._weak_tensors, found, strict=True):
@@ -140,53 +135,52 @@ def settle_readers(written: Sequence[Tensor] | None = None) -> None:
 
 def run_by_parts(func: Any, args: list[Any], kwargs: dict[str, Any], runs: Sequence[Run]) -> None:
     """Run an in-place operator of which arguments are `PutOff`, the others joined by runs."""
-    roots = {id(arg): arg for arg in args if isinstance(arg, PutOff)}
-    for one in roots.values():
-        one.check_unchanged()
+    for arg in args:
+        if isinstance(arg, PutOff):
+            arg.check_unchanged()
     limit = PART_NUMEL * torch.get_num_threads()
-    memory = {key: one.new_memory(limit) for key, one in roots.items()}
-    for part in parts(runs, limit):
-        values = {key: one.compute(part, memory[key]) for key, one in roots.items()}
-        func(*(values.get(id(arg)) or _picked(arg, part) for arg in args), **kwargs)
+    for batch in batches([run.stop - run.start for run in runs], limit):
+        for part in zip(*(_parts_of_argument(arg, batch, limit) for arg in args)):  # noqa: B905
+            func(*part, **kwargs)
 
 
-def parts(runs: Sequence[Run], limit: int) -> Iterator[_Part]:
-    """Yield parts of at most `limit` elements: several small runs, or a part of a large one."""
-    part: _Part = []
+def _parts_of_argument(arg: Any, batch: Sequence[int], limit: int) -> Iterator[Any]:
+    """Yield what an operator gets of an argument for each part; numbers for ever."""
+    if isinstance(arg, PutOff):
+        return arg.parts(batch, limit)
+    if isinstance(arg, list) and isinstance(arg[0], Tensor):
+        return parts_of(arg, batch, limit)
+    return itertools.repeat(_numbers_of(arg, batch))
+
+
+def _numbers_of(arg: Any, batch: Sequence[int]) -> Any:
+    """Return the numbers that belong to runs; a number for all as it is."""
+    return [arg[index] for index in batch] if isinstance(arg, list) else arg
+
+
+def batches(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Yield neighbouring runs that together have at most `limit` elements; a larger one alone."""
+    batch: list[int] = []
     room = limit
-    for index, run in enumerate(runs):
-        numel = run.stop - run.start
-        if part and numel > room:
-            yield part
-            part, room = [], limit
-        for start in range(0, numel, limit):
-            stop = min(start + limit, numel)
-            part.append((index, start, stop))
-            room -= stop - start
-            if room <= 0:
-                yield part
-                part, room = [], limit
-    if part:
-        yield part
+    for index, numel in enumerate(numels):
+        if batch and numel > room:
+            yield batch
+            batch, room = [], limit
+        batch.append(index)
+        room -= numel
+    if batch:
+        yield batch
 
 
-def cut(flats: Sequence[Tensor], part: _Part) -> list[Tensor]:
-    """Return the part's views of flats."""
-    return [
-        flats[index] if stop - start == len(flats[index]) else flats[index][start:stop]
-        for index, start, stop in part
-    ]
+def parts_of(flats: Sequence[Tensor], batch: Sequence[int], limit: int) -> Iterator[list[Tensor]]:
+    """Yield a batch's flats: several as they are, a single one in parts of `limit` elements."""
+    if len(batch) > 1:
+        yield [flats[index] for index in batch]
+    else:
+        for part in flats[batch[0]].split(limit):
+            yield [part]
 
 
 def address(tensor: Tensor) -> int:
     """Return where the storage of a tensor begins."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _picked(arg: Any, part: _Part) -> Any:
-    """Return the part of a joined argument: of tensors, or of numbers for each run."""
-    if not isinstance(arg, list):
-        return arg
-    if isinstance(arg[0], Tensor):
-        return cut(arg, part)
-    return [arg[index] for index, _, _ in part]
