@@ -26,16 +26,18 @@ from shardkit._errors import FreedParameterError, StateError, WrapError
 from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
 from shardkit._ops import FlatMaker
+from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
+    from shardkit.backends.base import AllGather, AxisComm
 
 
 _READ_MEMORY = ("T", "mT", "H", "mH", "data", "real", "imag")
@@ -110,6 +112,23 @@ class FoundParam:
     sites: list[tuple[nn.Module, str]]
 
 
+@dataclass(slots=True, frozen=True)
+class _KeptPart:
+    """A part of the unsharded buffer that stays from forward to backward.
+
+    Attributes:
+        values: 1-D, the range of `axis.rank` of `axis.size` equal ones, compute dtype.
+        axis: Over which backward gathers.
+        version: Of the shard it was gathered from.
+        fence: After it the values are there.
+    """
+
+    values: Tensor
+    axis: AxisComm
+    version: int
+    fence: Any
+
+
 class Bucket:
     """See the module's docstring. Nothing is changed before `adopt`.
 
@@ -118,6 +137,7 @@ class Bucket:
         mesh: Shard over its last axis.
         policy: Dtypes.
         layout: How sharded ones are cut; None plans anew.
+        offload: Where the shard is.
     """
 
     def __init__(
@@ -127,20 +147,29 @@ class Bucket:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         layout: FlatLayout | None = None,
+        offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ) -> None:
         first = found[0].param
         self.found = list(found)
         self.mesh = mesh
         self.policy = policy
+        self.offload = offload
         self.axis = mesh.backend.axis(mesh.ndim - 1)
         self.orig_dtype = first.dtype
         self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
-        self.device = first.device
+        self.device = mesh.backend.device
+        is_offloaded = isinstance(offload, CPUOffloadPolicy)
+        self.shard_device = torch.device("cpu") if is_offloaded else self.device
+        self._kept_part: _KeptPart | None = None
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
         self.layout = layout or FlatLayout.plan(
             [tuple(f.param.shape) for f in found], world_size=self.axis.size, itemsize=itemsize
         )
-        self.aliases_shard = self.axis.size == 1 and self.param_dtype == self.orig_dtype
+        self.aliases_shard = (
+            self.axis.size == 1
+            and self.param_dtype == self.orig_dtype
+            and self.shard_device == self.device
+        )
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.shard = self._cut_shard()
@@ -160,7 +189,12 @@ class Bucket:
     # --- construction ---
 
     def _cut_shard(self) -> Tensor:
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.device)
+        shard = torch.zeros(
+            self.layout.shard_numel,
+            dtype=self.orig_dtype,
+            device=self.shard_device,
+            pin_memory=self._is_pinned,
+        )
         for i, found in enumerate(self.found):
             param = found.param.detach()
             if isinstance(param, ShardedTensor):
@@ -171,6 +205,14 @@ class Bucket:
             to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
             shard[to_start:to_stop] = piece
         return shard
+
+    @property
+    def _is_pinned(self) -> bool:
+        return (
+            isinstance(self.offload, CPUOffloadPolicy)
+            and self.offload.pin_memory
+            and self.device.type != "cpu"
+        )
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized `flat` that belongs to parameter `index`."""
@@ -303,9 +345,34 @@ class Bucket:
         for param in self.unsharded:
             param.__class__ = FreedParameter
 
-    def gather_job(self) -> Gather:
-        """Return what the backend has to gather."""
-        return Gather(self.full, self.own, self.shard)
+    def gather_job(self, comm: AllGather | None) -> Gather:
+        """Return what the backend has to gather: over the shard axis, or what `keep_part` left."""
+        part = self._kept_part
+        if part is None:
+            return Gather(self.full, self.own, self.shard, comm)
+        return Gather(self.full, self._range_of(part.axis), part.values, comm)
+
+    # --- parts kept between forward and backward ---
+
+    def keep_part(self, axis: AxisComm, fence: Callable[[], Any]) -> None:
+        """Keep the part of the unsharded buffer that this rank has on a smaller axis."""
+        if self._kept_part is None or self._kept_part.version != self.shard_version:
+            values = self._range_of(axis).clone()
+            self._kept_part = _KeptPart(values, axis, self.shard_version, fence())
+
+    def drop_part(self) -> None:
+        """Forget it."""
+        self._kept_part = None
+
+    @property
+    def kept_part(self) -> _KeptPart | None:
+        """What `keep_part` left, unless the shard has changed since."""
+        if self._kept_part is not None and self._kept_part.version != self.shard_version:
+            self._kept_part = None
+        return self._kept_part
+
+    def _range_of(self, axis: AxisComm) -> Tensor:
+        return self.full.view(axis.size, -1)[axis.rank]
 
     # --- what the modules see ---
 
@@ -337,21 +404,31 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
     """
     first = found[0].param
     for item in found:
-        if item.param.dtype != first.dtype or item.param.device.type != bucket.device.type:
+        if item.param.dtype != first.dtype or item.param.device.type != bucket.shard_device.type:
             msg = (
                 f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
-                f"shares a buffer with {found[0].name!r}, {first.dtype} on {bucket.device}. "
+                f"shares a buffer with {found[0].name!r}, {first.dtype} on {bucket.shard_device}. "
                 f"Convert all parameters of the group alike, and stay on the mesh's device."
             )
             raise StateError(msg)
-    result = Bucket(found, mesh=bucket.mesh, policy=bucket.policy, layout=bucket.layout)
+    result = Bucket(
+        found,
+        mesh=bucket.mesh,
+        policy=bucket.policy,
+        layout=bucket.layout,
+        offload=bucket.offload,
+    )
     for index in range(len(found)):
         result.adopt(index)
     return result
 
 
 def make_buckets(
-    found: Sequence[FoundParam], *, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    found: Sequence[FoundParam],
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
 ) -> list[Bucket]:
     """Split parameters into buckets, in order of first appearance; the same on every rank."""
     by_kind: dict[tuple[Any, ...], list[FoundParam]] = {}
@@ -359,5 +436,5 @@ def make_buckets(
         param = item.param
         kind = (param.dtype, policy.dtypes_for(param.dtype), param.requires_grad)
         by_kind.setdefault(kind, []).append(item)
-    make = functools.partial(Bucket, mesh=mesh, policy=policy)
+    make = functools.partial(Bucket, mesh=mesh, policy=policy, offload=offload)
     return [make(items) for items in by_kind.values()]

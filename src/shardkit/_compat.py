@@ -68,6 +68,11 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
 
 
+def process_group_backend(group: Any, device: torch.device) -> Any:
+    """Return the engine behind a process group, which may offer memory for its collectives."""
+    return group._get_backend(device)
+
+
 def register_foreach_class(cls: type[Tensor]) -> None:
     """Let optimizers and `clip_grad_norm_` take their foreach path for `cls`, as for DTensor."""
     lists: tuple[list[Any], ...] = (

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from shardkit._bucket import Bucket
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
-    from shardkit._policy import MixedPrecisionPolicy
-    from shardkit.backends.base import Gather, Handle, Lanes
+    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+    from shardkit._settings import GroupSettings
+    from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
 
 
 class GradListener(Protocol):
@@ -49,9 +50,8 @@ class Group:
         has_warned: About outputs that require no gradient.
         is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
         is_innermost: No other group's modules are inside this one's.
-        sync: `set_requires_gradient_sync`.
-        all_reduce: `set_requires_all_reduce`.
-        reshard_after_forward: True, False, or None for True unless it is the root's.
+        modules_run: Those of its modules that ran in this pass.
+        settings: What the user chose.
     """
 
     def __init__(
@@ -61,22 +61,29 @@ class Group:
         *,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        offload: OffloadPolicy,
+        settings: GroupSettings,
     ) -> None:
         self.modules = list(modules)
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.mesh = mesh
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
-        self.sync = True
-        self.all_reduce = True
+        self.settings = settings
         self.is_root = False
         self.is_innermost = True
         self._reset_place()
-        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
-        self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
-        self.replicate_axis = mesh.backend.axis(0) if mesh.ndim > 1 else None
+        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy, offload=offload)
+        self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
+        self.replicate_axis: AxisComm | None = mesh.backend.axis(0) if mesh.ndim > 1 else None
         self._make_gradients()
+        self.set_reshard_after_forward(settings.reshard_after_forward)
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
+        """Choose what happens to the memory after forward; an int makes a process group."""
+        self.settings.reshard_after_forward = value
+        self.kept_axis: AxisComm | None = None
+        if value is not None and not isinstance(value, bool):
+            self.kept_axis = self.mesh.backend.split_axis(self.mesh.ndim - 1, value)
 
     def _reset_place(self) -> None:
         """Belong to no root, with no step under way."""
@@ -88,6 +95,7 @@ class Group:
         self.num_expected = 0
         self.is_complete = False
         self.has_warned = False
+        self.modules_run: set[nn.Module] = set()
         self.gathering: Handle | None = None
 
     def copy_for(self, memo: dict[int, Any]) -> Group:
@@ -95,6 +103,7 @@ class Group:
         result = copy.copy(self)
         result._reset_place()  # noqa: SLF001 - own class
         result.modules = [memo[id(module)] for module in self.modules]
+        result.settings = self.settings.copy()
         result.buckets = [
             rebuild(
                 bucket,
@@ -144,6 +153,7 @@ class Group:
             shard_axis=self.shard_axis,
             replicate_axis=self.replicate_axis,
             receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
+            comm=self.settings.comm,
         )
         for i, bucket in enumerate(self.grad_buckets):
             for index, param in enumerate(bucket.unsharded):
@@ -185,15 +195,16 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where the shards are."""
-        return self.buckets[0].device
+        """Where the unsharded parameters are."""
+        device: torch.device = self.buckets[0].device
+        return device
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether the memory is given back between forward and backward."""
-        if self.reshard_after_forward is None:
+        if self.settings.reshard_after_forward is None:
             return not self.is_root
-        return self.reshard_after_forward
+        return bool(self.settings.reshard_after_forward)
 
     @property
     def shard_versions(self) -> tuple[int, ...]:
@@ -226,7 +237,19 @@ class Group:
         """Get memory; return what to gather into it, and the fences to wait for first."""
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
         fences = [bucket.attach(pool) for bucket in buckets]
-        return [bucket.gather_job() for bucket in buckets], fences
+        fences += [bucket.kept_part.fence for bucket in buckets if bucket.kept_part is not None]
+        comm = self.settings.comm.all_gather
+        return [bucket.gather_job(comm) for bucket in buckets], fences
+
+    @property
+    def gather_axis(self) -> AxisComm:
+        """The axis that the next gather goes over."""
+        parts = [bucket.kept_part for bucket in self.buckets if not bucket.aliases_shard]
+        if self.kept_axis is not None and parts and all(part is not None for part in parts):
+            return self.kept_axis
+        for bucket in self.buckets:
+            bucket.drop_part()
+        return self.shard_axis
 
     def wait_unshard(self) -> None:
         """Let compute issued from now on see the gathered parameters."""
@@ -239,6 +262,12 @@ class Group:
         self.wait_unshard()
         self.show(unsharded=False)
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
+        is_awaited = any(not record.done for record in self.records)
+        for bucket in buckets:
+            if self.kept_axis is None or not is_awaited or bucket.is_stale:
+                bucket.drop_part()
+            else:
+                bucket.keep_part(self.kept_axis, lanes.fence)
         if buckets:
             fence = lanes.fence()
             for bucket in buckets:
@@ -248,6 +277,26 @@ class Group:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         for bucket in self.buckets:
             bucket.show(unsharded=unsharded)
+
+    def is_unfinished(self, module: nn.Module) -> bool:
+        """Note that one of the group's modules ran; return whether others have not in this pass."""
+        if len(self.modules) == 1:
+            return False
+        self.modules_run.add(module)
+        return len(self.modules_run) < len(self.modules)
+
+    def check_trainability(self) -> None:
+        """Raise if `requires_grad` was changed while the unsharded parameters were shown."""
+        for bucket in self.buckets:
+            for found, param in zip(bucket.found, bucket.unsharded, strict=True):
+                if found.param.requires_grad != param.requires_grad:
+                    msg = (
+                        f"requires_grad of {found.name!r} was changed inside its module's forward, "
+                        f"where it has no effect on this step and would be lost. Change it "
+                        f"between steps, e.g. before the forward of the root."
+                    )
+                    param.requires_grad_(found.param.requires_grad)
+                    raise StateError(msg)
 
     # --- gradients ---
 
@@ -293,8 +342,8 @@ def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, par
         group.listener.on_grad(group, bucket_index, index, grad)
 
 
-def start_unshard(groups: Sequence[Group], lanes: Lanes, pool: SlotPool) -> None:
-    """Get memory for groups of one shard axis and gather into it, in one go.
+def start_unshard(groups: Sequence[Group], axis: AxisComm, lanes: Lanes, pool: SlotPool) -> None:
+    """Get memory for groups whose `gather_axis` is `axis` and gather into it, in one go.
 
     Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
     """
@@ -304,6 +353,6 @@ def start_unshard(groups: Sequence[Group], lanes: Lanes, pool: SlotPool) -> None
         jobs += group_jobs
         fences += group_fences
     if jobs:
-        handle = lanes.start_gather(jobs, groups[0].shard_axis, fences)
+        handle = lanes.start_gather(jobs, axis, fences)
         for group in groups:
             group.gathering = handle

@@ -17,15 +17,15 @@ from shardkit._errors import StateError
 from shardkit._gradients import start_reduce
 from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
-from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
+from shardkit._schedule import Action, BackwardPrefetch, Op, ReduceOrder, UnshardSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from shardkit._group import Group
-    from shardkit.backends.base import AxisComm
+    from shardkit.backends.base import AxisComm, Lanes
 
 
 class ForwardRecord:
@@ -82,9 +82,10 @@ class Runtime:
 
     Args:
         groups: All groups, in module order.
+        share: Another root's runtime, whose streams and memory are to be used.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], share: Runtime | None = None) -> None:
         self.groups = list(groups)
         backend = groups[0].mesh.backend
         for index, group in enumerate(self.groups):
@@ -92,9 +93,10 @@ class Runtime:
             group.listener = self
         axes = _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
-        self.lanes = backend.make_lanes(axes)
+        shared_lanes: Lanes | None = share.lanes if share is not None else None
+        self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
         self.device = groups[0].device
-        self.slots = SlotPool(self.device, self.lanes)
+        self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         self.peak_reduce_nbytes = 0
@@ -109,15 +111,51 @@ class Runtime:
         self._put_off: list[Group] = []
         self._queued: list[Group] = []
         self._in_trained_layer = False
-        self.update_kept()
+        self._optimizer_event: Any = None
+        self.update_options()
         self.check = _step_check.StepCheck(self.groups, axes)
         self.lanes.watch(self.check)
 
-    def update_kept(self) -> None:
-        """Read `reshard_after_forward` of all groups anew."""
-        self.schedule.kept = {
-            group.index for group in self.groups if not group.reshards_after_forward
+    def update_options(self) -> None:
+        """Read the settings of all groups anew."""
+        options = self.schedule.options
+        groups = self.groups
+        options.kept = {g.index for g in groups if not g.reshards_after_forward}
+        options.resting = {g.index for g in groups if not g.settings.reshard_after_backward}
+        options.idle_in_backward = {g.index for g in groups if not g.settings.unshard_in_backward}
+        options.next_in_forward = {
+            g.index: self._indices_of(g.settings.forward_prefetch, g)
+            for g in groups
+            if g.settings.forward_prefetch is not None
         }
+        options.next_in_backward = {
+            g.index: self._indices_of(g.settings.backward_prefetch, g)
+            for g in groups
+            if g.settings.backward_prefetch is not None
+        }
+        for group in groups:
+            if group.settings.comm_memory:
+                self.lanes.allocate_from(group.shard_axis)
+            self.lanes.separate_reduce(group.shard_axis, enable=group.settings.separate_reduce)
+
+    def _indices_of(self, wanted: Sequence[Group], by: Group) -> list[int]:
+        for group in wanted:
+            if group.listener is not self:
+                msg = (
+                    f"{by.name!r} is to prefetch {group.name!r}, which is not in the same root. "
+                    f"Prefetch modules of one model only."
+                )
+                raise StateError(msg)
+        return [group.index for group in wanted]
+
+    def set_prefetch(self, *, forward: bool, backward: BackwardPrefetch) -> None:
+        """Choose when groups are gathered ahead."""
+        self.schedule.options.forward_prefetch = forward
+        self.schedule.options.backward_prefetch = backward
+
+    def set_optimizer_event(self, event: Any) -> None:
+        """Let the next pass wait for an event after the optimizer's step."""
+        self._optimizer_event = event
 
     # --- forward ---
 
@@ -129,10 +167,14 @@ class Runtime:
             if group.was_replaced:
                 self.reshard(group)
                 group.refresh()
+            group.modules_run.clear()
+        if self._optimizer_event is not None:
+            event, self._optimizer_event = self._optimizer_event, None
+            self.lanes.after_optimizer(event)
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
         outstanding = any(not record.done for group in self.groups for record in group.records)
-        self.schedule.begin_pass(outstanding=outstanding)
+        self.schedule.begin_pass(outstanding=outstanding, root=id(root))
 
     def end_pass(self, *, needs_backward: bool) -> None:
         """The root forward ends."""
@@ -159,9 +201,14 @@ class Runtime:
         return result
 
     def exit_forward(
-        self, group: Group, record: ForwardRecord | None, outputs: Iterable[Tensor]
+        self,
+        group: Group,
+        record: ForwardRecord | None,
+        outputs: Iterable[Tensor],
+        module: nn.Module,
     ) -> None:
-        """A group's forward ends with `outputs`, those that require gradients."""
+        """The forward of a group's module ends with `outputs`, those that require gradients."""
+        group.check_trainability()
         needs_backward = False
         if record is not None:
             hook = functools.partial(self.enter_backward, record)
@@ -178,9 +225,12 @@ class Runtime:
         if not is_watched:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
-            group.index, needs_backward=needs_backward, is_watched=is_watched
+            group.index,
+            needs_backward=needs_backward,
+            is_watched=is_watched,
+            is_unfinished=group.is_unfinished(module),
         )
-        if not (needs_backward and group.index in self.schedule.kept):
+        if not (needs_backward and group.index in self.schedule.options.kept):
             group.show(unsharded=False)
         self._carry_out(actions)
 
@@ -194,9 +244,14 @@ class Runtime:
         return ForwardRecord(group) if torch.is_grad_enabled() else None
 
     def exit_recompute(
-        self, group: Group, record: ForwardRecord | None, outputs: Iterable[Tensor]
+        self,
+        group: Group,
+        record: ForwardRecord | None,
+        outputs: Iterable[Tensor],
+        module: nn.Module,
     ) -> None:
         """The repeated forward ends."""
+        del module
         if record is not None:
             hook = functools.partial(self.enter_backward, record)
             for output in outputs:
@@ -240,7 +295,8 @@ class Runtime:
         group.num_active += 1
         self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index))
-        group.show(unsharded=True)
+        if group.settings.unshard_in_backward:
+            group.show(unsharded=True)
 
     def exit_backward(self, record: ForwardRecord) -> None:
         """The gradients of a group's inputs came: backward is done with this forward of it."""
@@ -271,7 +327,7 @@ class Runtime:
         gradients = group.gradients
         if is_layer and self._reducing and self._host_reads_are_free:
             # The last group's send buffer becomes this one's.
-            for reducing in self._reducing:
+            for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
                 reducing.gradients.wait_sent(self.slots)
         gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
         is_last = group.count_arrival()
@@ -287,7 +343,7 @@ class Runtime:
 
     def _complete(self, group: Group) -> None:
         group.is_complete = True
-        if not group.sync:
+        if not group.settings.sync:
             group.gradients.write_held(self.lanes, self.slots)
         for index in self.reduce_order.complete(group.index):
             self._reduce(self.groups[index])
@@ -297,8 +353,10 @@ class Runtime:
         gradients = group.gradients
         if gradients.is_local or not group.is_trainable:
             return
-        if not group.sync:
+        if not group.settings.sync:
             gradients.write_held(self.lanes, self.slots)
+            return
+        if not (group.settings.reduce_unused or gradients.has_collected):
             return
         if self._queued and self._queued[0].shard_axis is not group.shard_axis:
             self._start_queued()
@@ -312,20 +370,20 @@ class Runtime:
         if not self._queued:
             return
         self._prefetch_put_off()
-        self._finish_reducing()
         groups, self._queued = self._queued, []
+        self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
         for group in groups:
             self.check.note(_step_check.REDUCE, group.index)
-        many = [(group.gradients, group.all_reduce) for group in groups]
+        many = [(group.gradients, group.settings.all_reduce) for group in groups]
         start_reduce(many, self.lanes, self.slots)
         self._reducing += groups
         nbytes = sum(group.gradients.reduce_nbytes for group in groups)
         self.peak_reduce_nbytes = max(self.peak_reduce_nbytes, nbytes)
 
-    def _finish_reducing(self) -> None:
+    def _finish_reducing(self, *, leave: int = 0) -> None:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
         if self._host_reads_are_free:
-            while self._reducing:
+            while len(self._reducing) > leave:
                 self._reducing.pop(0).gradients.finish_reduce(self.slots)
 
     def _prefetch_put_off(self) -> None:
@@ -365,14 +423,16 @@ class Runtime:
         late = [
             group.index
             for group in self.groups
-            if group.sync and group.gradients.has_collected and group.index not in known
+            if group.settings.sync and group.gradients.has_collected and group.index not in known
         ]
         for index in (*rest, *late):
             self._reduce(self.groups[index])
-        synced = [group for group in self.groups if group.sync and not group.gradients.is_local]
+        synced = [g for g in self.groups if g.settings.sync and not g.gradients.is_local]
         if not synced:
             return
         self._start_queued()
+        if not all(group.settings.is_last_backward for group in self.groups):
+            return  # The next backwards overlap with what was started; the last one waits for it.
         self.check.start(self.lanes)
         for group in synced:
             group.gradients.finish_reduce(self.slots)
@@ -457,13 +517,13 @@ class Runtime:
     def _gather(self, groups: Sequence[Group]) -> None:
         by_axis: dict[AxisComm, list[Group]] = {}
         for group in groups:
-            by_axis.setdefault(group.shard_axis, []).append(group)
+            by_axis.setdefault(group.gather_axis, []).append(group)
             if group.shard_axis.size > 1 and group.needs_memory:
                 self.check.note(_step_check.GATHER, group.index)
             self.unsharded_nbytes += group.unsharded_nbytes
         self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, self.unsharded_nbytes)
-        for together in by_axis.values():
-            start_unshard(together, self.lanes, self.slots)
+        for axis, together in by_axis.items():
+            start_unshard(together, axis, self.lanes, self.slots)
 
 
 def _warn_unwatched(group: Group) -> None:

@@ -59,7 +59,7 @@ def backward(schedule: UnshardSchedule, layers: Sequence[int] = LAYERS) -> list[
 def trained(*, prefetch_depth: int = 1, kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule after its first step."""
     schedule = UnshardSchedule(prefetch_depth=prefetch_depth)
-    schedule.kept = set(kept)
+    schedule.options.kept = set(kept)
     forward(schedule)
     backward(schedule)
     return schedule
@@ -254,7 +254,7 @@ def test_depth_2_makes_room_for_two() -> None:
 def small(*, nbytes: Sequence[int], kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule of groups of these sizes after its first step."""
     schedule = UnshardSchedule(nbytes=nbytes)
-    schedule.kept = set(kept)
+    schedule.options.kept = set(kept)
     forward(schedule)
     backward(schedule)
     return schedule
@@ -564,7 +564,7 @@ def test_reset_frees_all_and_forgets_the_order(kept: tuple[int, ...]) -> None:
     After it ranks may have recorded different orders, and would prefetch differently.
     """
     new = UnshardSchedule()
-    new.kept = set(kept)
+    new.options.kept = set(kept)
     expected = forward(new)
     schedule = trained(kept=kept)
     schedule.begin_pass(outstanding=False)
@@ -603,7 +603,7 @@ def test_a_pass_without_backward_frees_nothing_while_held() -> None:
     forward(schedule)
     schedule.hold(on=True)
     backward(schedule)
-    schedule.kept = set()
+    schedule.options.kept = set()
     assert all("free" not in shown for shown in forward(schedule, needs_backward=False))
     schedule.hold(on=False)
     assert forward(schedule, needs_backward=False)[-1].count("free") > 0

@@ -19,7 +19,8 @@ def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
     return ShardedTensorError(
         f"{func} on sharded {spec.name!r} of shape {tuple(tensor.shape)}: {why} This rank holds "
         f"only elements [{spec.start}:{spec.stop}). If this is a module's weight used outside that "
-        f"module's forward, shard both modules in one group, or unshard() around the use; "
+        f"module's forward, shard both modules in one group, call "
+        f"register_fsdp_forward_method() on the method that uses it, or unshard() around the use; "
         f"otherwise call full_tensor() on it (on every rank)."
     )
 
