@@ -413,6 +413,9 @@ class Runtime:
             group.forget_backward()
         self.schedule.hold(on=self._makes_graph)
         self._carry_out(self.schedule.end_backward())
+        for index in self.schedule.options.resting:
+            if not self.schedule.in_use(index):
+                self.groups[index].show(unsharded=False)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
 

@@ -19,6 +19,7 @@ over but whose memory nobody has needed since::
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -136,12 +137,14 @@ class UnshardSchedule:
             or group in self._in_recompute
             or group in self._by_hand
             or group in self._unwatched
-            or group in self._unfinished
-            or group in self._resting
         )
 
+    def _is_claimed(self, group: int) -> bool:
+        """Whether the group's memory is needed now or was asked to stay."""
+        return self.in_use(group) or group in self._unfinished or group in self._resting
+
     def _spare(self) -> list[int]:
-        return [g for g in self._live if not self.in_use(g) and g not in self.options.kept]
+        return [g for g in self._live if not self._is_claimed(g) and g not in self.options.kept]
 
     # --- forward ---
 
@@ -272,7 +275,7 @@ class UnshardSchedule:
         if self._hold:
             return []
         self._resting.update(g for g in self._live if g in self.options.resting)
-        return self._free_all([g for g in self._live if not self.in_use(g)])
+        return self._free_all([g for g in self._live if not self._is_claimed(g)])
 
     def hold(self, *, on: bool) -> None:
         """Free nothing: a graph of the backward itself (``create_graph=True``) reads the memory."""
@@ -412,10 +415,16 @@ class UnshardSchedule:
         """Return the groups whose forward ended before `group`'s last one, nearest first."""
         for position in range(len(self._tape) - 1, 0, -1):
             if self._tape[position] == group:
-                first = max(position - self._longest_batch, 0)
-                before = dict.fromkeys(reversed(self._tape[first:position]))
-                return [g for g in before if g not in self.options.idle_in_backward]
+                before = [
+                    g for g in self._tape[:position] if g not in self.options.idle_in_backward
+                ]
+                return list(dict.fromkeys(reversed(before[-self._longest_batch :])))
         return []
+
+    def _nearest(self, groups: Iterable[int]) -> list[int]:
+        """Return the first few different groups that backward needs."""
+        needed = (g for g in groups if g not in self.options.idle_in_backward)
+        return list(dict.fromkeys(itertools.islice(needed, self._longest_batch)))
 
     @property
     def _longest_batch(self) -> int:
