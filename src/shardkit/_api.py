@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit._bucket import FoundParam
+from shardkit._bucket import FoundParam, is_unsharded
 from shardkit._errors import MeshError, WrapError
 from shardkit._group import Group
 from shardkit._hooks import ModuleState, get_state
@@ -207,7 +207,7 @@ def _check_not_taken(modules: list[nn.Module], found: list[FoundParam]) -> None:
     for module in modules:
         for prefix, child in module.named_modules():
             for name, param in child._parameters.items():  # noqa: SLF001 - its own only
-                if isinstance(param, ShardedTensor) and id(child) not in below:
+                if _is_taken(param) and id(child) not in below:
                     full_name = f"{prefix}.{name}" if prefix else name
                     msg = (
                         f"parameter {full_name!r} of this {type(module).__name__} is sharded "
@@ -215,6 +215,11 @@ def _check_not_taken(modules: list[nn.Module], found: list[FoundParam]) -> None:
                         f"modules first, on the outer ones after them."
                     )
                     raise WrapError(msg)
+
+
+def _is_taken(param: nn.Parameter | None) -> bool:
+    """Whether a parameter is a group's: its sharded one, or the unsharded one that is shown now."""
+    return param is not None and (isinstance(param, ShardedTensor) or is_unsharded(param))
 
 
 def _check_placements(found: list[FoundParam], fn: Callable[[nn.Parameter], Any]) -> None:
@@ -243,7 +248,7 @@ def _find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterat
     for module in modules:
         for prefix, child in module.named_modules():
             for attribute, param in child._parameters.items():  # noqa: SLF001 - keeps tied ones apart
-                if param is None or id(param) in ignored_ids or isinstance(param, ShardedTensor):
+                if param is None or id(param) in ignored_ids or _is_taken(param):
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 item = found.setdefault(id(param), FoundParam(name, param, []))

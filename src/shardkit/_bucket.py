@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AllGather, AxisComm
 
 
+NAME_ATTRIBUTE = "_shardkit_fqn"
+"""Where an unsharded parameter keeps its name; no other parameter has it."""
+
 _READ_MEMORY = ("T", "mT", "H", "mH", "data", "real", "imag")
 """Attributes that are tensors over the same memory."""
 _NEED_NO_MEMORY = (
@@ -59,6 +62,11 @@ _NEED_NO_MEMORY = (
 )
 
 
+def is_unsharded(param: nn.Parameter) -> bool:
+    """Whether a parameter is the unsharded one that a bucket shows while it is in use."""
+    return NAME_ATTRIBUTE in param.__dict__
+
+
 def _needs_no_memory(func: Any) -> bool:
     """Whether a torch function can be called on a parameter without memory."""
     name = getattr(func, "__name__", "")
@@ -76,7 +84,7 @@ class FreedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name; there are no values to show."""
-        return f"FreedParameter({self.__dict__['fqn']!r}, shape={tuple(self.shape)})"
+        return f"FreedParameter({self.__dict__[NAME_ATTRIBUTE]!r}, shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(
@@ -88,7 +96,9 @@ class FreedParameter(nn.Parameter):
             with _compat.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
         given = iter_tensors([args, kwargs or {}])
-        name = next((a.__dict__["fqn"] for a in given if isinstance(a, FreedParameter)), "?")
+        name = next(
+            (a.__dict__[NAME_ATTRIBUTE] for a in given if isinstance(a, FreedParameter)), "?"
+        )
         msg = (
             f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
             f"memory has been given back. Do not keep it; take the sharded one from "
@@ -248,7 +258,7 @@ class Bucket:
             view = self._view(self.layout.shapes[i], self.layout.offsets[i])
             param = nn.Parameter(view, requires_grad=found.param.requires_grad)
             param.__dict__.update(found.param.__dict__)
-            param.__dict__["fqn"] = found.name
+            param.__dict__[NAME_ATTRIBUTE] = found.name
             if self.buffer is not None:
                 param.__class__ = FreedParameter
             self.unsharded.append(param)
@@ -307,7 +317,7 @@ class Bucket:
     def rename(self, index: int, name: str) -> None:
         """Give a parameter its full name."""
         self.found[index].name = self.specs[index].name = name
-        self.unsharded[index].__dict__["fqn"] = name
+        self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
 
     # --- unsharded memory ---
 

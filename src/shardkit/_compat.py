@@ -14,6 +14,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -87,6 +88,18 @@ def register_foreach_class(cls: type[Tensor]) -> None:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor has been written; there is no public way to ask."""
     return tensor._version
+
+
+def is_called_by_ddp(frame: types.FrameType | None) -> bool:
+    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
+
+    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    """
+    caller = frame.f_back if frame is not None else None
+    return (
+        caller is not None
+        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
+    )
 
 
 def is_mutable_op(func: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._hooks import STATE_ATTRIBUTE, ForwardMethod, ModuleState, get_state
 from shardkit._schedule import BackwardPrefetch
@@ -58,6 +60,18 @@ class FSDPModule:
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Refuse to be wrapped in DistributedDataParallel, which asks for this first."""
+        if _compat.is_called_by_ddp(inspect.currentframe()):
+            msg = (
+                f"DistributedDataParallel cannot wrap this {own_class(self).__name__}: fully_shard "
+                f"averages its gradients already. Use it alone; to replicate between hosts pass "
+                f"fully_shard a 2-D mesh."
+            )
+            raise StateError(msg)
+        raise AttributeError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an independent sharded copy: own pieces, same mesh, process groups and options.
