@@ -168,8 +168,9 @@ class Bucket:
         self.orig_dtype = first.dtype
         self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
         self.device = mesh.backend.device
-        is_offloaded = isinstance(offload, CPUOffloadPolicy)
-        self.shard_device = torch.device("cpu") if is_offloaded else self.device
+        wants_host = isinstance(offload, CPUOffloadPolicy)
+        self.shard_device = torch.device("cpu") if wants_host else self.device
+        self.is_offloaded = self.shard_device != self.device
         self._kept_part: _KeptPart | None = None
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
         self.layout = layout or FlatLayout.plan(
@@ -178,7 +179,7 @@ class Bucket:
         self.aliases_shard = (
             self.axis.size == 1
             and self.param_dtype == self.orig_dtype
-            and self.shard_device == self.device
+            and not self.is_offloaded
         )
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -218,11 +219,7 @@ class Bucket:
 
     @property
     def _is_pinned(self) -> bool:
-        return (
-            isinstance(self.offload, CPUOffloadPolicy)
-            and self.offload.pin_memory
-            and self.device.type != "cpu"
-        )
+        return self.is_offloaded and bool(getattr(self.offload, "pin_memory", False))
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized `flat` that belongs to parameter `index`."""

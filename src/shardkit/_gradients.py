@@ -224,9 +224,12 @@ class GroupGradients:
         self.fired[bucket_index][index] = 1
         if self.is_local:
             bucket = self._buckets[bucket_index]
-            piece = grad.detach().to(bucket.shard_device, bucket.orig_dtype).reshape(-1)
-            if self._scale != 1.0:
-                piece = piece * self._scale
+            piece = grad.detach() if grad.requires_grad else grad
+            if piece.dtype is not bucket.orig_dtype or bucket.is_offloaded:
+                piece = piece.to(bucket.shard_device, bucket.orig_dtype)
+            piece = piece.reshape(-1)
+            if self._comm.divide_factor is not None:
+                piece = piece / self._comm.divide_factor
             assign_grad(bucket.found[index].param, piece, bucket.specs[index])
         elif hold:
             held = self._held[bucket_index]

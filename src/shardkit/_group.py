@@ -43,6 +43,7 @@ class Group:
         listener: The root's runtime.
         records: Forwards that may have a backward (`_runtime.ForwardRecord`).
         num_active: Forwards that backward is inside of.
+        num_watched: Those of them that tell when backward leaves.
         num_arrived: Gradients that came in this backward.
         num_expected: Gradients that come if this backward uses every parameter.
         is_complete: This backward brings no more of them.
@@ -91,6 +92,7 @@ class Group:
         self.listener: GradListener | None = None
         self.records: weakref.WeakSet[Any] = weakref.WeakSet()
         self.num_active = 0
+        self.num_watched = 0
         self.num_arrived = 0
         self.num_expected = 0
         self.is_complete = False
@@ -311,7 +313,7 @@ class Group:
 
     def forget_backward(self) -> None:
         """A backward is over."""
-        self.num_active = self.num_arrived = 0
+        self.num_active = self.num_watched = self.num_arrived = 0
         self.is_complete = False
 
     def describe(self) -> Any:

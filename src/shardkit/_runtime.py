@@ -293,6 +293,7 @@ class Runtime:
         record.active, record.done = True, False
         group.records.add(record)
         group.num_active += 1
+        group.num_watched += record.has_input_grads
         self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index))
         if group.settings.unshard_in_backward:
@@ -305,6 +306,7 @@ class Runtime:
         record.active, record.done = False, True
         group = record.group
         group.num_active -= 1
+        group.num_watched -= record.has_input_grads
         if group.num_active > 0:
             return
         others = any(not other.done for other in group.records)
@@ -321,9 +323,10 @@ class Runtime:
 
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
         """An unsharded gradient came (`GradListener`)."""
-        self.begin_backward()
+        if not self._backward_running:
+            self.begin_backward()
         self._any_fired = True
-        is_layer = any(record.active and record.has_input_grads for record in group.records)
+        is_layer = group.num_watched > 0
         gradients = group.gradients
         if is_layer and self._reducing and self._host_reads_are_free:
             # The last group's send buffer becomes this one's.
@@ -398,7 +401,7 @@ class Runtime:
         for record in group.records:
             if record.active:
                 record.active, record.done = False, True
-        group.num_active = 0
+        group.num_active = group.num_watched = 0
 
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
