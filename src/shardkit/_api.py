@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from shardkit._bucket import FoundParam
@@ -17,8 +18,6 @@ from shardkit.backends import as_device_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    import torch
 
     from shardkit._mesh import DeviceMesh
     from shardkit.backends import TorchDeviceMesh
@@ -49,6 +48,11 @@ def fully_shard(
     parameter groups and every other reference made before this call stay valid. All ranks must
     hold equal parameters when they call it; nothing is sent.
 
+    Parameters on the meta device are sharded there, so that no rank ever holds the whole model.
+    Give them memory afterwards, ``model.to_empty(device=...)``, and values: by ``nn.init`` and each
+    module's ``reset_parameters()``, or by ``load_state_dict`` (with ``assign=True`` also without
+    `to_empty`).
+
     Args:
         module: Has a forward. Its parameters are on the mesh's device.
         mesh: 1-D: shard over it. 2-D: replicate over the first axis, shard over the second (hybrid
@@ -63,8 +67,8 @@ def fully_shard(
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own.
 
     Raises:
-        WrapError: A module without forward, wrapped twice, a parameter on another device or on
-            meta, or one that cannot be exchanged in place. The module is as it was.
+        WrapError: A module without forward, wrapped twice, a parameter on another device, or one
+            that cannot be exchanged in place. The module is as it was.
         MeshError: No process group, a mesh that does not hold this rank, more than two axes.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
@@ -151,7 +155,7 @@ def _device_type(found: list[FoundParam]) -> str:
     for item in found:
         if item.param.device.type != "meta":
             return item.param.device.type
-    return "cpu"
+    return "cuda" if found and torch.cuda.is_available() else "cpu"
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -173,14 +177,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 def _check_params(found: list[FoundParam], mesh: DeviceMesh) -> None:
     for item in found:
         param = item.param
-        if param.device.type == "meta":
-            msg = (
-                f"parameter {item.name!r} is on the meta device, it has no values to shard. "
-                f"Materialize it first: module.to_empty(device={mesh.device_type!r}), then "
-                f"initialize it."
-            )
-            raise WrapError(msg)
-        if param.device.type != mesh.device_type:
+        if param.device.type not in (mesh.device_type, "meta"):
             msg = (
                 f"parameter {item.name!r} is on {param.device}, the mesh is of device type "
                 f"{mesh.device_type!r}. Move the module first: "
@@ -259,6 +256,20 @@ class FSDPModule:
         group = state.group.copy_for(memo) if state.group is not None else None
         ModuleState(result, group, state.policy).install()
         _swap_class(result)
+        return result
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
+
+        Group by group, so that beside the shards only one group's pieces exist a second time.
+        """
+        state = _state_of(self)
+        self.reshard()
+        if state.group is None:
+            return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        attributes = state.group.param_attributes()
+        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        state.group.take_up(attributes)
         return result
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002

@@ -92,6 +92,10 @@ class Runtime:
             group.listener = self
         axes = _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
+        for group in self.groups:
+            group.check_materialized()
+            if group.was_replaced:
+                group.refresh()
         self.lanes = backend.make_lanes(axes)
         self.device = groups[0].device
         self.slots = SlotPool(self.device, self.lanes)
@@ -126,7 +130,8 @@ class Runtime:
         if self._backward_running or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
         for group in self.groups:
-            if group.was_replaced:
+            if group.was_replaced or group.is_on_meta:
+                group.check_materialized()
                 self.reshard(group)
                 group.refresh()
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
@@ -388,6 +393,8 @@ class Runtime:
 
     def unshard(self, group: Group) -> None:
         """Start to unshard a group for the user."""
+        if group.is_stale:
+            self._carry_out(self.schedule.refresh(group.index))
         self._carry_out(self.schedule.unshard(group.index))
 
     def wait_unshard(self, group: Group) -> None:
