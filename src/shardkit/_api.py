@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from shardkit._bucket import FoundParam, is_unsharded
@@ -19,8 +20,6 @@ from shardkit.backends import as_device_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from shardkit._mesh import DeviceMesh
     from shardkit.backends import TorchDeviceMesh
@@ -53,6 +52,11 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     parameter groups and every other reference made before this call stay valid. All ranks must
     hold equal parameters when they call it; nothing is sent.
 
+    Parameters on the meta device are sharded there, so that no rank ever holds the whole model.
+    Give them memory afterwards, ``model.to_empty(device=...)``, and values: by ``nn.init`` and each
+    module's ``reset_parameters()``, or by ``load_state_dict`` (with ``assign=True`` also without
+    `to_empty`).
+
     Args:
         module: Has a forward. Its parameters are on the mesh's device. Or a list of modules: they
             form one group, which is gathered when the first of them runs and freed when all have
@@ -76,8 +80,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own.
 
     Raises:
-        WrapError: A module without forward, wrapped twice, a parameter on another device or on
-            meta, or one that cannot be exchanged in place. The module is as it was.
+        WrapError: A module without forward, wrapped twice, a parameter on another device, or one
+            that cannot be exchanged in place. The module is as it was.
         MeshError: No process group, a mesh that does not hold this rank, more than two axes.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
@@ -260,7 +264,7 @@ def _device_type(found: list[FoundParam]) -> str:
     for item in found:
         if item.param.device.type != "meta":
             return item.param.device.type
-    return "cpu"
+    return "cuda" if found and torch.cuda.is_available() else "cpu"
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -283,14 +287,7 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPol
     may_be_on_host = isinstance(offload, CPUOffloadPolicy)
     for item in found:
         param = item.param
-        if param.device.type == "meta":
-            msg = (
-                f"parameter {item.name!r} is on the meta device, it has no values to shard. "
-                f"Materialize it first: module.to_empty(device={mesh.device_type!r}), then "
-                f"initialize it."
-            )
-            raise WrapError(msg)
-        if param.device.type != mesh.device_type and not (
+        if param.device.type not in (mesh.device_type, "meta") and not (
             may_be_on_host and param.device.type == "cpu"
         ):
             msg = (

@@ -15,6 +15,7 @@ Where no cast and no other rank is involved the unsharded buffer IS the shard.
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
 from shardkit._ops import FlatMaker
 from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
-from shardkit._sharded import ShardedTensor, ShardSpec
+from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import Gather
 
@@ -139,6 +140,15 @@ class _KeptPart:
     fence: Any
 
 
+_showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
+"""Buckets by the id of their unsharded parameters, which live at least as long."""
+
+
+def bucket_showing(param: object) -> Bucket | None:
+    """Return the bucket of which a module holds an unsharded parameter; None if it is another."""
+    return _showing.get(id(param))
+
+
 class Bucket:
     """See the module's docstring. Nothing is changed before `adopt`.
 
@@ -167,9 +177,11 @@ class Bucket:
         self.axis = mesh.backend.axis(mesh.ndim - 1)
         self.orig_dtype = first.dtype
         self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
-        self.device = mesh.backend.device
         wants_host = isinstance(offload, CPUOffloadPolicy)
-        self.shard_device = torch.device("cpu") if wants_host else self.device
+        self.home = torch.device("cpu") if wants_host else mesh.backend.device
+        is_meta = first.device.type == "meta"
+        self.device = first.device if is_meta else mesh.backend.device
+        self.shard_device = first.device if is_meta else self.home
         self.is_offloaded = self.shard_device != self.device
         self._kept_part: _KeptPart | None = None
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
@@ -177,9 +189,7 @@ class Bucket:
             [tuple(f.param.shape) for f in found], world_size=self.axis.size, itemsize=itemsize
         )
         self.aliases_shard = (
-            self.axis.size == 1
-            and self.param_dtype == self.orig_dtype
-            and not self.is_offloaded
+            self.axis.size == 1 and self.param_dtype == self.orig_dtype and not self.is_offloaded
         )
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -231,7 +241,7 @@ class Bucket:
         old, spec = self.found[index].param, self.specs[index]
         sharded = ShardedTensor(self.piece(self.shard, index), spec, self.shard)
         new = nn.Parameter(sharded, requires_grad=old.requires_grad)
-        new.__dict__.update(old.__dict__)
+        new.__dict__.update(user_attributes(old))
         if old.grad is not None:
             new.grad = ShardedTensor(spec.slice_full(old.grad.detach()).clone(), spec)
         for hook in _compat.post_accumulate_grad_hooks(old):
@@ -254,8 +264,9 @@ class Bucket:
         for i, found in enumerate(self.found):
             view = self._view(self.layout.shapes[i], self.layout.offsets[i])
             param = nn.Parameter(view, requires_grad=found.param.requires_grad)
-            param.__dict__.update(found.param.__dict__)
+            param.__dict__.update(user_attributes(found.param))
             param.__dict__[NAME_ATTRIBUTE] = found.name
+            _showing[id(param)] = self
             if self.buffer is not None:
                 param.__class__ = FreedParameter
             self.unsharded.append(param)
@@ -302,6 +313,11 @@ class Bucket:
         return any(found.param.flat is not self.shard for found in self.found)  # type: ignore[attr-defined]
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether the parameters have one dtype and device, as those of a bucket must."""
+        return len({(found.param.dtype, found.param.device) for found in self.found}) == 1
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter wants a gradient now."""
         return any(found.param.requires_grad for found in self.found)
@@ -310,6 +326,14 @@ class Bucket:
     def sharded(self) -> list[nn.Parameter]:
         """The user's parameters."""
         return [found.param for found in self.found]
+
+    def sharded_of(self, unsharded: nn.Parameter) -> nn.Parameter:
+        """Return the user's parameter that belongs to an unsharded one."""
+        return next(
+            found.param
+            for found, param in zip(self.found, self.unsharded, strict=True)
+            if param is unsharded
+        )
 
     def rename(self, index: int, name: str) -> None:
         """Give a parameter its full name."""
@@ -383,10 +407,26 @@ class Bucket:
 
     # --- what the modules see ---
 
+    def _check_sites(self) -> None:
+        """Refuse to exchange parameters that the modules hold no more."""
+        for found in self.found:
+            for module, attribute in found.sites:
+                if module._parameters.get(attribute) is not found.param:  # noqa: SLF001
+                    msg = (
+                        f"{attribute!r} of a {type(module).__name__} is no longer the parameter "
+                        f"{found.name!r} that fully_shard took: it was replaced, removed or "
+                        f"parametrized since. Tie, prune, parametrize (weight norm, ...) and "
+                        f"exchange parameters before fully_shard; new values go into the sharded "
+                        f"parameter by copy_() or load_state_dict()."
+                    )
+                    raise StateError(msg)
+
     def show(self, *, unsharded: bool) -> None:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         if unsharded == self._visible:
             return
+        if unsharded:
+            self._check_sites()
         self._visible = unsharded
         for found, param in zip(self.found, self.unsharded, strict=True):
             shown = found.param
@@ -407,15 +447,17 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
     For parameters whose pieces were replaced, and for copies.
 
     Raises:
-        StateError: Their dtypes differ, or they are on another device.
+        StateError: Their dtypes or devices differ, or they are on another device than the mesh.
     """
     first = found[0].param
     for item in found:
-        if item.param.dtype != first.dtype or item.param.device.type != bucket.shard_device.type:
+        at_home = item.param.device.type in (bucket.home.type, "meta")
+        if item.param.dtype != first.dtype or item.param.device != first.device or not at_home:
             msg = (
                 f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
-                f"shares a buffer with {found[0].name!r}, {first.dtype} on {bucket.shard_device}. "
-                f"Convert all parameters of the group alike, and stay on the mesh's device."
+                f"shares a buffer with {found[0].name!r}, {first.dtype} on {first.device}. "
+                f"Convert all parameters of the group alike, and stay on the device type "
+                f"{bucket.home.type!r}."
             )
             raise StateError(msg)
     result = Bucket(
@@ -441,7 +483,7 @@ def make_buckets(
     by_kind: dict[tuple[Any, ...], list[FoundParam]] = {}
     for item in found:
         param = item.param
-        kind = (param.dtype, policy.dtypes_for(param.dtype), param.requires_grad)
+        kind = (param.dtype, param.device, policy.dtypes_for(param.dtype), param.requires_grad)
         by_kind.setdefault(kind, []).append(item)
     make = functools.partial(Bucket, mesh=mesh, policy=policy, offload=offload)
     return [make(items) for items in by_kind.values()]

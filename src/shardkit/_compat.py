@@ -59,9 +59,13 @@ def foreach_norm(
     return torch._foreach_norm(list(tensors), order, dtype)
 
 
-def make_wrapper(cls: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
+def make_wrapper(
+    cls: type[Tensor], local: Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
+) -> Any:
     """Return a tensor of `cls` with a global `shape` and no memory of its own."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=strides, dtype=local.dtype, device=local.device
+    )
 
 
 def default_store() -> Any:
@@ -115,6 +119,11 @@ def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
 def rnn_reset_weights(module: torch.nn.RNNBase) -> None:
     """Let an RNN collect its weights anew after they were exchanged."""
     module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
+    return list(module._state_dict_hooks.values())
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

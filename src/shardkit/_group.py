@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardkit._bucket import FoundParam, make_buckets, rebuild
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
+from shardkit._sharded import user_attributes
+from shardkit._state_dict import install_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,6 +145,45 @@ class Group:
         self.buckets = [rebuild(bucket, bucket.found) for bucket in self.buckets]
         self._make_gradients()
 
+    def param_attributes(self) -> list[dict[str, Any]]:
+        """Return what users have set on the parameters, in order."""
+        return [user_attributes(param) for bucket in self.buckets for param in bucket.sharded]
+
+    def take_up(self, attributes: Sequence[dict[str, Any]]) -> None:
+        """Take up what became of the parameters, if all have, and set on them what was set.
+
+        Raises:
+            StateError: See `refresh`.
+        """
+        params = [param for bucket in self.buckets for param in bucket.sharded]
+        for param, found in zip(params, attributes, strict=True):
+            for name, value in found.items():
+                param.__dict__.setdefault(name, value)
+        if self.was_replaced and all(bucket.is_uniform for bucket in self.buckets):
+            self.refresh()
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether parameters have no values yet."""
+        return any(bucket.device.type == "meta" for bucket in self.buckets)
+
+    def check_materialized(self) -> None:
+        """Refuse to go on with a parameter on the meta device.
+
+        Raises:
+            StateError: There is one.
+        """
+        for bucket in self.buckets:
+            for found in bucket.found:
+                if found.param.is_meta:
+                    msg = (
+                        f"parameter {found.name!r} of {self.name!r} is on the meta device: it has "
+                        f"no values. Before the first forward call "
+                        f"model.to_empty(device={self.mesh.device_type!r}) and initialize it "
+                        f"(nn.init, reset_parameters()), or load_state_dict(..., assign=True)."
+                    )
+                    raise StateError(msg)
+
     def _make_gradients(self) -> None:
         """Put a hook on every parameter that can be trained, also on those frozen for now."""
         self.grad_buckets = [
@@ -187,6 +228,7 @@ class Group:
             raise
         for bucket in self.buckets:
             bucket.drop_originals()
+            install_hooks(module for found in bucket.found for module, _ in found.sites)
 
     # --- sizes and state ---
 
@@ -326,6 +368,7 @@ class Group:
                 str(bucket.param_dtype),
                 str(bucket.reduce_dtype),
                 found.param.requires_grad,
+                found.param.device.type,
             )
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)

@@ -72,12 +72,9 @@ class ModuleState:
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward)
-        self.module.register_state_dict_pre_hook(self.pre_state_dict)
-        self.module.register_load_state_dict_pre_hook(self.pre_load_state_dict)
 
     def owns_hook(self, hook: Any) -> bool:
         """Whether a forward hook is one of this state's."""
-        hook = getattr(hook, "hook", hook)  # torch wraps those of load_state_dict.
         return getattr(hook, "__self__", None) is self
 
     def without_own_hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
@@ -158,18 +155,6 @@ class ModuleState:
                     bucket.rename(index, full_name or found.name)
 
     # --- hooks ---
-
-    def pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
-        """Show the sharded parameters: a state dict holds those, at any time."""
-        del module, prefix, keep_vars
-        if self.group is not None:
-            self.group.show(unsharded=False)
-
-    def pre_load_state_dict(self, module: nn.Module, *args: Any) -> None:
-        """Show the sharded parameters: a state dict is loaded into those, at any time."""
-        del module, args
-        if self.group is not None:
-            self.group.show(unsharded=False)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

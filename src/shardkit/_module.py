@@ -98,6 +98,20 @@ class FSDPModule:
             copied.add_forward_method(name)
         return result
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
+
+        Group by group, so that beside the shards only one group's pieces exist a second time.
+        """
+        state = _state_of(self)
+        self.reshard()
+        if state.group is None:
+            return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        attributes = state.group.param_attributes()
+        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        state.group.take_up(attributes)
+        return result
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
 

@@ -93,6 +93,10 @@ class Runtime:
             group.listener = self
         axes = _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
+        for group in self.groups:
+            group.check_materialized()
+            if group.was_replaced:
+                group.refresh()
         shared_lanes: Lanes | None = share.lanes if share is not None else None
         self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
         self.device = groups[0].device
@@ -164,7 +168,8 @@ class Runtime:
         if self._backward_running or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
         for group in self.groups:
-            if group.was_replaced:
+            if group.was_replaced or group.is_on_meta:
+                group.check_materialized()
                 self.reshard(group)
                 group.refresh()
             group.modules_run.clear()
@@ -454,6 +459,8 @@ class Runtime:
 
     def unshard(self, group: Group) -> None:
         """Start to unshard a group for the user."""
+        if group.is_stale:
+            self._carry_out(self.schedule.refresh(group.index))
         self._carry_out(self.schedule.unshard(group.index))
 
     def wait_unshard(self, group: Group) -> None:
