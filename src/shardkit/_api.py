@@ -13,7 +13,7 @@ from shardkit._group import Group
 from shardkit._hooks import STATE_ATTRIBUTE, ModuleState, get_state
 from shardkit._policy import MixedPrecisionPolicy
 from shardkit._sharded import ShardedTensor
-from shardkit.backends import as_device_mesh
+from shardkit.backends import as_device_mesh, tensor_parallel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -187,6 +187,9 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh) -> None:
                 f"module.to({str(mesh.backend.device)!r})."
             )
             raise WrapError(msg)
+        tensor_parallel = tensor_parallel_of(param)
+        if tensor_parallel is not None:
+            tensor_parallel.check(item.name, param, mesh)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
