@@ -94,7 +94,18 @@ class TensorParallel:
 
     @classmethod
     def of(cls, param: DTensor, mesh: DeviceMesh) -> TensorParallel:
-        """Read a DTensor; `mesh` is its mesh, as ours."""
+        """Read a DTensor; `mesh` is its mesh, as ours.
+
+        Raises:
+            MeshError: This rank is not in it.
+        """
+        if mesh.get_coordinate() is None:
+            msg = (
+                f"a parameter of shape {tuple(param.shape)} is a DTensor on the mesh of ranks "
+                f"{mesh.describe_ranks()}, in which rank {mesh.rank} is not. Call fully_shard on "
+                f"ranks of the DTensors' mesh only."
+            )
+            raise MeshError(msg)
         sizes, splits = list(param.shape), []
         for index, placement in enumerate(param.placements):
             if type(placement) is Shard:
@@ -303,6 +314,6 @@ class ReplacedDTensor(DTensor):
         msg = (
             f"parameter {name!r} was a DTensor, and fully_shard put another Parameter object in "
             f"its place: this one is not trained any more. Make the optimizer, and whatever else "
-            f"holds parameters, after fully_shard."
+            f"holds parameters, after fully_shard; put modules that share one in one group."
         )
         raise StateError(msg)
