@@ -271,16 +271,19 @@ def test_a_deep_copy_trains_by_itself(spawn: Spawn) -> None:
 
 
 def train_converted(mesh_shape: tuple[int, ...]) -> Differences:
-    plain, model = make("gpt", mesh_shape)
-    mine, _ = batches_of("gpt", mesh_shape, 1)
-    cross_entropy(model, mine[0]).backward()
+    # Not "gpt": torch 2.9 mixes up the masks of one split embedding in two dtypes.
+    plain, model = make("mlp", mesh_shape)
+    mine, _ = batches_of("mlp", mesh_shape, 1)
+    CASES["mlp"].case.loss(model, mine[0]).backward()
     model.zero_grad()
     model.double()
-    return compare_training("gpt", mesh_shape, (plain.double(), model), "adamw")
+    torch.set_default_dtype(torch.float64)  # Of the batches.
+    return compare_training("mlp", mesh_shape, (plain.double(), model), "adamw")
 
 
-def test_a_converted_model_trains_on(spawn: Spawn) -> None:
-    found = spawn(train_converted, RANKS, (2, 2))
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4)], ids=str)
+def test_a_converted_model_trains_on(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    found = spawn(train_converted, RANKS, mesh_shape)
     # In fp64 rounding errors are nine digits smaller; Adam's division leaves some of that.
     assert_within(found, loss=1e-12, grad=1e-12, norm=1e-12, parameter=1e-11)
 
