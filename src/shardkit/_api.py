@@ -49,6 +49,10 @@ def fully_shard(
     parameter groups and every other reference made before this call stay valid. All ranks must
     hold equal parameters when they call it; nothing is sent.
 
+    Parameters that are DTensors on another axis of the mesh (``parallelize_module``, which goes
+    first) stay split over that axis and are sharded over this one. Their objects are replaced: make
+    the optimizer after this call.
+
     Args:
         module: Has a forward. Its parameters are on the mesh's device.
         mesh: 1-D: shard over it. 2-D: replicate over the first axis, shard over the second (hybrid
@@ -64,8 +68,10 @@ def fully_shard(
 
     Raises:
         WrapError: A module without forward, wrapped twice, a parameter on another device or on
-            meta, or one that cannot be exchanged in place. The module is as it was.
-        MeshError: No process group, a mesh that does not hold this rank, more than two axes.
+            meta, a DTensor with other placements than Shard and Replicate, or one that cannot be
+            exchanged in place. The module is as it was.
+        MeshError: No process group, a mesh that does not hold this rank, more than two axes, or one
+            that shares an axis with the mesh of a DTensor.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
         `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import typing
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from models import WIDTHS, cross_entropy
 from parallel_models import CASES, MLP, batches_of, make, make_meshes, mlp_plan, parallelize
 from reference import Differences, assert_within, full_grads, mean_over_ranks, train
-from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
+from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -379,6 +380,25 @@ def test_an_optimizer_made_before_is_told_that_dtensors_were_replaced(
         assert error.type_name == "StateError"
         assert "parameter 'up.weight' was a DTensor" in error.message
         assert "Make the optimizer" in error.message
+
+
+def refuse_after_replacing() -> None:
+    """The second parameter cannot be exchanged: the first is put back."""
+    dp, tp = make_meshes((2, 2))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    parallelize_module(model, tp, {"0": ColwiseParallel()})
+    before = list(model.parameters())
+    reference = weakref.ref(model[1].weight)
+    with pytest.raises(WrapError, match=r"parameter '1\.weight' cannot be sharded"):
+        fully_shard(model, dp)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert type(model[0].weight) is DTensor
+    assert model[0](torch.randn(2, 4)).isfinite().all()
+    del reference
+
+
+def test_a_refusal_leaves_dtensors_in_place(spawn: Spawn) -> None:
+    spawn(refuse_after_replacing, RANKS)
 
 
 def compare_different_models() -> None:
