@@ -16,7 +16,7 @@ from shardkit._module import own_class, swap_class
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._settings import GroupSettings
 from shardkit._sharded import ShardedTensor
-from shardkit.backends import as_device_mesh
+from shardkit.backends import as_device_mesh, tensor_parallel_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,6 +57,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     module's ``reset_parameters()``, or by ``load_state_dict`` (with ``assign=True`` also without
     `to_empty`).
 
+    Parameters that are DTensors on another axis of the mesh (``parallelize_module``, which goes
+    first) stay split over that axis and are sharded over this one. Their objects are replaced: make
+    the optimizer after this call.
+
     Args:
         module: Has a forward. Its parameters are on the mesh's device. Or a list of modules: they
             form one group, which is gathered when the first of them runs and freed when all have
@@ -80,9 +84,11 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own.
 
     Raises:
-        WrapError: A module without forward, wrapped twice, a parameter on another device, or one
-            that cannot be exchanged in place. The module is as it was.
-        MeshError: No process group, a mesh that does not hold this rank, more than two axes.
+        WrapError: A module without forward, wrapped twice, a parameter on another device, a DTensor
+            with other placements than Shard and Replicate, or one that cannot be exchanged in
+            place. The module is as it was.
+        MeshError: No process group, a mesh that does not hold this rank, more than two axes, or one
+            that shares an axis with the mesh of a DTensor.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
         `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,
@@ -296,6 +302,9 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPol
                 f"module.to({str(mesh.backend.device)!r})."
             )
             raise WrapError(msg)
+        tensor_parallel = tensor_parallel_of(param)
+        if tensor_parallel is not None:
+            tensor_parallel.check(item.name, param, mesh)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

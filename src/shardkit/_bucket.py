@@ -8,7 +8,7 @@
 - sharded parameter: the user's own Parameter object, turned into a `ShardedTensor`.
 - unsharded parameter: global shape, compute dtype, a view into the unsharded buffer with a version
   counter of its own (made by ``set_``: gloo's worker thread bumps the buffer's counter at any
-  time, and backward would fail). Made once.
+  time, and backward would fail). Made once. A DTensor over that view where the user's was one.
 Where no cast and no other rank is involved the unsharded buffer IS the shard.
 """
 
@@ -30,6 +30,7 @@ from shardkit._ops import FlatMaker
 from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
 from shardkit._tree import iter_tensors
+from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
@@ -76,16 +77,15 @@ def _needs_no_memory(func: Any) -> bool:
     return name in _NEED_NO_MEMORY
 
 
-class FreedParameter(nn.Parameter):
-    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
+class _Freed:
+    """What the classes of parameters without memory have in common."""
 
-    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
-    which costs nothing, rather than its contents.
-    """
+    __slots__ = ()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self: Any) -> str:
         """Show the name; there are no values to show."""
-        return f"FreedParameter({self.__dict__[NAME_ATTRIBUTE]!r}, shape={tuple(self.shape)})"
+        shape = tuple(self.shape)
+        return f"{type(self).__name__}({self.__dict__[NAME_ATTRIBUTE]!r}, shape={shape})"
 
     @classmethod
     def __torch_function__(
@@ -97,15 +97,38 @@ class FreedParameter(nn.Parameter):
             with _compat.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
         given = iter_tensors([args, kwargs or {}])
-        name = next(
-            (a.__dict__[NAME_ATTRIBUTE] for a in given if isinstance(a, FreedParameter)), "?"
-        )
-        msg = (
-            f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
-            f"memory has been given back. Do not keep it; take the sharded one from "
-            f"module.parameters(), or call unshard() on its module around the use."
-        )
-        raise FreedParameterError(msg)
+        raise _freed_error(next((a for a in given if isinstance(a, _Freed)), None))
+
+
+def _freed_error(param: Any) -> FreedParameterError:
+    name = "?" if param is None else param.__dict__[NAME_ATTRIBUTE]
+    return FreedParameterError(
+        f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
+        f"memory has been given back. Do not keep it; take the sharded one from "
+        f"module.parameters(), or call unshard() on its module around the use."
+    )
+
+
+class FreedParameter(_Freed, nn.Parameter):  # type: ignore[misc]  # Tensor.__repr__ takes more.
+    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
+
+    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
+    which costs nothing, rather than its contents.
+    """
+
+
+@functools.cache
+def _class_without_memory(cls: type) -> type:
+    """Return what the class of an unsharded parameter is exchanged with, e.g. a DTensor's."""
+    if cls is nn.Parameter:
+        return FreedParameter
+
+    def refuse(self: Any, *args: object, **kwargs: object) -> Any:
+        del args, kwargs
+        raise _freed_error(self)
+
+    methods = ("to_local", "full_tensor", "redistribute")  # No functions of torch: not seen above.
+    return type(f"Freed{cls.__name__}", (_Freed, cls), dict.fromkeys(methods, refuse))
 
 
 @dataclass(slots=True, eq=False)
@@ -184,9 +207,15 @@ class Bucket:
         self.shard_device = first.device if is_meta else self.home
         self.is_offloaded = self.shard_device != self.device
         self._kept_part: _KeptPart | None = None
+        self.tensor_parallel = [_tensor_parallel_of(f.param) for f in found]
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
         self.layout = layout or FlatLayout.plan(
-            [tuple(f.param.shape) for f in found], world_size=self.axis.size, itemsize=itemsize
+            [
+                tuple(f.param.shape) if tp is None else tp.local_shape
+                for f, tp in zip(found, self.tensor_parallel, strict=True)
+            ],
+            world_size=self.axis.size,
+            itemsize=itemsize,
         )
         self.aliases_shard = (
             self.axis.size == 1 and self.param_dtype == self.orig_dtype and not self.is_offloaded
@@ -196,7 +225,15 @@ class Bucket:
             self.shard = self._cut_shard()
             siblings = FlatMaker()
             self.specs = [
-                ShardSpec(self.layout, i, mesh=mesh, axis=self.axis, name=f.name, siblings=siblings)
+                ShardSpec(
+                    self.layout,
+                    i,
+                    mesh=mesh,
+                    axis=self.axis,
+                    name=f.name,
+                    siblings=siblings,
+                    tensor_parallel=self.tensor_parallel[i],
+                )
                 for i, f in enumerate(found)
             ]
             self.replacements = [
@@ -221,6 +258,9 @@ class Bucket:
             if isinstance(param, ShardedTensor):
                 piece = param.to_local()
             else:
+                tensor_parallel = self.tensor_parallel[i]
+                if tensor_parallel is not None:
+                    param = tensor_parallel.to_part(param)
                 start, stop = self.layout.owned_range(i, self.axis.rank)
                 piece = param.reshape(-1)[start:stop]
             to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
@@ -263,15 +303,23 @@ class Bucket:
         self.unsharded = []
         for i, found in enumerate(self.found):
             view = self._view(self.layout.shapes[i], self.layout.offsets[i])
+            tensor_parallel = self.tensor_parallel[i]
+            if tensor_parallel is not None:
+                view = tensor_parallel.as_dtensor(view)
             param = nn.Parameter(view, requires_grad=found.param.requires_grad)
             param.__dict__.update(user_attributes(found.param))
             param.__dict__[NAME_ATTRIBUTE] = found.name
             _showing[id(param)] = self
-            if self.buffer is not None:
-                param.__class__ = FreedParameter
             self.unsharded.append(param)
+        self._classes: list[type] = [type(param) for param in self.unsharded]
         if self.buffer is not None:
             self.buffer.close()
+            self._hide_freed()
+
+    def _hide_freed(self) -> None:
+        """Let any use of the unsharded parameters raise."""
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = _class_without_memory(cls)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> Tensor:
         strides, step = [], 1
@@ -284,11 +332,19 @@ class Bucket:
     # --- exchange of the user's parameters ---
 
     def adopt(self, index: int) -> None:
-        """Turn the user's parameter `index` into the sharded one; the same call undoes it."""
+        """Turn the user's parameter `index` into the sharded one; the same call undoes it.
+
+        A DTensor is replaced instead: its objects cannot be turned into others.
+        """
         found, replacement = self.found[index], self.replacements[index]
         if replacement is None:
             assert isinstance(found.param, ShardedTensor)
             found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
+            return
+        if self.tensor_parallel[index] is not None:
+            found.param, self.replacements[index] = replacement, found.param
+            for module, attribute in found.sites:
+                setattr(module, attribute, found.param)
             return
         modules = [module for module, _ in found.sites if isinstance(module, nn.RNNBase)]
         for module in modules:
@@ -305,6 +361,11 @@ class Bucket:
 
     def drop_originals(self) -> None:
         """Forget the full-size tensors; from now on there is no way back."""
+        for replaced, tensor_parallel, found in zip(
+            self.replacements, self.tensor_parallel, self.found, strict=True
+        ):
+            if replaced is not None and tensor_parallel is not None:
+                tensor_parallel.retire(replaced, found.name)
         self.replacements = []
 
     @property
@@ -365,16 +426,15 @@ class Bucket:
         """Get memory; return the fence after which it may be written."""
         assert self.buffer is not None
         self._gathered_version = self.shard_version
-        for param in self.unsharded:
-            param.__class__ = nn.Parameter
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = cls
         return self.buffer.attach(pool, for_compute=False)
 
     def detach(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back; its readers are done at `fence`."""
         assert self.buffer is not None
         self.buffer.detach(pool, fence, by_compute=True)
-        for param in self.unsharded:
-            param.__class__ = FreedParameter
+        self._hide_freed()
 
     def gather_job(self, comm: AllGather | None) -> Gather:
         """Return what the backend has to gather: over the shard axis, or what `keep_part` left."""
@@ -439,6 +499,13 @@ class Bucket:
                     setattr(module, attribute, shown)  # It keeps a list of its weights as well.
                 else:
                     module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
+
+
+def _tensor_parallel_of(param: Tensor) -> Any:
+    """Return how a parameter is spread over a mesh of its own, `TensorParallel`, or None."""
+    if isinstance(param, ShardedTensor):
+        return param.spec.tensor_parallel
+    return tensor_parallel_of(param)
 
 
 def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:

@@ -68,6 +68,30 @@ def make_wrapper(
     )
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """Return what a functional collective returned when it is there; others as they are."""
+    from torch.distributed import _functional_collectives  # noqa: TID251 - DTensors only
+
+    if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
+        result: Tensor = tensor.wait()
+        return result
+    return tensor
+
+
+def set_local_tensor(dtensor: Any, local: Tensor) -> None:
+    """Exchange the memory of a DTensor that nobody shall use any more."""
+    dtensor._local_tensor = local
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the torch mesh that a torch mesh is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # noqa: TID251 - torch < 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251

@@ -216,12 +216,16 @@ class GroupGradients:
         Args:
             bucket_index: Which bucket.
             index: Which parameter.
-            grad: Its gradient, in compute dtype; not kept unless `hold`.
+            grad: Its gradient, in compute dtype; not kept unless `hold`. That of a DTensor is
+                brought to the parameter's placements, which may take a collective over its mesh.
             lanes: Order the copy.
             pool: Where the send buffer's memory comes from.
             hold: Keep the tensor rather than copy it now.
         """
         self.fired[bucket_index][index] = 1
+        tensor_parallel = self._buckets[bucket_index].tensor_parallel[index]
+        if tensor_parallel is not None:
+            grad = tensor_parallel.part_of_gradient(grad)
         if self.is_local:
             bucket = self._buckets[bucket_index]
             piece = grad.detach() if grad.requires_grad else grad

@@ -185,7 +185,15 @@ import torch.distributed as dist
 import shardkit
 print(json.dumps({"modules": sorted(sys.modules), "initialized": dist.is_initialized()}))
 """
-HEAVY = ("torch._dynamo", "torch._inductor", "torch_xla", "triton", "sympy", "numpy.testing")
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch_xla",
+    "triton",
+    "sympy",
+    "numpy.testing",
+)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +216,7 @@ def test_importing_leaves_heavy_packages_alone(
     assert name not in after_import["modules"]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl", "recording"])
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "recording", "tensor_parallel"])
 def test_importing_leaves_backends_for_when_they_are_needed(
     after_import: dict[str, typing.Any], backend: str
 ) -> None:
