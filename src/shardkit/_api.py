@@ -64,7 +64,8 @@ def fully_shard(
 
     Raises:
         WrapError: A module without forward, wrapped twice, a parameter on another device or on
-            meta, or one that cannot be exchanged in place. The module is as it was.
+            meta, one that another group holds in another place (tied weights), or one that cannot
+            be exchanged in place. The module is as it was.
         MeshError: No process group, a mesh that does not hold this rank, more than two axes.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
@@ -75,6 +76,9 @@ def fully_shard(
     _check_module(module)
     ignored = ignored_params or set()
     _check_options(reshard_after_forward, ignored)
+    for inner in _groups(module, recurse=True):
+        inner.show(unsharded=False)  # Else an unsharded parameter would be taken for a new one.
+    _check_ties(module, ignored)
     candidates = list(_find_params(module, ignored))
     shard_mesh = as_device_mesh(mesh, device_type=_device_type(candidates))
     _check_mesh(shard_mesh)
@@ -129,6 +133,27 @@ def _check_options(reshard_after_forward: object, ignored: set[nn.Parameter]) ->
             msg = (
                 f"ignored_params takes Parameter objects, got {param!r}. Pass e.g. "
                 f"{{module.gate.weight}}, not names."
+            )
+            raise WrapError(msg)
+
+
+def _check_ties(module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Refuse places of a parameter that its group does not know: it is not gathered for them."""
+    ignored_ids = {id(param) for param in ignored}
+    for prefix, child in module.named_modules():
+        for attribute, param in child._parameters.items():  # noqa: SLF001 - keeps tied ones apart
+            if not isinstance(param, ShardedTensor) or id(param) in ignored_ids:
+                continue
+            found = param.spec.found() if param.spec.found is not None else None
+            if found is None or found.param is not param or (child, attribute) in found.sites:
+                continue
+            owner, owner_attribute = found.sites[0]
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            msg = (
+                f"parameter {name!r} of {_own_class(module).__name__} is tied: the same Parameter "
+                f"is {owner_attribute!r} of {_own_class(owner).__name__}, whose group gathers it "
+                f"for that module alone. Take all modules that hold it in one fully_shard call: "
+                f"shard neither by itself, but the module that holds both."
             )
             raise WrapError(msg)
 

@@ -15,6 +15,7 @@ Where no cast and no other rank is involved the unsharded buffer IS the shard.
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ class FreedParameter(nn.Parameter):
         raise FreedParameterError(msg)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FoundParam:
     """A parameter to shard.
 
@@ -149,6 +150,8 @@ class Bucket:
                 ShardSpec(self.layout, i, mesh=mesh, axis=self.axis, name=f.name, siblings=siblings)
                 for i, f in enumerate(found)
             ]
+            for spec, item in zip(self.specs, found, strict=True):
+                spec.found = weakref.ref(item)
             self.replacements = [
                 None if isinstance(f.param, ShardedTensor) else self._make_replacement(i)
                 for i, f in enumerate(found)

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardkit import _compat
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from shardkit._layout import FlatLayout
@@ -48,10 +49,12 @@ class ShardSpec:
         stop: Its end; equal to `start` where this rank owns nothing.
         piece_range: [start, stop) of this rank's piece in its shard.
         siblings: Open flats of the bucket (`_ops.FlatMaker`).
+        found: Weak: the parameter and every place that its group found it in (`FoundParam`).
     """
 
     __slots__ = (
         "axis",
+        "found",
         "index",
         "layout",
         "mesh",
@@ -73,6 +76,7 @@ class ShardSpec:
         siblings: Any = None,
     ) -> None:
         self.siblings = siblings
+        self.found: weakref.ref[Any] | None = None
         self.layout = layout
         self.index = index
         self.mesh = mesh
