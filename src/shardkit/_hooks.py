@@ -75,8 +75,9 @@ class ModuleState:
         groups = [state.group for state in states if state.group is not None]
         if not groups:
             return None
+        entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
-            runtime.reset()  # An inner module ran alone before: it was its own root.
+            entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
         self._name_params(groups)
         for state in states:
             if state.group is not None:
@@ -84,6 +85,8 @@ class ModuleState:
                 inner = [get_state(m) for m in state.module.modules() if m is not state.module]
                 state.group.is_innermost = all(s is None or s.group is None for s in inner)
         runtime = Runtime(groups)
+        for group in entered:
+            runtime.reduce_order.enter_forward(group.index)
         for state in states:
             state.runtime = runtime
         return runtime

@@ -58,14 +58,26 @@ class ForwardRecord:
         self.done = False
         self.is_first = False
 
+    @property
+    def runtime(self) -> Runtime:
+        """The group's runtime of now: another than at the forward, if a larger root ran since."""
+        listener = self.group.listener
+        assert isinstance(listener, Runtime)
+        return listener
+
+
+def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
+    """Hook of a group's outputs."""
+    del grad
+    record.runtime.enter_backward(record)
+
 
 class InputGrads(torch.autograd.Function):
     """Identity on a group's inputs; its backward runs when backward is done with the group."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, record: ForwardRecord, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
         """Pass the inputs through."""
-        ctx.runtime = runtime
         ctx.record = record
         ctx.set_materialize_grads(False)
         return inputs
@@ -73,8 +85,8 @@ class InputGrads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Tell the runtime, pass the gradients through."""
-        ctx.runtime.exit_backward(ctx.record)
-        return (None, None, *grads)
+        ctx.record.runtime.exit_backward(ctx.record)
+        return (None, *grads)
 
 
 class Runtime:
@@ -112,6 +124,21 @@ class Runtime:
         self.update_kept()
         self.check = _step_check.StepCheck(self.groups, axes)
         self.lanes.watch(self.check)
+
+    def hand_over(self) -> list[Group]:
+        """Give way to the runtime of a root around this one: forwards so far may still go backward.
+
+        Returns:
+            The groups that they entered, in order.
+        """
+        if self._backward_running or self.pass_root is not None:
+            self.reset()  # They ended in an exception.
+            return []
+        self.check.finish()
+        self._carry_out(self.schedule.reset())
+        for group in self.groups:
+            group.show(unsharded=False)
+        return [self.groups[index] for index in self.reduce_order.entered]
 
     def update_kept(self) -> None:
         """Read `reshard_after_forward` of all groups anew."""
@@ -155,7 +182,7 @@ class Runtime:
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return stand-ins of the inputs that tell when backward is done with the group."""
         record.has_input_grads = True
-        result: Sequence[Tensor] = InputGrads.apply(self, record, *inputs)  # type: ignore[no-untyped-call]
+        result: Sequence[Tensor] = InputGrads.apply(record, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     def exit_forward(
@@ -164,7 +191,7 @@ class Runtime:
         """A group's forward ends with `outputs`, those that require gradients."""
         needs_backward = False
         if record is not None:
-            hook = functools.partial(self.enter_backward, record)
+            hook = functools.partial(_enter_backward, record)
             for output in outputs:
                 needs_backward = True
                 output.register_hook(hook)
@@ -198,7 +225,7 @@ class Runtime:
     ) -> None:
         """The repeated forward ends."""
         if record is not None:
-            hook = functools.partial(self.enter_backward, record)
+            hook = functools.partial(_enter_backward, record)
             for output in outputs:
                 output.register_hook(hook)
         actions = self.schedule.exit_recompute(group.index)
@@ -218,9 +245,8 @@ class Runtime:
         self.reduce_order.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
-    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+    def enter_backward(self, record: ForwardRecord) -> None:
         """A gradient of a group's outputs came."""
-        del grad
         self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
             self._makes_graph = True
@@ -300,6 +326,8 @@ class Runtime:
         if not group.sync:
             gradients.write_held(self.lanes, self.slots)
             return
+        if group in self._queued:
+            return  # It completed again, by a graph retained from before: it is sent with the rest.
         if self._queued and self._queued[0].shard_axis is not group.shard_axis:
             self._start_queued()
         self._queued.append(group)

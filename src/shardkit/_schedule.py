@@ -343,6 +343,11 @@ class ReduceOrder:
         self._complete: set[int] = set()
         self._issued: set[int] = set()
 
+    @property
+    def entered(self) -> tuple[int, ...]:
+        """Groups that forwards entered since the last backward, in order."""
+        return tuple(self._entered)
+
     def enter_forward(self, group: int) -> bool:
         """A forward that may have a backward enters the group; return whether it is the first."""
         is_first = group not in self._entered
