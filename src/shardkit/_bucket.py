@@ -233,9 +233,9 @@ class Bucket:
             assert isinstance(found.param, ShardedTensor)
             found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
             return
-        modules = [module for module, _ in found.sites if isinstance(module, nn.RNNBase)]
-        for module in modules:
-            _compat.rnn_forget_weight_refs(module)
+        for module, _ in found.sites:
+            if isinstance(module, nn.RNNBase):
+                _compat.rnn_forget_weight_refs(module)
         try:
             torch.utils.swap_tensors(found.param, replacement)
         except RuntimeError as error:
@@ -245,6 +245,13 @@ class Bucket:
                 f"(delete old outputs and losses first)."
             )
             raise WrapError(msg) from error
+
+    def restore_weight_refs(self) -> None:
+        """Let RNNs keep weak references again, after what `adopt` did was undone."""
+        for found in self.found:
+            for module, _ in found.sites:
+                if isinstance(module, nn.RNNBase):
+                    _compat.rnn_restore_weight_refs(module)
 
     def drop_originals(self) -> None:
         """Forget the full-size tensors; from now on there is no way back."""
@@ -326,6 +333,7 @@ class Bucket:
             for module, attribute in found.sites:
                 if isinstance(module, nn.RNNBase):
                     setattr(module, attribute, shown)  # It keeps a list of its weights as well.
+                    _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
                 else:
                     module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
 

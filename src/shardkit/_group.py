@@ -172,6 +172,8 @@ class Group:
         except Exception:
             for bucket, index in reversed(done):
                 bucket.adopt(index)
+            for bucket in self.buckets:
+                bucket.restore_weight_refs()
             raise
         for bucket in self.buckets:
             bucket.drop_originals()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import typing
+import weakref
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from reference import (
     compare_training,
     shard,
 )
-from shardkit import ShardedTensor, fully_shard
+from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
     from models import Batch
@@ -70,8 +72,10 @@ GROUPS: dict[str, typing.Callable[[nn.Module], list[nn.Module]]] = {
 
 def assert_weights_agree(rnn: nn.RNNBase, *, sharded: bool) -> None:
     """Check that the list that forward reads holds the parameters that the module shows."""
-    assert len(rnn._flat_weights) == len(list(rnn.parameters()))
-    for name, weight in zip(rnn._flat_weights_names, rnn._flat_weights, strict=True):
+    assert len(rnn.__dict__["_flat_weights"]) == len(list(rnn.parameters()))
+    for name, weight in zip(
+        rnn.__dict__["_flat_weights_names"], rnn.__dict__["_flat_weights"], strict=True
+    ):
         assert getattr(rnn, name) is weight, name
         assert isinstance(weight, ShardedTensor) == sharded, name
 
@@ -139,7 +143,9 @@ def test_a_recurrent_root(spawn: Spawn) -> None:
 
 
 def train_a_copy(where: str, trained_before: bool) -> Differences:
-    case = Case(lambda: Recurrent("lstm", packed=True), GROUPS[where], sequence_batch, squared_error)
+    case = Case(
+        lambda: Recurrent("lstm", packed=True), GROUPS[where], sequence_batch, squared_error
+    )
     plain = case.make()
     model = shard(case, copy.deepcopy(plain), reshard_after_forward=False)
     if trained_before:
@@ -148,8 +154,8 @@ def train_a_copy(where: str, trained_before: bool) -> Differences:
     before = copy.deepcopy(plain)
     duplicate = copy.deepcopy(model)
     assert_weights_agree(duplicate.rnn, sharded=True)
-    assert not {id(weight) for weight in duplicate.rnn._flat_weights} & {
-        id(weight) for weight in model.rnn._flat_weights
+    assert not {id(weight) for weight in duplicate.rnn.__dict__["_flat_weights"]} & {
+        id(weight) for weight in model.rnn.__dict__["_flat_weights"]
     }
     differences = compare_training(case, duplicate, plain, steps=3)
     assert_weights_agree(duplicate.rnn, sharded=True)
@@ -184,3 +190,19 @@ def load_and_convert() -> list[bool]:
 
 def test_a_recurrent_layer_sees_weights_loaded_and_converted(spawn: Spawn) -> None:
     assert spawn(load_and_convert, 2) == [[True, True]] * 2
+
+
+def refused_with_an_lstm() -> bool:
+    """A weak reference forbids the head to be exchanged: the LSTM before it is as it was."""
+    model = Recurrent("lstm", packed=False)
+    reference = weakref.ref(model.head.weight)
+    with pytest.raises(WrapError, match=r"head\.weight"):
+        fully_shard(model)
+    assert reference() is model.head.weight
+    assert_weights_agree(model.rnn, sharded=False)
+    refs = [ref() for ref in model.rnn.__dict__["_flat_weight_refs"]]
+    return all(map(operator.is_, refs, model.rnn.__dict__["_flat_weights"]))
+
+
+def test_a_refusal_leaves_a_recurrent_layer_as_it_was(spawn: Spawn) -> None:
+    assert spawn(refused_with_an_lstm, 2) == [True, True]
