@@ -64,8 +64,8 @@ def fully_shard(
 
     Raises:
         WrapError: A module without forward, wrapped twice, a parameter on another device or on
-            meta, one that another group holds in another place (tied weights), or one that cannot
-            be exchanged in place. The module is as it was.
+            meta, with sparse gradients, that another group holds in another place (tied weights),
+            or that cannot be exchanged in place. The module is as it was.
         MeshError: No process group, a mesh that does not hold this rank, more than two axes.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
@@ -212,6 +212,16 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh) -> None:
                 f"module.to({str(mesh.backend.device)!r})."
             )
             raise WrapError(msg)
+        sparse = next(
+            (site for site, _ in item.sites if getattr(site, "sparse", None) is True), None
+        )
+        if isinstance(sparse, (nn.Embedding, nn.EmbeddingBag)) and param.requires_grad:
+            msg = (
+                f"parameter {item.name!r} of {_own_class(sparse).__name__} gets sparse gradients "
+                f"(sparse=True), which cannot be cut into flat ranges and averaged. Make the "
+                f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
+            )
+            raise WrapError(msg)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
@@ -285,6 +295,17 @@ class FSDPModule:
         ModuleState(result, group, state.policy).install()
         _swap_class(result)
         return result
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters; after an exception in a step, the sharded ones again.
+
+        What an optimizer or ``zero_grad()`` gets between an exception and the next forward.
+        """
+        runtime = _state_of(self).runtime
+        if runtime is not None:
+            runtime.tidy_up()
+        module: Any = self
+        return _own_class(self).named_parameters(module, *args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.

@@ -6,6 +6,8 @@ hold no state of their own.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,23 @@ def get_state(module: nn.Module) -> ModuleState | None:
     return state
 
 
+@dataclass(slots=True)
+class _OpenForward:
+    """A forward of a module that has begun.
+
+    Attributes:
+        record: Of its group.
+        is_root: It is the outermost one.
+        is_recompute: It runs inside backward.
+        handled: The exception that the caller was handling when it began, if any.
+    """
+
+    record: ForwardRecord | None
+    is_root: bool
+    is_recompute: bool
+    handled: BaseException | None
+
+
 class ModuleState:
     """What `fully_shard` knows about one module.
 
@@ -46,13 +65,13 @@ class ModuleState:
         self.group = group
         self.policy = policy
         self.runtime: Runtime | None = None
-        self._open: list[tuple[ForwardRecord | None, bool, bool]] = []
+        self._open: list[_OpenForward] = []
 
     def install(self) -> None:
         """Put the state and the hooks on the module."""
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(self.post_forward)
+        self.module.register_forward_hook(self.post_forward, always_call=True)
         self.module.register_state_dict_pre_hook(self.pre_state_dict)
         self.module.register_load_state_dict_pre_hook(self.pre_load_state_dict)
 
@@ -144,7 +163,7 @@ class ModuleState:
                 self.group.needs_memory or not self.group.gradients.is_local
             ):
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
-        self._open.append((record, is_root, is_recompute))
+        self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception()))
         return args, kwargs
 
     def _watch_inputs(
@@ -166,20 +185,29 @@ class ModuleState:
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook the outputs for backward, reshard, cast the outputs."""
+        """Hook the outputs for backward, reshard, cast the outputs.
+
+        Also called when an exception ends the forward.
+        """
         del module, args
         if not self._open:
             return output
-        record, is_root, is_recompute = self._open.pop()
-        runtime, group = self.runtime, self.group
+        forward = self._open.pop()
+        runtime, group, record = self.runtime, self.group, forward.record
+        if sys.exception() is not forward.handled:
+            if runtime is not None:
+                runtime.interrupt_forward(
+                    group, record, is_root=forward.is_root, is_recompute=forward.is_recompute
+                )
+            return output
         outputs = []
         if torch.is_grad_enabled():
             outputs = [t for t in iter_tensors(output) if t.requires_grad]
         if runtime is not None:
             if group is not None:
-                leave = runtime.exit_recompute if is_recompute else runtime.exit_forward
+                leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
                 leave(group, record, outputs)
-            if is_root:
+            if forward.is_root:
                 runtime.end_pass(needs_backward=bool(outputs))
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)

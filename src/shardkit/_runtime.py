@@ -115,6 +115,7 @@ class Runtime:
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
+        self._interrupted = False
         self._any_fired = False
         self._makes_graph = False
         self._reducing: list[Group] = []
@@ -131,7 +132,7 @@ class Runtime:
         Returns:
             The groups that they entered, in order.
         """
-        if self._backward_running or self.pass_root is not None:
+        if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # They ended in an exception.
             return []
         self.check.finish()
@@ -150,7 +151,7 @@ class Runtime:
 
     def begin_pass(self, root: Any) -> None:
         """A root forward starts."""
-        if self._backward_running or self.pass_root is not None:
+        if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
         for group in self.groups:
             if group.was_replaced:
@@ -210,6 +211,33 @@ class Runtime:
         if not (needs_backward and group.index in self.schedule.kept):
             group.show(unsharded=False)
         self._carry_out(actions)
+
+    def interrupt_forward(
+        self,
+        group: Group | None,
+        record: ForwardRecord | None,
+        *,
+        is_root: bool,
+        is_recompute: bool,
+    ) -> None:
+        """A forward ends in an exception. Whoever called the module may go on without it."""
+        if is_recompute:
+            return  # Or non-reentrant checkpointing has what it wants; backward goes on.
+        if group is not None:
+            if record is not None and record.is_first:
+                self.reduce_order.withdraw(group.index)
+            actions = self.schedule.exit_forward(group.index, needs_backward=False)
+            group.show(unsharded=False)
+            self._carry_out(actions)
+        if is_root:
+            # Not reset at once: to wait for collectives would hold up the exception.
+            self.pass_root = None
+            self._interrupted = True
+
+    def tidy_up(self) -> None:
+        """Clean up after an exception; called where the parameters are asked for."""
+        if self._interrupted or (self._backward_running and not _compat.in_backward()):
+            self.reset()
 
     # --- forward inside backward ---
 
@@ -434,6 +462,7 @@ class Runtime:
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._backward_running = False
+        self._interrupted = False
         self.pass_root = None
         self.reduce_order.reset()
         self._carry_out(self.schedule.reset())
