@@ -11,11 +11,11 @@ from shardkit._errors import (
     StateError,
     WrapError,
 )
+from shardkit._forward_methods import register_fsdp_forward_method
 from shardkit._mesh import DeviceMesh
 from shardkit._module import (
     FSDPModule,
     UnshardHandle,
-    register_fsdp_forward_method,
     share_comm_ctx,
 )
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

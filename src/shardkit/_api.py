@@ -84,8 +84,9 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own.
 
     Raises:
-        WrapError: A module without forward, wrapped twice, a parameter on another device, a DTensor
-            with other placements than Shard and Replicate, or one that cannot be exchanged in
+        WrapError: A module without forward, wrapped twice, a parameter on another device, with
+            sparse gradients, a DTensor with other placements than Shard and Replicate, one that
+            another group holds in another place (tied weights), or that cannot be exchanged in
             place. The module is as it was.
         MeshError: No process group, a mesh that does not hold this rank, more than two axes, or one
             that shares an axis with the mesh of a DTensor.
@@ -100,6 +101,12 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         _check_module(each)
     ignored = ignored_params or set()
     _check_ignored(ignored)
+    for each in modules:
+        for inner in each.modules():
+            state = get_state(inner)
+            if state is not None and state.group is not None:
+                state.group.show(unsharded=False)
+    _check_ties(modules, ignored)
     candidates = list(_find_params(modules, ignored))
     _check_not_taken(modules, candidates)
     shard_mesh = as_device_mesh(mesh, device_type=_device_type(candidates))
@@ -251,6 +258,31 @@ def _check_placements(found: list[FoundParam], fn: Callable[[nn.Parameter], Any]
             raise WrapError(msg)
 
 
+def _check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Refuse places of a parameter that its group does not know: it is not gathered for them."""
+    ignored_ids = {id(param) for param in ignored}
+    sites = [
+        (f"{prefix}.{attribute}" if prefix else attribute, child, attribute, param)
+        for module in modules
+        for prefix, child in module.named_modules()
+        for attribute, param in child._parameters.items()  # noqa: SLF001 - keeps tied ones apart
+    ]
+    for name, child, attribute, param in sites:
+        if not isinstance(param, ShardedTensor) or id(param) in ignored_ids:
+            continue
+        found = param.spec.found() if param.spec.found is not None else None
+        if found is None or found.param is not param or (child, attribute) in found.sites:
+            continue
+        owner, owner_attribute = found.sites[0]
+        msg = (
+            f"parameter {name!r} of {own_class(child).__name__} is tied: the same Parameter "
+            f"is {owner_attribute!r} of {own_class(owner).__name__}, whose group gathers it "
+            f"for that module alone. Take all modules that hold it in one fully_shard call: "
+            f"shard neither by itself, but the module that holds both, or a list of both."
+        )
+        raise WrapError(msg)
+
+
 def _find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterator[FoundParam]:
     """Yield parameters that no group has taken, each with all the places that hold it."""
     ignored_ids = {id(param) for param in ignored}
@@ -305,6 +337,16 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPol
         tensor_parallel = tensor_parallel_of(param)
         if tensor_parallel is not None:
             tensor_parallel.check(item.name, param, mesh)
+        sparse = next(
+            (site for site, _ in item.sites if getattr(site, "sparse", None) is True), None
+        )
+        if isinstance(sparse, (nn.Embedding, nn.EmbeddingBag)) and param.requires_grad:
+            msg = (
+                f"parameter {item.name!r} of {own_class(sparse).__name__} gets sparse gradients "
+                f"(sparse=True), which cannot be cut into flat ranges and averaged. Make the "
+                f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
+            )
+            raise WrapError(msg)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

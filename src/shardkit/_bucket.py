@@ -131,7 +131,7 @@ def _class_without_memory(cls: type) -> type:
     return type(f"Freed{cls.__name__}", (_Freed, cls), dict.fromkeys(methods, refuse))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FoundParam:
     """A parameter to shard.
 
@@ -236,6 +236,8 @@ class Bucket:
                 )
                 for i, f in enumerate(found)
             ]
+            for spec, item in zip(self.specs, found, strict=True):
+                spec.found = weakref.ref(item)
             self.replacements = [
                 None if isinstance(f.param, ShardedTensor) else self._make_replacement(i)
                 for i, f in enumerate(found)
@@ -346,9 +348,9 @@ class Bucket:
             for module, attribute in found.sites:
                 setattr(module, attribute, found.param)
             return
-        modules = [module for module, _ in found.sites if isinstance(module, nn.RNNBase)]
-        for module in modules:
-            _compat.rnn_forget_weight_refs(module)
+        for module, _ in found.sites:
+            if isinstance(module, nn.RNNBase):
+                _compat.rnn_forget_weight_refs(module)
         try:
             torch.utils.swap_tensors(found.param, replacement)
         except RuntimeError as error:
@@ -358,6 +360,13 @@ class Bucket:
                 f"(delete old outputs and losses first)."
             )
             raise WrapError(msg) from error
+
+    def restore_weight_refs(self) -> None:
+        """Let RNNs keep weak references again, after what `adopt` did was undone."""
+        for found in self.found:
+            for module, _ in found.sites:
+                if isinstance(module, nn.RNNBase):
+                    _compat.rnn_restore_weight_refs(module)
 
     def drop_originals(self) -> None:
         """Forget the full-size tensors; from now on there is no way back."""
@@ -497,6 +506,7 @@ class Bucket:
             for module, attribute in found.sites:
                 if isinstance(module, nn.RNNBase):
                     setattr(module, attribute, shown)  # It keeps a list of its weights as well.
+                    _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
                 else:
                     module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
 

@@ -5,6 +5,7 @@ Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in the library may use a pri
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,13 +137,19 @@ def is_mutable_op(func: Any) -> bool:
 
 
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
-    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them."""
-    module._flat_weight_refs = []
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+
+    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
+    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
 
-def rnn_reset_weights(module: torch.nn.RNNBase) -> None:
-    """Let an RNN collect its weights anew after they were exchanged."""
-    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Undo `rnn_forget_weight_refs`."""
+    module._flat_weight_refs = [
+        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
+    ]
 
 
 def state_dict_hooks(module: torch.nn.Module) -> list[Any]:

@@ -184,8 +184,14 @@ class GroupGradients:
     def send_nbytes(self) -> int:
         """Bytes that a reduction sends."""
         return sum(
-            bucket.layout.padded_numel * bucket.reduce_dtype.itemsize for bucket in self._buckets
+            bucket.layout.padded_numel * bucket.reduce_dtype.itemsize
+            for i, bucket in enumerate(self._buckets)
+            if self._is_sent(i)
         )
+
+    def _is_sent(self, bucket_index: int) -> bool:
+        """Whether a reduction carries the bucket: a frozen one, only with sums from before."""
+        return self._buckets[bucket_index].is_trainable or bucket_index in self._partials
 
     @property
     def reduce_nbytes(self) -> int:
@@ -282,7 +288,7 @@ class GroupGradients:
         self._is_partial = self._replicate_axis is not None and not all_reduce
         self._sending, reductions = [], []
         for i, bucket in enumerate(self._buckets):
-            if not bucket.is_trainable and i not in self._partials:
+            if not self._is_sent(i):
                 continue
             buffer = self._buffer(i)
             buffer.complete(lanes, pool)

@@ -7,6 +7,8 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from shardkit._bucket import FoundParam, make_buckets, rebuild
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
@@ -16,7 +18,6 @@ from shardkit._state_dict import install_hooks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor, nn
 
     from shardkit._bucket import Bucket
@@ -225,6 +226,8 @@ class Group:
         except Exception:
             for bucket, index in reversed(done):
                 bucket.adopt(index)
+            for bucket in self.buckets:
+                bucket.restore_weight_refs()
             raise
         for bucket in self.buckets:
             bucket.drop_originals()
@@ -383,6 +386,14 @@ def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, par
     group, grad = reference(), param.grad
     if group is not None and grad is not None:
         param.grad = None
+        if grad.layout is not torch.strided:
+            name = group.grad_buckets[bucket_index].found[index].name
+            msg = (
+                f"parameter {name!r} got a sparse gradient ({grad.layout}), which cannot be cut "
+                f"into flat ranges and averaged: expected a dense one. Look it up with "
+                f"sparse=False, or pass it in ignored_params of fully_shard."
+            )
+            raise StateError(msg)
         assert group.listener is not None
         group.listener.on_grad(group, bucket_index, index, grad)
 

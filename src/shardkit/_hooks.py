@@ -6,8 +6,8 @@ hold no state of their own.
 
 from __future__ import annotations
 
-import functools
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Callable
 
     from shardkit._group import Group
     from shardkit._policy import MixedPrecisionPolicy
@@ -37,6 +38,25 @@ def get_state(module: nn.Module) -> ModuleState | None:
     return state
 
 
+@dataclass(slots=True)
+class _OpenForward:
+    """A forward of a module that has begun.
+
+    Attributes:
+        record: Of its group, if there may be a backward.
+        is_root: It is the outermost one.
+        is_recompute: It runs inside backward.
+        handled: The exception that the caller was handling when it began, if any.
+        frame: Who called the hook, if `is_root`: on the stack as long as the forward runs.
+    """
+
+    record: ForwardRecord | None
+    is_root: bool
+    is_recompute: bool
+    handled: BaseException | None
+    frame: types.FrameType | None
+
+
 class ModuleState:
     """What `fully_shard` knows about one module.
 
@@ -45,7 +65,6 @@ class ModuleState:
         group: Its parameters, or None if there were none left to take.
         policy: Dtypes.
         runtime: Shared by all groups of the root; made at the root's first forward.
-        forward_methods: Names of methods that gather as forward does.
         forward_prefetch: If this is the root: gather ahead in forward.
         backward_prefetch: If this is the root: when to gather ahead in backward.
         share: Another root whose streams and memory this one uses.
@@ -58,7 +77,6 @@ class ModuleState:
         self.group = group
         self.policy = policy
         self.runtime: Runtime | None = None
-        self.forward_methods: list[str] = []
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.PRE
         self.share: ModuleState | None = None
@@ -71,7 +89,7 @@ class ModuleState:
         _num_installed += 1
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(self.post_forward)
+        self.module.register_forward_hook(self.post_forward, always_call=True)
 
     def owns_hook(self, hook: Any) -> bool:
         """Whether a forward hook is one of this state's."""
@@ -80,12 +98,6 @@ class ModuleState:
     def without_own_hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
         """Return a dict of forward hooks, of the same class, without this state's."""
         return type(hooks)((k, hook) for k, hook in hooks.items() if not self.owns_hook(hook))
-
-    def add_forward_method(self, name: str) -> None:
-        """Let a method gather as forward does; once is enough."""
-        if name not in self.forward_methods:
-            self.forward_methods.append(name)
-            self.module.__dict__[name] = ForwardMethod(self, name)
 
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.
@@ -99,8 +111,9 @@ class ModuleState:
         if not groups:
             return None
         self._check_holds_whole_groups(groups)
+        entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
-            runtime.reset()  # An inner module ran alone before: it was its own root.
+            entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
         self._name_params(groups)
         for group in groups:
             group.is_root = group is self.group
@@ -109,6 +122,8 @@ class ModuleState:
         share = self.share.runtime or self.share.make_runtime() if self.share else None
         runtime = Runtime(groups, share)
         runtime.set_prefetch(forward=self.forward_prefetch, backward=self.backward_prefetch)
+        for group in entered:
+            runtime.reduce_order.enter_forward(group.index)
         for state in states:
             state.runtime = runtime
         self._num_known = _num_installed
@@ -184,7 +199,9 @@ class ModuleState:
             ):
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         frame = inspect.currentframe() if is_root else None
-        self._open.append(_OpenForward(record, is_root, is_recompute, frame and frame.f_back))
+        self._open.append(
+            _OpenForward(record, is_root, is_recompute, sys.exception(), frame and frame.f_back)
+        )
         return args, kwargs
 
     def _starts_pass(self, runtime: Runtime) -> bool:
@@ -224,58 +241,48 @@ class ModuleState:
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook the outputs for backward, reshard, cast the outputs."""
+        """Hook the outputs for backward, reshard, cast the outputs.
+
+        Also called when an exception ends the forward.
+        """
         del args
         if not self._open:
             return output
-        entry = self._open.pop()
-        record = entry.record
-        runtime, group = self.runtime, self.group
+        forward = self._open.pop()
+        runtime, group, record = self.runtime, self.group, forward.record
+        if sys.exception() is not forward.handled:
+            if runtime is not None:
+                runtime.interrupt_forward(
+                    group, record, is_root=forward.is_root, is_recompute=forward.is_recompute
+                )
+            return output
         outputs = []
         if torch.is_grad_enabled():
             outputs = [t for t in iter_tensors(output) if t.requires_grad]
         if runtime is not None:
             if group is not None:
-                leave = runtime.exit_recompute if entry.is_recompute else runtime.exit_forward
+                leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
                 leave(group, record, outputs, module)
-            if entry.is_root:
+            if forward.is_root:
                 runtime.end_pass(needs_backward=bool(outputs))
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)
         return output
 
-
-@dataclass(slots=True)
-class _OpenForward:
-    """A forward that has been entered.
-
-    Attributes:
-        record: Of its group, if there may be a backward.
-        is_root: It began the pass.
-        is_recompute: It runs inside a backward.
-        frame: Who called the hook, if `is_root`: on the stack as long as the forward runs.
-    """
-
-    record: ForwardRecord | None
-    is_root: bool
-    is_recompute: bool
-    frame: types.FrameType | None
-
-
-class ForwardMethod:
-    """A method of a sharded module that gathers before and frees after, as forward does."""
-
-    def __init__(self, state: ModuleState, name: str) -> None:
-        self._state = state
-        self._name = name
-        self.__wrapped__ = getattr(state.module, name)
-        functools.update_wrapper(self, self.__wrapped__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method between the hooks."""
-        state = self._state
-        args, kwargs = state.pre_forward(state.module, args, kwargs)
-        return state.post_forward(state.module, args, self.__wrapped__(*args, **kwargs))
+    def run_method(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of the module as a forward; it may call the module's forward."""
+        args, kwargs = self.pre_forward(self.module, args, kwargs)
+        record = self._open[-1].record
+        if record is not None:
+            record.may_lack_outputs = True  # As `generate` does, which returns tokens.
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self.post_forward(self.module, args, None)
+            raise
+        return self.post_forward(self.module, args, output)
 
 
 class _Caster:

@@ -11,11 +11,11 @@ from torch import nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._hooks import STATE_ATTRIBUTE, ForwardMethod, ModuleState, get_state
+from shardkit._hooks import STATE_ATTRIBUTE, ModuleState, get_state
 from shardkit._schedule import BackwardPrefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -85,17 +85,14 @@ class FSDPModule:
         result: Any = nn.Module.__new__(original)
         memo[id(self)] = result
         for name, value in self.__dict__.items():
-            if name == STATE_ATTRIBUTE or isinstance(value, ForwardMethod):
+            if name == STATE_ATTRIBUTE:
                 continue
             is_hooks = isinstance(value, dict) and any(map(state.owns_hook, value.values()))
             kept = state.without_own_hooks(value) if is_hooks else value
             result.__dict__[name] = copy.deepcopy(kept, memo)
         group = state.group.copy_for(memo) if state.group is not None else None
-        copied = ModuleState(result, group, state.policy)
-        copied.install()
+        ModuleState(result, group, state.policy).install()
         swap_class(result)
-        for name in state.forward_methods:
-            copied.add_forward_method(name)
         return result
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +108,17 @@ class FSDPModule:
         result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         state.group.take_up(attributes)
         return result
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters; after an exception in a step, the sharded ones again.
+
+        What an optimizer or ``zero_grad()`` gets between an exception and the next forward.
+        """
+        runtime = _state_of(self).runtime
+        if runtime is not None:
+            runtime.tidy_up()
+        module: Any = self
+        return own_class(self).named_parameters(module, *args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
@@ -494,27 +502,6 @@ def _groups_of(modules: Sequence[Any]) -> list[Group]:
         if state.group is not None:
             found.setdefault(state.group)
     return list(found)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method gather the module's parameters before and free them after, as forward does.
-
-    For methods such as ``generate`` or ``encode`` that read weights without calling forward.
-
-    Args:
-        module: If it is not sharded nothing happens, so that scripts run unsharded as well.
-        method_name: Name of the method.
-
-    Raises:
-        StateError: A sharded module without such a method.
-    """
-    state = get_state(module)
-    if state is None:
-        return
-    if not callable(getattr(module, method_name, None)):
-        msg = f"{type(module).__name__} has no method {method_name!r}."
-        raise StateError(msg)
-    state.add_forward_method(method_name)
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:

@@ -38,6 +38,7 @@ class ForwardRecord:
         active: Backward is inside.
         done: Backward is over.
         is_first: No forward had entered the group since the last backward.
+        may_lack_outputs: That it returns nothing to differentiate is no mistake.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class ForwardRecord:
         "group",
         "has_input_grads",
         "is_first",
+        "may_lack_outputs",
         "versions",
     )
 
@@ -57,15 +59,28 @@ class ForwardRecord:
         self.active = False
         self.done = False
         self.is_first = False
+        self.may_lack_outputs = False
+
+    @property
+    def runtime(self) -> Runtime:
+        """The group's runtime of now: another than at the forward, if a larger root ran since."""
+        listener = self.group.listener
+        assert isinstance(listener, Runtime)
+        return listener
+
+
+def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
+    """Hook of a group's outputs."""
+    del grad
+    record.runtime.enter_backward(record)
 
 
 class InputGrads(torch.autograd.Function):
     """Identity on a group's inputs; its backward runs when backward is done with the group."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, record: ForwardRecord, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
         """Pass the inputs through."""
-        ctx.runtime = runtime
         ctx.record = record
         ctx.set_materialize_grads(False)
         return inputs
@@ -73,8 +88,8 @@ class InputGrads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Tell the runtime, pass the gradients through."""
-        ctx.runtime.exit_backward(ctx.record)
-        return (None, None, *grads)
+        ctx.record.runtime.exit_backward(ctx.record)
+        return (None, *grads)
 
 
 class Runtime:
@@ -109,6 +124,7 @@ class Runtime:
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
+        self._interrupted = False
         self._any_fired = False
         self._makes_graph = False
         self._reducing: list[Group] = []
@@ -119,6 +135,21 @@ class Runtime:
         self.update_options()
         self.check = _step_check.StepCheck(self.groups, axes)
         self.lanes.watch(self.check)
+
+    def hand_over(self) -> list[Group]:
+        """Give way to the runtime of a root around this one: forwards so far may still go backward.
+
+        Returns:
+            The groups that they entered, in order.
+        """
+        if self._backward_running or self._interrupted or self.pass_root is not None:
+            self.reset()  # They ended in an exception.
+            return []
+        self.check.finish()
+        self._carry_out(self.schedule.reset())
+        for group in self.groups:
+            group.show(unsharded=False)
+        return [self.groups[index] for index in self.reduce_order.entered]
 
     def update_options(self) -> None:
         """Read the settings of all groups anew."""
@@ -165,7 +196,7 @@ class Runtime:
 
     def begin_pass(self, root: Any) -> None:
         """A root forward starts."""
-        if self._backward_running or self.pass_root is not None:
+        if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
         for group in self.groups:
             if group.was_replaced or group.is_on_meta:
@@ -202,7 +233,7 @@ class Runtime:
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return stand-ins of the inputs that tell when backward is done with the group."""
         record.has_input_grads = True
-        result: Sequence[Tensor] = InputGrads.apply(self, record, *inputs)  # type: ignore[no-untyped-call]
+        result: Sequence[Tensor] = InputGrads.apply(record, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     def exit_forward(
@@ -216,7 +247,7 @@ class Runtime:
         group.check_trainability()
         needs_backward = False
         if record is not None:
-            hook = functools.partial(self.enter_backward, record)
+            hook = functools.partial(_enter_backward, record)
             for output in outputs:
                 needs_backward = True
                 output.register_hook(hook)
@@ -227,7 +258,7 @@ class Runtime:
             self.reduce_order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
-        if not is_watched:
+        if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
             group.index,
@@ -235,9 +266,37 @@ class Runtime:
             is_watched=is_watched,
             is_unfinished=group.is_unfinished(module),
         )
-        if not (needs_backward and group.index in self.schedule.options.kept):
+        is_kept = needs_backward and group.index in self.schedule.options.kept
+        if not is_kept and not self.schedule.in_forward(group.index):
             group.show(unsharded=False)
         self._carry_out(actions)
+
+    def interrupt_forward(
+        self,
+        group: Group | None,
+        record: ForwardRecord | None,
+        *,
+        is_root: bool,
+        is_recompute: bool,
+    ) -> None:
+        """A forward ends in an exception. Whoever called the module may go on without it."""
+        if is_recompute:
+            return  # Or non-reentrant checkpointing has what it wants; backward goes on.
+        if group is not None:
+            if record is not None and record.is_first:
+                self.reduce_order.withdraw(group.index)
+            actions = self.schedule.exit_forward(group.index, needs_backward=False)
+            group.show(unsharded=False)
+            self._carry_out(actions)
+        if is_root:
+            # Not reset at once: to wait for collectives would hold up the exception.
+            self.pass_root = None
+            self._interrupted = True
+
+    def tidy_up(self) -> None:
+        """Clean up after an exception; called where the parameters are asked for."""
+        if self._interrupted or (self._backward_running and not _compat.in_backward()):
+            self.reset()
 
     # --- forward inside backward ---
 
@@ -258,7 +317,7 @@ class Runtime:
         """The repeated forward ends."""
         del module
         if record is not None:
-            hook = functools.partial(self.enter_backward, record)
+            hook = functools.partial(_enter_backward, record)
             for output in outputs:
                 output.register_hook(hook)
         actions = self.schedule.exit_recompute(group.index)
@@ -278,9 +337,8 @@ class Runtime:
         self.reduce_order.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
-    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+    def enter_backward(self, record: ForwardRecord) -> None:
         """A gradient of a group's outputs came."""
-        del grad
         self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
             self._makes_graph = True
@@ -366,6 +424,8 @@ class Runtime:
             return
         if not (group.settings.reduce_unused or gradients.has_collected):
             return
+        if group in self._queued:
+            return  # It completed again, by a graph retained from before: it is sent with the rest.
         if self._queued and self._queued[0].shard_axis is not group.shard_axis:
             self._start_queued()
         self._queued.append(group)
@@ -479,6 +539,7 @@ class Runtime:
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._backward_running = False
+        self._interrupted = False
         self.pass_root = None
         self.reduce_order.reset()
         self._carry_out(self.schedule.reset())

@@ -139,6 +139,10 @@ class UnshardSchedule:
             or group in self._unwatched
         )
 
+    def in_forward(self, group: int) -> bool:
+        """Whether a forward of the group is under way; another may have been called within it."""
+        return group in self._in_forward
+
     def _is_claimed(self, group: int) -> bool:
         """Whether the group's memory is needed now or was asked to stay."""
         return self.in_use(group) or group in self._unfinished or group in self._resting
@@ -450,6 +454,11 @@ class ReduceOrder:
         self._waiting: list[int] = []
         self._complete: set[int] = set()
         self._issued: set[int] = set()
+
+    @property
+    def entered(self) -> tuple[int, ...]:
+        """Groups that forwards entered since the last backward, in order."""
+        return tuple(self._entered)
 
     def enter_forward(self, group: int) -> bool:
         """A forward that may have a backward enters the group; return whether it is the first."""

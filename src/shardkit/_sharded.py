@@ -16,6 +16,7 @@ from torch import Tensor
 from shardkit import _compat
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from shardkit._layout import FlatLayout
@@ -52,11 +53,13 @@ class ShardSpec:
             (`shardkit.backends.tensor_parallel.TensorParallel`); the layout, `start` and `stop`
             are those of this rank's part. None: not at all.
         axes: The axes over which ranks hold different elements.
+        found: Weak: the parameter and every place that its group found it in (`FoundParam`).
     """
 
     __slots__ = (
         "axes",
         "axis",
+        "found",
         "index",
         "layout",
         "mesh",
@@ -80,6 +83,7 @@ class ShardSpec:
         tensor_parallel: Any = None,
     ) -> None:
         self.siblings = siblings
+        self.found: weakref.ref[Any] | None = None
         self.layout = layout
         self.index = index
         self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
