@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
 
 AXES = ("replicate", "shard")
+STEPS = 10
 
 # The rounding error of a loss: two units in the last place of a number between 2 and 8, as the loss
 # of GPT is.
@@ -169,6 +170,30 @@ class Differences(dict[str, float]):
     def note_parameters(self, model: nn.Module, reference: nn.Module) -> None:
         """Compare all parameters. Collective."""
         self.note_all("parameter", full_parameters(model), full_parameters(reference))
+
+
+def compare_training(
+    case: Case, model: nn.Module, reference: nn.Module, optimizer: str = "sgd", steps: int = STEPS
+) -> Differences:
+    """Train both, the sharded model on this rank's batches and the plain one on all. Collective."""
+    differences = Differences()
+    sharded_losses = train(
+        case,
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        (my_batch(case, i) for i in range(steps)),
+    )
+    plain_losses = train(
+        case,
+        reference,
+        OPTIMIZERS[optimizer](reference.parameters()),
+        (global_batch(case, i) for i in range(steps)),
+    )
+    for loss, expected in zip(sharded_losses, plain_losses, strict=True):
+        differences.note("loss", mean_over_ranks(loss), expected.double())
+        differences.note_grads(model, reference)
+    differences.note_parameters(model, reference)
+    return differences
 
 
 def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:

@@ -11,6 +11,7 @@ from shardkit._errors import (
     StateError,
     WrapError,
 )
+from shardkit._forward_methods import register_fsdp_forward_method
 from shardkit._mesh import DeviceMesh
 from shardkit._policy import MixedPrecisionPolicy
 from shardkit._sharded import FlatShard, Replicate, ShardedTensor
@@ -36,4 +37,5 @@ __all__ = [
     "WrapError",
     "fully_shard",
     "init_device_mesh",
+    "register_fsdp_forward_method",
 ]

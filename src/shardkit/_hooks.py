@@ -16,6 +16,8 @@ from shardkit._runtime import Runtime
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardkit._group import Group
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime import ForwardRecord
@@ -47,6 +49,7 @@ class ModuleState:
         self.policy = policy
         self.runtime: Runtime | None = None
         self._open: list[tuple[ForwardRecord | None, bool, bool]] = []
+        self._num_methods = 0  # Of the module, running as its forward (`run_method`).
 
     def install(self) -> None:
         """Put the state and the hooks on the module."""
@@ -125,7 +128,7 @@ class ModuleState:
         policy = self.policy
         is_recompute = runtime is not None and _compat.in_backward()
         is_root = False
-        if runtime is not None and not is_recompute and runtime.pass_root in (None, self):
+        if runtime is not None and not is_recompute and self._starts_pass(runtime):
             is_root = True
             self._open.clear()
             runtime.begin_pass(self)
@@ -143,6 +146,13 @@ class ModuleState:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         self._open.append((record, is_root, is_recompute))
         return args, kwargs
+
+    def _starts_pass(self, runtime: Runtime) -> bool:
+        """Whether a forward of this module is a root's, and not inside another.
+
+        If this module's own pass is still open, an exception left it, unless a method is running.
+        """
+        return runtime.pass_root is None or (runtime.pass_root is self and not self._num_methods)
 
     def _watch_inputs(
         self, runtime: Runtime, record: ForwardRecord, args: Any, kwargs: Any
@@ -181,6 +191,31 @@ class ModuleState:
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)
         return output
+
+    def run_method(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of the module as a forward; it may call the module's forward.
+
+        The module's forward may also call it. That cannot be told from a pass that an exception
+        left open, which may be used just as well as long as the gathered values are right.
+        """
+        runtime, num_methods = self.runtime, self._num_methods
+        if runtime is not None and runtime.pass_root is self and runtime.is_up_to_date:
+            self._num_methods += 1  # Then what follows starts no pass of its own.
+        try:
+            args, kwargs = self.pre_forward(self.module, args, kwargs)
+            depth = len(self._open)
+            self._num_methods = num_methods + 1
+            output = method(*args, **kwargs)
+        finally:
+            self._num_methods = num_methods
+        for record, _, _ in self._open[depth - 1 :]:
+            if record is not None:
+                record.may_lack_outputs = True
+        while len(self._open) > depth:  # Forwards of which the method has caught an exception.
+            self.post_forward(self.module, args, None)
+        return self.post_forward(self.module, args, output)
 
 
 class _Caster:

@@ -38,6 +38,7 @@ class ForwardRecord:
         active: Backward is inside.
         done: Backward is over.
         is_first: No forward had entered the group since the last backward.
+        may_lack_outputs: That it returns nothing to differentiate is no mistake.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class ForwardRecord:
         "group",
         "has_input_grads",
         "is_first",
+        "may_lack_outputs",
         "versions",
     )
 
@@ -57,6 +59,7 @@ class ForwardRecord:
         self.active = False
         self.done = False
         self.is_first = False
+        self.may_lack_outputs = False
 
 
 class InputGrads(torch.autograd.Function):
@@ -119,6 +122,11 @@ class Runtime:
             group.index for group in self.groups if not group.reshards_after_forward
         }
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether everything that is gathered has the values of the shards as they are now."""
+        return not any(group.was_replaced or group.is_stale for group in self.groups)
+
     # --- forward ---
 
     def begin_pass(self, root: Any) -> None:
@@ -137,6 +145,9 @@ class Runtime:
     def end_pass(self, *, needs_backward: bool) -> None:
         """The root forward ends."""
         self.pass_root = None
+        for group in self.groups:
+            if self.schedule.in_forward(group.index):  # The root has caught what it raised.
+                group.show(unsharded=False)
         self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))
 
     def enter_forward(self, group: Group) -> ForwardRecord | None:
@@ -175,12 +186,13 @@ class Runtime:
             self.reduce_order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
-        if not is_watched:
+        if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
             group.index, needs_backward=needs_backward, is_watched=is_watched
         )
-        if not (needs_backward and group.index in self.schedule.kept):
+        is_kept = needs_backward and group.index in self.schedule.kept
+        if not is_kept and not self.schedule.in_forward(group.index):
             group.show(unsharded=False)
         self._carry_out(actions)
 

@@ -94,6 +94,10 @@ class UnshardSchedule:
             or group in self._unwatched
         )
 
+    def in_forward(self, group: int) -> bool:
+        """Whether a forward of the group is under way; another may have been called within it."""
+        return group in self._in_forward
+
     def _spare(self) -> list[int]:
         return [g for g in self._live if not self.in_use(g) and g not in self.kept]
 
@@ -139,6 +143,7 @@ class UnshardSchedule:
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
         self._last_order = self._order
+        self._in_forward.clear()  # The root may have caught what a layer raised.
         if self._hold:
             return []
         doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]

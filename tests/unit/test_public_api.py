@@ -54,7 +54,13 @@ def test_the_version_is_a_release_number() -> None:
 
 def test_names_that_torch_has_too_are_those_of_torch() -> None:
     """A script moves over by changing its import."""
-    moved = {"FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"}
+    moved = {
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "UnshardHandle",
+        "fully_shard",
+        "register_fsdp_forward_method",
+    }
     assert moved <= set(shardkit.__all__)
     assert all(hasattr(fsdp, name) for name in moved)
 

@@ -19,8 +19,9 @@ def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
     return ShardedTensorError(
         f"{func} on sharded {spec.name!r} of shape {tuple(tensor.shape)}: {why} This rank holds "
         f"only elements [{spec.start}:{spec.stop}). If this is a module's weight used outside that "
-        f"module's forward, shard both modules in one group, or unshard() around the use; "
-        f"otherwise call full_tensor() on it (on every rank)."
+        f"module's forward, shard both modules in one group, unshard() around the use, or name the "
+        f"method that uses it to register_fsdp_forward_method(); otherwise call full_tensor() on "
+        f"it (on every rank)."
     )
 
 
