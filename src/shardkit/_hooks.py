@@ -69,6 +69,8 @@ class ModuleState:
 
     def install(self) -> None:
         """Put the state and the hooks on the module."""
+        for module in self.module.modules():
+            _compat.mark_for_compile(module)
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)
@@ -138,6 +140,7 @@ class ModuleState:
         if self.group is not None:
             self.group.show(unsharded=False)
 
+    @_compat.untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -184,6 +187,7 @@ class ModuleState:
         stand_ins = dict(zip(found, watched, strict=True))
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
+    @_compat.untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook the outputs for backward, reshard, cast the outputs.
 
