@@ -237,13 +237,13 @@ class Bucket:
     def adopt(self, index: int) -> None:
         """Turn the user's parameter `index` into the sharded one; the same call undoes it."""
         found, replacement = self.found[index], self.replacements[index]
+        for module, _ in found.sites:
+            if isinstance(module, nn.RNNBase):
+                _compat.rnn_forget_weight_refs(module)
         if replacement is None:
             assert isinstance(found.param, ShardedTensor)
             found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
             return
-        modules = [module for module, _ in found.sites if isinstance(module, nn.RNNBase)]
-        for module in modules:
-            _compat.rnn_forget_weight_refs(module)
         try:
             torch.utils.swap_tensors(found.param, replacement)
         except RuntimeError as error:
@@ -386,7 +386,18 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
                 f"{bucket.mesh.device_type!r}."
             )
             raise StateError(msg)
-    result = Bucket(found, mesh=bucket.mesh, policy=bucket.policy, layout=bucket.layout)
+    return restore(found, mesh=bucket.mesh, policy=bucket.policy, layout=bucket.layout)
+
+
+def restore(
+    found: Sequence[FoundParam],
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    layout: FlatLayout,
+) -> Bucket:
+    """Return a bucket of sharded parameters that are cut as `layout` says."""
+    result = Bucket(found, mesh=mesh, policy=policy, layout=layout)
     for index in range(len(found)):
         result.adopt(index)
     return result

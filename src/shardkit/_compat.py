@@ -94,13 +94,12 @@ def is_mutable_op(func: Any) -> bool:
 
 
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
-    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them."""
-    module._flat_weight_refs = []
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
 
-
-def rnn_reset_weights(module: torch.nn.RNNBase) -> None:
-    """Let an RNN collect its weights anew after they were exchanged."""
-    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    With them it finds out that weights were exchanged, to collect them anew and, on CUDA, to copy
+    them into one buffer of its own. None stands for a weight that did not change.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
 
 def state_dict_hooks(module: torch.nn.Module) -> list[Any]:

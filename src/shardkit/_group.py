@@ -7,7 +7,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardkit._bucket import FoundParam, make_buckets, rebuild
+from shardkit._bucket import FoundParam, make_buckets, rebuild, restore
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
 from shardkit._sharded import user_attributes
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit.backends.base import Gather, Handle, Lanes
+
+
+_REMADE = ("mesh", "shard_axis", "replicate_axis", "gradients", "grad_buckets", "buckets")
+"""Attributes of a group that are not pickled."""
 
 
 class GradListener(Protocol):
@@ -76,9 +80,13 @@ class Group:
         self.is_innermost = True
         self._reset_place()
         self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
+        self._find_axes()
+        self._make_gradients()
+
+    def _find_axes(self) -> None:
+        mesh = self.mesh
         self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
         self.replicate_axis = mesh.backend.axis(0) if mesh.ndim > 1 else None
-        self._make_gradients()
 
     def _reset_place(self) -> None:
         """Belong to no root, with no step under way."""
@@ -113,6 +121,30 @@ class Group:
         ]
         result._make_gradients()  # noqa: SLF001
         return result
+
+    def for_pickle(self) -> dict[str, Any]:
+        """Return what is written of the group: options, modules, parameters and their layouts."""
+        transient = Group.__new__(Group)
+        transient._reset_place()  # noqa: SLF001 - own class
+        left_out = {*_REMADE, *transient.__dict__}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        state["buckets"] = [(bucket.found, bucket.layout) for bucket in self.buckets]
+        return state
+
+    @classmethod
+    def from_pickle(cls, state: dict[str, Any]) -> Group:
+        """Return the group of parameters that were unpickled, on the mesh these were bound to."""
+        self = cls.__new__(cls)
+        self.__dict__.update(state)
+        self._reset_place()
+        self.mesh = state["buckets"][0][0][0].param.spec.mesh
+        self.buckets = [
+            restore(found, mesh=self.mesh, policy=self.policy, layout=layout)
+            for found, layout in state["buckets"]
+        ]
+        self._find_axes()
+        self._make_gradients()
+        return self
 
     @property
     def was_replaced(self) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from shardkit._errors import MeshError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit.backends.process_group import (
+    current_world_size,
     from_torch_mesh,
     make_torch_mesh,
     world_size_or_raise,
@@ -21,7 +22,7 @@ from shardkit.backends.process_group import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["TorchDeviceMesh", "as_device_mesh", "init_device_mesh"]
+__all__ = ["TorchDeviceMesh", "as_device_mesh", "init_device_mesh", "mesh_of_world"]
 
 
 def init_device_mesh(
@@ -68,6 +69,18 @@ def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
         f"Make one by shardkit.init_device_mesh(device_type, shape)."
     )
     raise MeshError(msg)
+
+
+def mesh_of_world(
+    device_type: str, shape: Sequence[int], names: Sequence[str] | None
+) -> DeviceMesh | None:
+    """Return a 1-D mesh over the default process group, if that is there and has this size.
+
+    No communication, so that one rank alone may ask.
+    """
+    if len(shape) != 1 or current_world_size() != shape[0]:
+        return None
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def _backend_class(device_type: str) -> type[Any]:
