@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
+from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
 from shardkit._bucket import FoundParam, is_unsharded
 from shardkit._errors import MeshError, WrapError
 from shardkit._group import Group
@@ -115,6 +119,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     _check_params(candidates, shard_mesh, offload_policy)
     if shard_placement_fn is not None:
         _check_placements(candidates, shard_placement_fn)
+    _check_reparametrized(candidates)
     group = None
     if candidates:
         group = Group(
@@ -347,6 +352,29 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPol
                 f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
             )
             raise WrapError(msg)
+
+
+def _check_reparametrized(found: list[FoundParam]) -> None:
+    """Refuse what keeps a whole weight, computed from parameters, on the module for good."""
+    for item in found:
+        for module, _ in item.sites:
+            for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
+                for kind, remedy in _KEEP_WHOLE_WEIGHTS.items():
+                    if isinstance(hook, kind):
+                        msg = (
+                            f"parameter {item.name!r} of a {type(module).__name__} is used by "
+                            f"{kind.__module__}, which leaves a whole weight, computed in every "
+                            f"forward, on the module: it would never be sharded. {remedy}"
+                        )
+                        raise WrapError(msg)
+
+
+_KEEP_WHOLE_WEIGHTS = {
+    WeightNorm: "Use torch.nn.utils.parametrizations.weight_norm instead.",
+    SpectralNorm: "Use torch.nn.utils.parametrizations.spectral_norm instead.",
+    BasePruningMethod: "Call torch.nn.utils.prune.remove() before fully_shard.",
+}
+"""Hooks of older ways to compute weights, and what to do."""
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

@@ -339,6 +339,9 @@ class Bucket:
         A DTensor is replaced instead: its objects cannot be turned into others.
         """
         found, replacement = self.found[index], self.replacements[index]
+        for module, _ in found.sites:
+            if isinstance(module, nn.RNNBase):
+                _compat.rnn_forget_weight_refs(module)
         if replacement is None:
             assert isinstance(found.param, ShardedTensor)
             found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
@@ -537,13 +540,25 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
                 f"{bucket.home.type!r}."
             )
             raise StateError(msg)
-    result = Bucket(
+    return restore(
         found,
         mesh=bucket.mesh,
         policy=bucket.policy,
         layout=bucket.layout,
         offload=bucket.offload,
     )
+
+
+def restore(
+    found: Sequence[FoundParam],
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    layout: FlatLayout,
+    offload: OffloadPolicy,
+) -> Bucket:
+    """Return a bucket of sharded parameters that are cut as `layout` says."""
+    result = Bucket(found, mesh=mesh, policy=policy, layout=layout, offload=offload)
     for index in range(len(found)):
         result.adopt(index)
     return result

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit._bucket import FoundParam, make_buckets, rebuild
+from shardkit._bucket import FoundParam, make_buckets, rebuild, restore
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
 from shardkit._sharded import user_attributes
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._settings import GroupSettings
     from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
+
+
+_REMADE = (
+    "mesh",
+    "shard_axis",
+    "replicate_axis",
+    "kept_axis",
+    "gradients",
+    "grad_buckets",
+    "buckets",
+)
+"""Attributes of a group that are not pickled."""
 
 
 class GradListener(Protocol):
@@ -77,10 +89,14 @@ class Group:
         self.is_innermost = True
         self._reset_place()
         self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy, offload=offload)
+        self._find_axes()
+        self._make_gradients()
+
+    def _find_axes(self) -> None:
+        mesh = self.mesh
         self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
         self.replicate_axis: AxisComm | None = mesh.backend.axis(0) if mesh.ndim > 1 else None
-        self._make_gradients()
-        self.set_reshard_after_forward(settings.reshard_after_forward)
+        self.set_reshard_after_forward(self.settings.reshard_after_forward)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
         """Choose what happens to the memory after forward; an int makes a process group."""
@@ -125,6 +141,37 @@ class Group:
         ]
         result._make_gradients()  # noqa: SLF001
         return result
+
+    def for_pickle(self) -> dict[str, Any]:
+        """Return what is written of the group: options, modules, parameters and their layouts."""
+        transient = Group.__new__(Group)
+        transient._reset_place()  # noqa: SLF001 - own class
+        left_out = {*_REMADE, *transient.__dict__}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        if len(self.modules) > 1:
+            msg = (
+                f"modules {self.name!r} were sharded as a list and cannot be pickled one by one. "
+                f"Save the state dict instead, and shard the model again where it is loaded."
+            )
+            raise StateError(msg)
+        state["settings"] = self.settings.copy()
+        state["buckets"] = [(b.found, b.layout, b.offload) for b in self.buckets]
+        return state
+
+    @classmethod
+    def from_pickle(cls, state: dict[str, Any]) -> Group:
+        """Return the group of parameters that were unpickled, on the mesh these were bound to."""
+        self = cls.__new__(cls)
+        self.__dict__.update(state)
+        self._reset_place()
+        self.mesh = state["buckets"][0][0][0].param.spec.mesh
+        self.buckets = [
+            restore(found, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
+            for found, layout, offload in state["buckets"]
+        ]
+        self._find_axes()
+        self._make_gradients()
+        return self
 
     @property
     def was_replaced(self) -> bool:

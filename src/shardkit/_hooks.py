@@ -97,9 +97,17 @@ class ModuleState:
         """Whether a forward hook is one of this state's."""
         return getattr(hook, "__self__", None) is self
 
-    def without_own_hooks(self, hooks: dict[Any, Any]) -> dict[Any, Any]:
-        """Return a dict of forward hooks, of the same class, without this state's."""
-        return type(hooks)((k, hook) for k, hook in hooks.items() if not self.owns_hook(hook))
+    def without_own_hooks(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return attributes of the module without this state and what it installed."""
+        dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
+        own = {key for hooks in dicts.values() for key in hooks if self.owns_hook(hooks[key])}
+        return {
+            name: type(value)((k, v) for k, v in value.items() if k not in own)
+            if name in dicts and own.intersection(value)
+            else value
+            for name, value in attributes.items()
+            if name != STATE_ATTRIBUTE
+        }
 
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.

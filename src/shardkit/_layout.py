@@ -91,6 +91,18 @@ class FlatLayout:
             world_size=world_size,
         )
 
+    @classmethod
+    def of_one(cls, shape: Sequence[int], cut: tuple[int, int, int, int]) -> FlatLayout:
+        """Return a layout of one parameter that is cut as `cut` of another layout says."""
+        offset, numel, shard_numel, world_size = cut
+        return cls(
+            shapes=(tuple(shape),),
+            numels=(numel,),
+            offsets=(offset,),
+            shard_numel=shard_numel,
+            world_size=world_size,
+        )
+
     @property
     def padded_numel(self) -> int:
         """Elements of the whole flat space, padding included."""

@@ -6,7 +6,9 @@ made by `shardkit.init_device_mesh` or from torch's by the backends.
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,15 @@ from shardkit._errors import MeshError
 
 SHARD_AXIS = "shard"
 _MAX_RANKS_SHOWN = 8
+
+_made: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def known_meshes() -> list[DeviceMesh]:
+    """Return the meshes that are in use in this process, the last one made first."""
+    # Each may be collected at any time, so they are held before they are sorted.
+    return [mesh for _, mesh in sorted(_made.items(), reverse=True, key=lambda item: item[0])]
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,8 @@ class DeviceMesh:
                 f"{self.shape}, got {names}."
             )
             raise MeshError(msg)
+        if self.backend is not None:
+            _made[next(_numbers)] = self
 
     @property
     def ndim(self) -> int:

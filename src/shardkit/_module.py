@@ -8,10 +8,12 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._hooks import STATE_ATTRIBUTE, ModuleState, get_state
+from shardkit._group import Group
+from shardkit._hooks import ModuleState, get_state
 from shardkit._schedule import BackwardPrefetch
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._group import Group
     from shardkit.backends.base import AllGather, ReduceScatter
 
 _sharded_classes: dict[type, type] = {}
@@ -84,16 +85,41 @@ class FSDPModule:
         original = own_class(self)
         result: Any = nn.Module.__new__(original)
         memo[id(self)] = result
-        for name, value in self.__dict__.items():
-            if name in (STATE_ATTRIBUTE, _compat.COMPILED_CALL):
-                continue
-            is_hooks = isinstance(value, dict) and any(map(state.owns_hook, value.values()))
-            kept = state.without_own_hooks(value) if is_hooks else value
-            result.__dict__[name] = copy.deepcopy(kept, memo)
-        group = state.group.copy_for(memo) if state.group is not None else None
-        ModuleState(result, group, state.policy).install()
+        for name, value in state.without_own_hooks(self.__dict__).items():
+            if name != _compat.COMPILED_CALL:
+                result.__dict__[name] = copy.deepcopy(value, memo)
+        copied = ModuleState(result, None, state.policy)
+        copied.install()
         swap_class(result)
+        if state.group is not None:
+            _copy_group(state.group, copied, memo)
         return result
+
+    def __copy__(self) -> Any:
+        """Refuse: a shallow copy would have the same parameters, gathered and freed by two."""
+        msg = (
+            f"copy.copy of a sharded {own_class(self).__name__} would share its parameters with "
+            f"it. Use copy.deepcopy, which copies this rank's pieces."
+        )
+        raise StateError(msg)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle this rank's pieces and the options; the copy is sharded on a mesh alike.
+
+        For `torch.save` and ``torch.load(weights_only=False)``, each rank its own file.
+        """
+        del protocol
+        state = _state_of(self)
+        self.reshard()
+        attributes = state.without_own_hooks(dict(self.__getstate__()))  # type: ignore[call-overload]
+        group = state.group.for_pickle() if state.group is not None else None
+        pickled = (
+            attributes,
+            group,
+            state.policy,
+            (state.forward_prefetch, state.backward_prefetch),
+        )
+        return _new_module, (own_class(self),), pickled, None, None, _restore
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
@@ -474,6 +500,42 @@ class FSDPModule:
             "reduce_buffer_nbytes": runtime.peak_reduce_nbytes if runtime else 0,
             "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }
+
+
+def _copy_group(group: Group, copied: ModuleState, memo: dict[int, Any]) -> None:
+    """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
+    is_first = id(group) not in memo
+    states: list[ModuleState] = memo.setdefault(id(group), [])
+    states.append(copied)
+    if is_first:
+        for module in group.modules:
+            copy.deepcopy(module, memo)
+        result = group.copy_for(memo)
+        for state in states:
+            state.group = result
+
+
+def _new_module(original: type[nn.Module]) -> nn.Module:
+    return nn.Module.__new__(original)
+
+
+def _restore(module: Any, pickled: tuple[dict[str, Any], dict[str, Any] | None, Any, Any]) -> None:
+    """Turn an unpickled module into what it was."""
+    attributes, group, policy, prefetch = pickled
+    module.__setstate__(attributes)
+    # Hooks keep the numbers they had in another process; new ones must not take their places.
+    numbers = [
+        number
+        for child in module.modules()
+        for name, hooks in child.__dict__.items()
+        if name.endswith("hooks") and isinstance(hooks, dict)
+        for number in hooks
+    ]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
+    state = ModuleState(module, Group.from_pickle(group) if group else None, policy)
+    state.forward_prefetch, state.backward_prefetch = prefetch
+    state.install()
+    swap_class(module)
 
 
 def _state_of(module: Any) -> ModuleState:

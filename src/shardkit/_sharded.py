@@ -242,9 +242,8 @@ class ShardedTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy `value` into this rank's piece: sharded alike, or of the global shape."""
-        with torch.no_grad():
-            self.copy_(value)
+        """Take over values and dtype of `value`: sharded alike, or of the global shape."""
+        self.take_over(value)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -259,6 +258,28 @@ class ShardedTensor(Tensor):
     def repoint(self, local: Tensor, spec: ShardSpec, flat: Tensor) -> None:
         """Let this tensor's piece lie in another flat that holds the same numbers."""
         self.local_piece, self.spec, self.flat, self.flat_start = local, spec, flat, 0
+
+    @torch.no_grad()
+    def take_over(self, value: Tensor) -> None:
+        """Take over values and dtype of a tensor: sharded alike, or of the global shape.
+
+        Copies into this rank's piece; if the dtype is another, or this tensor is on meta, into a
+        new piece on the mesh's device, which the group takes up at its next forward.
+        """
+        if value.dtype == self.dtype and not self.is_meta:
+            self.copy_(value)
+            return
+        spec = self.spec
+        piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
+        new: Tensor = ShardedTensor(piece, spec)
+        new.copy_(value)
+        if isinstance(self, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
+        new.__dict__.update(user_attributes(self))
+        grad, self.grad = self.grad, None
+        torch.utils.swap_tensors(self, new)
+        if grad is not None:
+            self.grad = grad.to(self.dtype)
 
     def to_local(self) -> Tensor:
         """Return this rank's piece: 1-D, maybe empty, shares memory with this tensor.
@@ -284,6 +305,15 @@ class ShardedTensor(Tensor):
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
         return gather_full(self.local_piece, self.spec)
+
+    def share_memory_(self) -> Self:
+        """Move this rank's piece, and what shares its storage, to shared memory."""
+        self.local_piece.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether this rank's piece is in shared memory."""
+        return bool(self.local_piece.is_shared())
 
     def module_load(self, other: Tensor, assign: bool = False) -> Tensor:  # noqa: FBT001, FBT002
         """Return what `load_state_dict` swaps this parameter with, if torch is set to do so."""

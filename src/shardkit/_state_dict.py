@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._bucket import bucket_showing
 from shardkit._errors import ShardkitError
-from shardkit._sharded import ShardedTensor, user_attributes
+from shardkit._sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,27 +64,11 @@ def load_into_sharded(
             continue
         if value.shape != shown.shape:
             continue  # Torch says so.
+        if value.dtype != shown.dtype:
+            shown.grad = None
         try:
-            _assign(shown, value)
+            shown.take_over(value)
         except (ShardkitError, RuntimeError) as error:
             errors.append(f'While assigning the parameter named "{prefix + name}": {error}')
         # Torch registers what it finds here as the module's parameter: the one that is there.
         state_dict[prefix + name] = shown
-
-
-@torch.no_grad()
-def _assign(param: ShardedTensor, value: Tensor) -> None:
-    """Let a parameter take over value and dtype of a tensor: sharded alike, or the whole."""
-    spec = param.spec
-    if value.dtype == param.dtype and not param.is_meta:
-        param.copy_(value)
-        return
-    piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
-    sharded = ShardedTensor(piece, spec)
-    sharded.copy_(value)
-    del piece
-    new = nn.Parameter(sharded, requires_grad=param.requires_grad)
-    del sharded
-    new.__dict__.update(user_attributes(param))
-    param.grad = None
-    torch.utils.swap_tensors(param, new)

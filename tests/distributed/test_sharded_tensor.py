@@ -294,6 +294,9 @@ REDUCTIONS: dict[str, Callable[[Tensor], typing.Any]] = {
     "max over all dims": lambda p: p.amax(dim=tuple(range(p.ndim))),
     "equal": lambda p: torch.equal(p, p.clone()),
     "not equal": lambda p: torch.equal(p, p + (p == p.max())),
+    "close": lambda p: torch.allclose(p, p * (1 + 1e-7)),
+    "not close": lambda p: torch.allclose(p, p + (p == p.max()) * 0.1),
+    "close enough": lambda p: torch.allclose(p, p + (p == p.max()) * 0.1, atol=0.2),
     "shape not equal": lambda p: torch.equal(p, p.new_zeros(1, 9)),
 }
 

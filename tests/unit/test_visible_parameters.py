@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import typing
 
 import pytest
@@ -125,6 +127,52 @@ def test_a_state_dict_of_a_part_is_sharded_at_any_time() -> None:
     recorded = Recorded(reshard_after_forward=False)
     between_forward_and_backward(recorded)
     assert not_sharded(recorded.model.layers[1].linear.state_dict().items()) == []
+
+
+def test_a_state_dict_of_a_part_survives_copies_and_pickles_of_the_part() -> None:
+    """The hooks are on modules that `fully_shard` was not called on, and hold nothing."""
+    recorded = Recorded(reshard_after_forward=False)
+    linear = recorded.model.layers[1].linear
+    for copied in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
+        between_forward_and_backward(recorded)
+        assert not_sharded(copied.state_dict().items()) == []
+        original = linear.state_dict()["weight"].to_local()
+        assert torch.equal(copied.weight.to_local(), original)
+        assert copied.weight.to_local().data_ptr() != original.data_ptr()
+    model = copy.deepcopy(recorded.model)
+    model(torch.ones(2, 8))
+    assert not_sharded(model.layers[1].linear.state_dict().items()) == []
+    assert len(linear._state_dict_hooks) == len(model.layers[1].linear._state_dict_hooks) == 1  # noqa: SLF001
+
+
+def test_data_takes_over_values_and_dtype() -> None:
+    """As the data of plain parameters do; the Parameter objects stay."""
+    recorded = Recorded(rank=1)
+    recorded.step()
+    parameters = list(recorded.model.parameters())
+    for parameter in parameters:
+        parameter.mark = 1
+        parameter.data = torch.full(parameter.shape, 3.0)
+    recorded.step()
+    for parameter in parameters:
+        assert (parameter.to_local() == 3).all()
+        parameter.data = parameter.data.double()
+        assert parameter.dtype == parameter.to_local().dtype == torch.float64
+        assert parameter.grad.dtype == torch.float64
+    recorded.model(torch.ones(2, 8).double()).sum().backward()
+    for parameter, same in zip(recorded.model.parameters(), parameters, strict=True):
+        assert parameter is same
+        assert parameter.mark == 1
+        assert (parameter.to_local() == 3).all()
+
+
+def test_shared_memory_is_that_of_the_pieces() -> None:
+    recorded = Recorded()
+    assert not recorded.model.scale.is_shared()
+    recorded.model.share_memory()
+    assert all(parameter.is_shared() for parameter in recorded.model.parameters())
+    assert all(parameter.to_local().is_shared() for parameter in recorded.model.parameters())
+    recorded.step()
 
 
 @pytest.mark.parametrize("moment", [after_a_failed_forward, after_a_failed_backward, after_unshard])

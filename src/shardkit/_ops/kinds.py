@@ -12,7 +12,7 @@ from shardkit._ops.lists import foreach
 from shardkit._ops.norms import foreach_norm, unscale, vector_norm
 from shardkit._ops.pointwise import mutating, pointwise, pointwise_mutating
 from shardkit._ops.put_off import settle_readers
-from shardkit._ops.reductions import equal, extreme, item, mean, reduce_by, truth
+from shardkit._ops.reductions import agree, extreme, item, mean, reduce_by, truth
 from shardkit._ops.same_cut import (
     copy_into,
     new_like,
@@ -90,7 +90,7 @@ _register(extreme("min"), _aten.min.default, _aten.amin.default)
 _register(truth("max"), _aten.any.default)
 _register(truth("min"), _aten.all.default)
 _register(mean, _aten.mean.default, _aten.mean.dim)
-_register(equal, _aten.equal.default)
+_register(agree, _aten.equal.default, _aten.allclose.default)
 _register(item, _compat.item_op)
 _register(vector_norm, _aten.linalg_vector_norm.default, _aten.norm.Scalar)
 _register(foreach_norm, _compat.foreach_norm_op)

@@ -113,8 +113,8 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return mean
 
 
-def equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    del kwargs
+def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether two tensors are ``equal`` or ``allclose`` on all ranks."""
     reference = first_sharded(args)
     if args[0].shape != args[1].shape:
         return False
@@ -124,7 +124,8 @@ def equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         else reference.spec.slice_full(arg)
         for arg in args
     ]
-    same = torch.tensor(int(torch.equal(*pieces)), device=reference.local_piece.device)
+    is_same = func(*pieces, *args[2:], **kwargs)
+    same = torch.tensor(int(is_same), device=reference.local_piece.device)
     all_reduce(same, reference.spec, "min")
     return bool(same.item())
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from shardkit._errors import MeshError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit.backends.process_group import (
+    current_world_size,
     from_torch_mesh,
     make_torch_mesh,
     world_size_or_raise,
@@ -27,7 +28,13 @@ if TYPE_CHECKING:
 
     from shardkit.backends.tensor_parallel import TensorParallel
 
-__all__ = ["TorchDeviceMesh", "as_device_mesh", "init_device_mesh", "tensor_parallel_of"]
+__all__ = [
+    "TorchDeviceMesh",
+    "as_device_mesh",
+    "init_device_mesh",
+    "mesh_of_world",
+    "tensor_parallel_of",
+]
 
 
 def init_device_mesh(
@@ -85,6 +92,18 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
 
     mesh = as_device_mesh(param.device_mesh, device_type=param.device.type)
     return TensorParallel.of(param, mesh)
+
+
+def mesh_of_world(
+    device_type: str, shape: Sequence[int], names: Sequence[str] | None
+) -> DeviceMesh | None:
+    """Return a 1-D mesh over the default process group, if that is there and has this size.
+
+    No communication, so that one rank alone may ask.
+    """
+    if len(shape) != 1 or current_world_size() != shape[0]:
+        return None
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def _backend_class(device_type: str) -> type[Any]:

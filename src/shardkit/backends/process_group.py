@@ -220,10 +220,16 @@ def _script() -> str:
     return name if name.endswith(".py") else "train.py"
 
 
+def current_world_size() -> int | None:
+    """Return the number of ranks of the default process group; None if there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+
+
 def world_size_or_raise() -> int:
     """Return the number of ranks; a MeshError that says how to start them if there are none."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
+    world_size = current_world_size()
+    if world_size is not None:
+        return world_size
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     msg = _NO_PROCESS_GROUP.format(script=_script())

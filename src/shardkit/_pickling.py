@@ -1,0 +1,124 @@
+"""Pickles of sharded tensors: what `torch.save` writes of one, and how it comes back.
+
+A rank's file holds its own pieces. What is written of a tensor: the piece, how the whole is cut,
+which piece it is, and a description of the mesh. A process group cannot be written, so a piece is
+bound, when it is loaded, to a mesh of the same description that this process has.
+
+`rebuild_tensor` is a safe global of torch's, so that ``torch.load(weights_only=True)`` loads state
+dicts. Its name and its arguments are a file format: what is added comes last, with a default.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardkit._errors import MeshError, ShardedTensorError
+from shardkit._layout import FlatLayout
+from shardkit._mesh import known_meshes
+from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit.backends import mesh_of_world
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardkit._mesh import DeviceMesh
+
+Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
+"""Device type, shape, ranks and names of a mesh."""
+
+
+def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
+    """Return how to pickle a sharded tensor; as of other parameters, not its gradient.
+
+    The piece shares its flat's storage, which torch.save writes once for all pieces in it.
+    """
+    spec, mesh = tensor.spec, tensor.spec.mesh
+    if spec.tensor_parallel is not None:
+        msg = (
+            f"sharded {spec.name!r} is also split over a tensor-parallel mesh, which a pickle "
+            f"cannot describe. Save full_tensor(), or torch.distributed.checkpoint files."
+        )
+        raise ShardedTensorError(msg)
+    is_param = isinstance(tensor, nn.Parameter)
+    return rebuild_tensor, (
+        tensor.local_piece.detach(),
+        spec.name,
+        tuple(spec.shape),
+        tuple(spec.layout.cut(spec.index)),
+        spec.axis.rank,
+        (mesh.device_type, tuple(mesh.shape), tuple(mesh.ranks), mesh.mesh_dim_names),
+        tensor.requires_grad,
+        is_param,
+        user_attributes(tensor) if is_param else {},
+    )
+
+
+def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
+    piece: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    cut: tuple[int, int, int, int],
+    position: int,
+    described: Description,
+    requires_grad: bool,  # noqa: FBT001
+    is_param: bool,  # noqa: FBT001
+    attributes: dict[str, Any],
+) -> ShardedTensor:
+    """Return a sharded tensor that was pickled, bound to a mesh of this process.
+
+    Raises:
+        MeshError: There is no such mesh.
+        ShardedTensorError: The piece is that of another rank.
+    """
+    mesh = _find_mesh(name, described)
+    axis = mesh.backend.axis(mesh.ndim - 1)
+    if axis.rank != position:
+        msg = (
+            f"this file holds piece {position} of sharded {name!r}, but this process (rank "
+            f"{mesh.rank}) is at position {axis.rank} of the shard axis. Load on every rank the "
+            f"file that this rank saved."
+        )
+        raise ShardedTensorError(msg)
+    spec = ShardSpec(FlatLayout.of_one(shape, cut), 0, mesh=mesh, axis=axis, name=name)
+    sharded = ShardedTensor(piece, spec)
+    if not is_param:
+        sharded.requires_grad_(requires_grad)
+        return sharded
+    result: Any = nn.Parameter(sharded, requires_grad=requires_grad)
+    result.__dict__.update(attributes)
+    assert isinstance(result, ShardedTensor)
+    return result
+
+
+def _find_mesh(name: str, described: Description) -> DeviceMesh:
+    """Return the last mesh made of this description; the world if it fits; by preference alike."""
+    device_type, shape, ranks, names = described
+    fitting = [
+        mesh
+        for mesh in known_meshes()
+        if (mesh.device_type, mesh.shape) == (device_type, tuple(shape)) and mesh.rank in mesh.ranks
+    ]
+    for mesh in fitting:
+        if (mesh.ranks, mesh.mesh_dim_names) == (tuple(ranks), names):
+            return mesh
+    if fitting:
+        return fitting[0]
+    world = mesh_of_world(device_type, shape, names)
+    if world is not None:
+        return world
+    msg = (
+        f"sharded {name!r} was saved on a mesh of {device_type!r} devices of shape {shape}"
+        f"{f' with axes {names}' if names else ''}, and this process has no such mesh. Start "
+        f"{len(ranks)} processes (torchrun --nproc-per-node) and make it before loading: "
+        f"init_device_mesh({device_type!r}, {tuple(shape)}"
+        f"{f', mesh_dim_names={names}' if names else ''})."
+    )
+    raise MeshError(msg)
+
+
+copyreg.pickle(ShardedTensor, reduce_tensor)
+torch.serialization.add_safe_globals([rebuild_tensor])

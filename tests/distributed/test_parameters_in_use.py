@@ -1,0 +1,193 @@
+"""What people do with a model's parameters while they train it: convert, freeze, count, measure."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import CASES, Case
+from reference import (
+    OPTIMIZERS,
+    Differences,
+    assert_within,
+    global_batch,
+    make_mesh,
+    mean_over_ranks,
+    my_batch,
+    shard,
+    train,
+)
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from models import Batch
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+# Rounding of means over ranks, fp32, a few steps.
+TOLERANCE = 2e-6
+
+
+def in_double(case: Case) -> Case:
+    def loss(model: nn.Module, given: Batch) -> Tensor:
+        return case.loss(model, tuple(t.double() if t.is_floating_point() else t for t in given))
+
+    return dataclasses.replace(case, loss=loss)
+
+
+def to_double(model: nn.Module, case: Case) -> Case:
+    model.double()
+    return in_double(case)
+
+
+def to_double_and_back(model: nn.Module, case: Case) -> Case:
+    model.to(torch.float64).float()
+    return case
+
+
+def freeze_half(model: nn.Module, case: Case) -> Case:
+    for i, param in enumerate(model.parameters()):
+        param.requires_grad_(i % 2 == 0)
+    return case
+
+
+def freeze_a_group(model: nn.Module, case: Case) -> Case:
+    case.groups(model)[0].requires_grad_(False)
+    return case
+
+
+def no_change(model: nn.Module, case: Case) -> Case:
+    del model
+    return case
+
+
+def flip(model: nn.Module, case: Case) -> Case:
+    for param in model.parameters():
+        param.requires_grad_(not param.requires_grad)
+    return case
+
+
+CHANGES: dict[str, list[Callable[[nn.Module, Case], Case]]] = {
+    "double": [no_change, to_double],
+    "there and back": [no_change, to_double_and_back, no_change],
+    "freeze half": [no_change, freeze_half, no_change],
+    "freeze and flip": [freeze_half, flip, flip],
+    "freeze a group": [no_change, freeze_a_group, flip],
+}
+
+
+def change_between_steps(name: str, changes: str, mesh_shape: tuple[int, ...]) -> Differences:
+    case = CASES[name]
+    torch.manual_seed(0)
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain), make_mesh(mesh_shape))
+    names = [key for key, _ in plain.named_parameters()]
+    objects = list(model.parameters())
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+    differences = Differences()
+    for round_number, change in enumerate(CHANGES[changes]):
+        changed = change(plain, case)
+        change(model, case)
+        case = changed
+        steps = range(2 * round_number, 2 * round_number + 2)
+        mine = train(case, model, optimizers[1], [my_batch(case, step) for step in steps])
+        others = train(case, plain, optimizers[0], [global_batch(case, step) for step in steps])
+        for loss, expected in zip(mine, others, strict=True):
+            differences.note("loss", mean_over_ranks(loss), expected.double())
+            differences.note_grads(model, plain)
+        assert [key for key, _ in model.named_parameters()] == names
+        assert list(map(id, model.parameters())) == list(map(id, objects))
+    differences.note_parameters(model, plain)
+    return differences
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_training_goes_on_as_that_of_the_plain_model(spawn: Spawn, name: str, changes: str) -> None:
+    by_rank = spawn(change_between_steps, 2, name, changes, (2,))
+    assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+def numbers(mesh_shape: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Return (of the sharded model, of the plain one)."""
+    case = CASES["gpt"]
+    torch.manual_seed(0)
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain), make_mesh(mesh_shape))
+    case.loss(plain, global_batch(case, 0)).backward()
+    case.loss(model, my_batch(case, 0)).backward()
+    found = []
+    for each in (model, plain):
+        params = list(each.parameters())
+        grads = [param.grad for param in params]
+        found.append(
+            [
+                sum(param.numel() for param in params),
+                sum(param.nelement() * param.element_size() for param in params),
+                float(nn.utils.get_total_norm(grads)),
+                float(nn.utils.get_total_norm(grads, norm_type=float("inf"))),
+                float(nn.utils.clip_grad_norm_(params, 0.1)),
+                float(nn.utils.get_total_norm(grads)),
+            ]
+        )
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_counts_and_norms_are_global(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    for by_rank in spawn(numbers, torch.Size(mesh_shape).numel(), mesh_shape):
+        for sharded, plain in by_rank:
+            assert sharded == pytest.approx(plain, rel=1e-5)
+
+
+def to_vector() -> None:
+    model = shard(CASES["mlp"], CASES["mlp"].make(), make_mesh((2,)))
+    nn.utils.parameters_to_vector(model.parameters())
+
+
+def test_a_vector_of_all_parameters_is_refused_by_name(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(to_vector, 2):
+        assert error.type_name == "ShardedTensorError"
+        assert "weight" in error.message
+        assert "full_tensor()" in error.message
+
+
+def attributes_and_hooks() -> tuple[list[object], int]:
+    """Return marks of the parameters, and how often a hook saw a gradient of the last step."""
+    case = CASES["mlp"]
+    model = shard(case, case.make(), make_mesh((2,)))
+    seen = []
+    for i, param in enumerate(model.parameters()):
+        param.mark = i
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.mark))
+    case.loss(model, my_batch(case, 0)).backward()
+    model.to(torch.float32)  # Nothing to do, and torch exchanges all parameters nevertheless.
+    model.double()
+    seen.clear()
+    in_double(case).loss(model, my_batch(case, 0)).backward()
+    return [param.mark for param in model.parameters()], sorted(seen)
+
+
+def test_attributes_and_hooks_of_parameters_outlive_conversions(spawn: Spawn) -> None:
+    for marks, seen in spawn(attributes_and_hooks, 2):
+        assert marks == seen == list(range(6))
+
+
+def convert_with_unsynced_gradients() -> None:
+    case = CASES["mlp"]
+    model = shard(case, case.make(), make_mesh((2,)))
+    model.set_requires_gradient_sync(False)
+    case.loss(model, my_batch(case, 0)).backward()
+    model.double()
+
+
+def test_a_conversion_that_would_lose_gradients_is_refused(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(convert_with_unsynced_gradients, 2):
+        assert error.type_name == "StateError"
+        assert "gradients wait to be synced" in error.message

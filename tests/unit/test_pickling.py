@@ -1,0 +1,275 @@
+"""Pickles of sharded tensors, state dicts, optimizers and modules."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from shardkit import (
+    FSDPModule,
+    MeshError,
+    MixedPrecisionPolicy,
+    ShardedTensor,
+    ShardedTensorError,
+    StateError,
+    fully_shard,
+)
+from shardkit.backends.recording import recording_mesh
+
+if typing.TYPE_CHECKING:
+    from shardkit import DeviceMesh
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Tied(nn.Module):
+    """Layers with a group each, an RNN and a tied weight in the root's, a reference upwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.rnn = nn.GRU(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.tokens.weight
+        self.layers[0].owner = (self,)
+        self.register_buffer("offset", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.rnn(x)[0]) + self.offset
+
+
+def make(mesh: DeviceMesh, **options: typing.Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Tied()
+    for layer in model.layers:
+        fully_shard(layer, mesh, **options)
+    return fully_shard(model, mesh, **options)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.arange(6).view(2, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved(item: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(item, file)
+    file.seek(0)
+    return file
+
+
+def assert_same_pieces(tensors: typing.Any, expected: typing.Any) -> None:
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert isinstance(tensor, ShardedTensor)
+        assert torch.equal(tensor.to_local(), other.to_local())
+        assert tensor.to_local().untyped_storage()._cdata != (  # noqa: SLF001
+            other.to_local().untyped_storage()._cdata  # noqa: SLF001
+        )
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_state_dict_is_loaded_with_weights_only(rank: int) -> None:
+    mesh, log = recording_mesh((3,), rank=rank)
+    model = make(mesh)
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    log.clear()
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    loaded = torch.load(file, weights_only=True)
+    assert log == []
+    names = list(model.state_dict())
+    assert list(loaded["model"]) == names
+    for name, value in loaded["model"].items():
+        if name != "offset":
+            assert value.device_mesh is mesh
+            assert value.shape == model.state_dict()[name].shape
+            assert not value.requires_grad
+    names.remove("offset")
+    expected = [model.state_dict()[name] for name in names]
+    assert_same_pieces([loaded["model"][name] for name in names], expected)
+    twin = make(mesh)
+    twin.load_state_dict(loaded["model"])
+    others = make_optimizer(twin)
+    others.load_state_dict(loaded["optimizer"])
+    assert train(twin, others) == train(model, optimizer)
+    assert_same_pieces(twin.parameters(), model.parameters())
+
+
+def test_a_file_is_as_large_as_the_pieces() -> None:
+    """Pieces of one shard are written together, not the shard once for each."""
+    mesh, _ = recording_mesh((4,))
+    model = fully_shard(nn.Sequential(*[nn.Linear(64, 64) for _ in range(16)]), mesh)
+    nbytes = sum(param.to_local().nbytes for param in model.parameters())
+    assert nbytes < len(saved(model.state_dict()).getvalue()) < 1.5 * nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16, "reshard_after_forward": False}])
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (1,)], ids=str)
+def test_a_module_comes_back_sharded_and_trains_on(
+    shape: tuple[int, ...], options: dict[str, typing.Any]
+) -> None:
+    mesh, log = recording_mesh(shape, rank=math.prod(shape) - 1)
+    model = make(mesh, **options)
+    model.tokens.weight.decay = False
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    model.unshard()
+    log.clear()
+    twin, others = torch.load(saved((model, optimizer)), weights_only=False)
+    assert not [entry for entry in log if "gather" in entry[0]]
+    assert isinstance(twin, FSDPModule)
+    assert [type(module) for module in twin.modules()] == [type(m) for m in model.modules()]
+    assert twin.head.weight is twin.tokens.weight
+    assert twin.tokens.weight.decay is False
+    assert twin.layers[0].owner[0] is twin
+    assert others.param_groups[0]["params"][0] is next(iter(twin.parameters()))
+    assert_same_pieces(twin.parameters(), model.parameters())
+    assert train(twin, others) == train(model, optimizer)
+    logs = []
+    for module, its_optimizer in ((model, optimizer), (twin, others)):
+        log.clear()
+        train(module, its_optimizer)
+        logs.append(list(log))
+    assert logs[0] == logs[1]
+    assert_same_pieces(twin.parameters(), model.parameters())
+    assert len(twin._forward_pre_hooks) == len(model._forward_pre_hooks)  # noqa: SLF001
+    assert len(twin._forward_hooks) == len(model._forward_hooks)  # noqa: SLF001
+
+
+def test_options_and_hooks_come_back() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = make(mesh, reshard_after_forward=False)
+    model.layers[1].set_requires_gradient_sync(False)
+    model.layers[0].register_forward_hook(note_call)
+    twin = pickle.loads(pickle.dumps(model))
+    calls.clear()
+    train(twin, make_optimizer(twin), steps=1)
+    assert len(calls) == 1
+    assert twin.memory_stats()["unsynced_grad_nbytes"] > 0
+    assert all(isinstance(value, (ShardedTensor, Tensor)) for value in twin.state_dict().values())
+    twin.layers[0].unshard()
+    assert isinstance(twin.layers[0].state_dict()["weight"], ShardedTensor)
+
+
+calls: list[nn.Module] = []
+
+
+def note_call(module: nn.Module, *_: object) -> None:
+    calls.append(module)
+
+
+def test_hooks_made_after_loading_take_no_ones_place() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = make(mesh)
+    handles = [model.layers[0].register_forward_hook(note_call) for _ in range(3)]
+    data = pickle.dumps(model)
+    before = torch.utils.hooks.RemovableHandle.next_id
+    try:
+        torch.utils.hooks.RemovableHandle.next_id = 0  # As in a new process.
+        twin = pickle.loads(data)
+        for _ in range(before):
+            twin.layers[0].register_forward_hook(note_call)
+        assert len(twin.layers[0]._forward_hooks) == len(handles) + before + 1  # noqa: SLF001
+    finally:
+        torch.utils.hooks.RemovableHandle.next_id = before
+
+
+def test_a_part_is_pickled_by_itself() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = make(mesh)
+    layer = pickle.loads(pickle.dumps(model.layers[1]))
+    layer(torch.ones(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in layer.parameters())
+
+
+def test_a_module_on_meta_comes_back_on_meta() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(nn.Linear(4, 4, device="meta"), mesh)
+    twin = pickle.loads(pickle.dumps(model))
+    assert twin.weight.is_meta
+    twin.to_empty(device="cpu")
+    twin(torch.ones(2, 4))
+
+
+# --- what cannot be loaded ----------------------------------------------------------------------
+
+
+def test_the_piece_of_another_rank_is_refused() -> None:
+    mesh, _ = recording_mesh((2,), rank=1)
+    file = saved(make(mesh).state_dict())
+    del mesh
+    gc.collect()
+    other, _ = recording_mesh((2,), rank=0)
+    with pytest.raises(ShardedTensorError, match=r"piece 1 of .*'tokens.weight'.*position 0"):
+        torch.load(file, weights_only=True)
+    assert other.rank == 0
+
+
+def test_without_such_a_mesh_the_error_says_how_to_make_it() -> None:
+    mesh, _ = recording_mesh((2, 9), mesh_dim_names=("replicate", "shard"))
+    file = saved(fully_shard(nn.Linear(5, 5), mesh).state_dict())
+    del mesh
+    gc.collect()
+    kept, _ = recording_mesh((3,))
+    message = r"'weight' was saved on a mesh of 'cpu' devices of shape \(2, 9\).*init_device_mesh"
+    with pytest.raises(MeshError, match=message):
+        torch.load(file, weights_only=True)
+    assert kept.shape == (3,)
+
+
+def test_of_several_meshes_the_one_that_is_equal_is_taken() -> None:
+    mesh, _ = recording_mesh((4,), mesh_dim_names=("shard",))
+    file = saved(fully_shard(nn.Linear(5, 5), mesh).state_dict())
+    newer, _ = recording_mesh((4,), mesh_dim_names=("other",))
+    assert torch.load(file)["weight"].device_mesh is mesh
+    assert newer.mesh_dim_names == ("other",)
+
+
+def test_parametrized_modules_say_that_torch_does_not_pickle_them() -> None:
+    mesh, _ = recording_mesh((2,))
+    layer = fully_shard(parametrizations.weight_norm(nn.Linear(4, 4)), mesh)
+    with pytest.raises(RuntimeError, match="only supported through state_dict"):
+        pickle.dumps(layer)
+    saved_one = torch.load(saved(layer.state_dict()))
+    assert_same_pieces(saved_one.values(), layer.state_dict().values())
+
+
+def test_shallow_copies_are_refused() -> None:
+    mesh, _ = recording_mesh((2,))
+    with pytest.raises(StateError, match="deepcopy"):
+        copy.copy(fully_shard(nn.Linear(4, 4), mesh))
+
+
+def test_requires_grad_is_written() -> None:
+    mesh, _ = recording_mesh((2,))
+    layer = nn.Linear(4, 4)
+    layer.bias.requires_grad_(False)
+    fully_shard(layer, mesh)
+    twin = pickle.loads(pickle.dumps(layer))
+    assert (twin.weight.requires_grad, twin.bias.requires_grad) == (True, False)
+    assert isinstance(twin.weight, nn.Parameter)
+    moment = pickle.loads(pickle.dumps(torch.zeros_like(layer.weight)))
+    assert not isinstance(moment, nn.Parameter)
