@@ -16,6 +16,7 @@ from torch import Tensor
 from shardkit import _compat
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from shardkit._layout import FlatLayout
@@ -52,11 +53,13 @@ class ShardSpec:
             (`shardkit.backends.tensor_parallel.TensorParallel`); the layout, `start` and `stop`
             are those of this rank's part. None: not at all.
         axes: The axes over which ranks hold different elements.
+        found: Weak: the parameter and every place that its group found it in (`FoundParam`).
     """
 
     __slots__ = (
         "axes",
         "axis",
+        "found",
         "index",
         "layout",
         "mesh",
@@ -80,6 +83,7 @@ class ShardSpec:
         tensor_parallel: Any = None,
     ) -> None:
         self.siblings = siblings
+        self.found: weakref.ref[Any] | None = None
         self.layout = layout
         self.index = index
         self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
@@ -108,11 +112,17 @@ class ShardSpec:
         replicated = self.mesh.ndim - len(inner) - 1
         return (*(Replicate() for _ in range(replicated)), FlatShard(), *inner)
 
+    @property
+    def device(self) -> torch.device:
+        """Where pieces are used."""
+        device: torch.device = self.mesh.backend.device
+        return device
+
     def same_cut(self, other: ShardSpec) -> bool:
         """Whether pieces of both line up on every rank."""
         return self is other or (
             self.shape == other.shape
-            and self.mesh == other.mesh
+            and (self.axis is other.axis or self.mesh == other.mesh)
             and self.tensor_parallel == other.tensor_parallel
             and self.layout.cut(self.index) == other.layout.cut(other.index)
         )
@@ -126,6 +136,11 @@ class ShardSpec:
 
 _PIECE_ATTRIBUTES = ("local_piece", "flat", "flat_start")
 _OWN_ATTRIBUTES = ("spec", "put_off", *_PIECE_ATTRIBUTES)
+
+
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that were set on a tensor by others than shardkit and torch."""
+    return {k: v for k, v in tensor.__dict__.items() if k not in (*_OWN_ATTRIBUTES, "_is_param")}
 
 
 def _no_dispatcher(func: Any, args: Any, kwargs: Any) -> Any:
@@ -269,6 +284,15 @@ class ShardedTensor(Tensor):
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
         return gather_full(self.local_piece, self.spec)
+
+    def module_load(self, other: Tensor, assign: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+        """Return what `load_state_dict` swaps this parameter with, if torch is set to do so."""
+        del assign  # Done before, see `_state_dict`.
+        if other is not self:
+            self.copy_(other)
+        result = torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad)
+        result.__dict__.update(user_attributes(self))
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """Copy this rank's piece; the copy is cut in the same way on the same mesh."""

@@ -20,8 +20,9 @@ def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
     return ShardedTensorError(
         f"{func} on sharded {spec.name!r} of shape {tuple(tensor.shape)}: {why} This rank holds "
         f"only elements [{spec.start}:{spec.stop}){part}. If this is a module's weight used "
-        f"outside that module's forward, shard both modules in one group, or unshard() around the "
-        f"use; otherwise call full_tensor() on it (on every rank)."
+        f"outside that module's forward, shard both modules in one group, call "
+        f"register_fsdp_forward_method() on the method that uses it, or unshard() around the use; "
+        f"otherwise call full_tensor() on it (on every rank)."
     )
 
 
