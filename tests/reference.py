@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
 
 AXES = ("replicate", "shard")
+STEPS = 10
 
 # The rounding error of a loss: two units in the last place of a number between 2 and 8, as the loss
 # of GPT is.
@@ -177,26 +178,10 @@ class Differences(dict[str, float]):
         self.note_all("parameter", full_parameters(model), full_parameters(reference))
 
 
-def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:
-    """Check what every rank found: the kinds named in ``tolerances``, all of them and no other."""
-    for rank, differences in enumerate(by_rank):
-        assert differences.keys() == tolerances.keys(), (
-            f"rank {rank} compared {sorted(differences)}"
-        )
-        for kind, tolerance in tolerances.items():
-            # Written so that NaN fails.
-            assert differences[kind] <= tolerance, (
-                f"rank {rank}: {kind} differs by {differences[kind]:.3g}"
-            )
-
-
-# --- whole runs -----------------------------------------------------------------------------------
-
-
 def compare_training(
     case: Case, model: nn.Module, reference: nn.Module, optimizer: str = "sgd", steps: int = STEPS
 ) -> Differences:
-    """Train both, the sharded model on this rank's batches and the plain one on all."""
+    """Train both, the sharded model on this rank's batches and the plain one on all. Collective."""
     differences = Differences()
     sharded_losses = train(
         case,
@@ -215,3 +200,19 @@ def compare_training(
         differences.note_grads(model, reference)
     differences.note_parameters(model, reference)
     return differences
+
+
+def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:
+    """Check what every rank found: the kinds named in ``tolerances``, all of them and no other."""
+    for rank, differences in enumerate(by_rank):
+        assert differences.keys() == tolerances.keys(), (
+            f"rank {rank} compared {sorted(differences)}"
+        )
+        for kind, tolerance in tolerances.items():
+            # Written so that NaN fails.
+            assert differences[kind] <= tolerance, (
+                f"rank {rank}: {kind} differs by {differences[kind]:.3g}"
+            )
+
+
+# --- whole runs -----------------------------------------------------------------------------------

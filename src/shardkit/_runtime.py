@@ -215,6 +215,9 @@ class Runtime:
     def end_pass(self, *, needs_backward: bool) -> None:
         """The root forward ends."""
         self.pass_root = None
+        for group in self.groups:
+            if self.schedule.in_forward(group.index):  # The root has caught what it raised.
+                group.show(unsharded=False)
         self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))
 
     def enter_forward(self, group: Group) -> ForwardRecord | None:

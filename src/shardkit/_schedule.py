@@ -213,6 +213,7 @@ class UnshardSchedule:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
         self._last_orders[self._pass] = self._order
         self._unfinished.clear()
+        self._in_forward.clear()  # The root may have caught what a layer raised.
         if self._hold:
             return []
         doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from models import CASES
 from reference import (
     LOSS_TOLERANCE,
-    OPTIMIZERS,
+    STEPS,
     Differences,
     assert_within,
+    compare_training,
     global_batch,
     make_mesh,
     mean_over_ranks,
     my_batch,
     shard,
-    train,
 )
 from shardkit import (
     CPUOffloadPolicy,
@@ -32,41 +32,10 @@ from shardkit import (
 )
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 Spawn = typing.Callable[..., list[typing.Any]]
 TOLERANCE = 1e-6
-STEPS = 4
-
-
-def compare_training(
-    model: nn.Module,
-    reference: nn.Module,
-    *,
-    name: str = "mlp",
-    each_step: Callable[[], object] = lambda: None,
-) -> Differences:
-    """Train both for some steps and compare losses, gradients and parameters."""
-    case = CASES[name]
-    differences = Differences()
-    sharded = train(
-        case,
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        (my_batch(case, i) for i in range(STEPS)),
-    )
-    plain = train(
-        case,
-        reference,
-        OPTIMIZERS["sgd"](reference.parameters()),
-        (global_batch(case, i) for i in range(STEPS)),
-    )
-    for loss, expected in zip(sharded, plain, strict=True):
-        differences.note("loss", mean_over_ranks(loss), expected.double())
-        differences.note_grads(model, reference)
-        each_step()
-    differences.note_parameters(model, reference)
-    return differences
 
 
 def check(by_rank: Sequence[Differences]) -> None:
@@ -172,7 +141,7 @@ def train_with_setting(setting: str, name: str, mesh_shape: tuple[int, ...]) -> 
     model = shard(case, copy.deepcopy(reference), make_mesh(mesh_shape))
     SETTINGS[setting](model)
     Gather.calls = Scatter.calls = 0
-    differences = compare_training(model, reference, name=name)
+    differences = compare_training(CASES[name], model, reference)
     if setting == "custom_collectives":
         groups = len(sharded_children(model)) + (name == "gpt")  # The MLP's root has no parameters.
         assert Scatter.calls == STEPS * groups
@@ -195,7 +164,7 @@ def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences
     reference = case.make()
     mesh = make_mesh((dist.get_world_size(),))
     model = shard(case, copy.deepcopy(reference), mesh, **options)
-    return compare_training(model, reference, name=name)
+    return compare_training(CASES[name], model, reference)
 
 
 def shard_dim_one(parameter: nn.Parameter) -> typing.Any:
@@ -239,7 +208,7 @@ def train_lists(together: list[list[int]], reshard: bool | None) -> Differences:
         modules = [model.layers[i] for i in indices]
         assert fully_shard(modules, mesh, reshard_after_forward=reshard) is modules
     fully_shard(model, mesh)
-    differences = compare_training(model, reference)
+    differences = compare_training(CASES["mlp"], model, reference)
     stats = model.memory_stats()
     assert stats["unsharded_nbytes"] == 0
     return differences
@@ -498,7 +467,7 @@ def fail_and_reset(where: str) -> Differences:
     model.reset_iter_state()
     assert model.memory_stats()["unsharded_nbytes"] == 0
     model.zero_grad()
-    return compare_training(model, reference)
+    return compare_training(CASES["mlp"], model, reference)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
