@@ -133,6 +133,15 @@ class ShardSpec:
             full = self.tensor_parallel.to_part(full)
         return full.reshape(-1)[self.start : self.stop]
 
+    def places_in_piece(self, places: Tensor) -> Tensor:
+        """Return where elements of the flattened whole lie in this rank's piece.
+
+        What is not in it is below 0 or beyond its end.
+        """
+        if self.tensor_parallel is not None:
+            places = self.tensor_parallel.places_in_part(places)
+        return places - self.start
+
 
 _PIECE_ATTRIBUTES = ("local_piece", "flat", "flat_start")
 _OWN_ATTRIBUTES = ("spec", "put_off", *_PIECE_ATTRIBUTES)

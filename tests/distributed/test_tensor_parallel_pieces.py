@@ -263,6 +263,7 @@ INITS: tuple[Callable[[Tensor], object], ...] = (
     lambda x: nn.init.uniform_(x, -1.0, 2.0),
     lambda x: nn.init.xavier_normal_(x) if x.ndim > 1 else nn.init.zeros_(x),
     lambda x: nn.init.trunc_normal_(x, std=0.5),
+    lambda x: nn.init.orthogonal_(x) if x.ndim > 1 else nn.init.zeros_(x),
 )
 
 
@@ -283,6 +284,28 @@ def test_initialization_draws_the_numbers_of_a_plain_model(
     spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:
     assert_within(spawn(fill_spread, RANKS, mesh_shape, num_inner), parameter=0.0)
+
+
+@torch.no_grad()
+def write_into_views(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
+    plain, model = spread(mesh_shape, num_inner)
+    for m in (plain, model):
+        for param in m.parameters():
+            param[1].fill_(7.0)
+            last = param[..., -1]
+            last.copy_(torch.arange(last.numel()).view(last.shape))
+            param.view(-1)[::3].mul_(2.0)
+            param.view(-1)[4] = 0.5
+    differences = Differences()
+    differences.note_parameters(model, plain)
+    return differences
+
+
+@on_every_spread
+def test_views_are_written_where_they_are(
+    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
+) -> None:
+    assert_within(spawn(write_into_views, RANKS, mesh_shape, num_inner), parameter=0.0)
 
 
 def differentiate(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:

@@ -142,11 +142,11 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     """Write to a copy of the view, of which this rank's elements go into its piece."""
     base, geometry = target.base, target.geometry
     piece, spec = base.local_piece, base.spec
-    first = int(geometry.storage_offset()) - spec.start
-    places = torch.full(geometry.shape, first, device=piece.device)
+    places = torch.full(geometry.shape, int(geometry.storage_offset()), device=piece.device)
     for dim, (size, stride) in enumerate(zip(geometry.shape, geometry.stride(), strict=True)):
         along = torch.arange(size, device=piece.device) * stride
         places += along.view(-1, *[1] * (geometry.ndim - dim - 1))
+    places = spec.places_in_piece(places)
     is_here = (places >= 0) & (places < piece.numel())
     # Laid out like the view, since random numbers may depend on that; the rest is never touched.
     whole = torch.empty_strided(

@@ -190,6 +190,16 @@ class TensorParallel:
             whole = split.cut(whole)
         return whole
 
+    def places_in_part(self, places: Tensor) -> Tensor:
+        """Return where elements of the flattened whole lie in the flattened part; else -1."""
+        result, is_here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
+        local_shape, offsets = self.local_shape, self.offsets
+        for dim, size in enumerate(self.shape):
+            along = places // math.prod(self.shape[dim + 1 :]) % size - offsets[dim]
+            is_here &= (along >= 0) & (along < local_shape[dim])
+            result += along * math.prod(local_shape[dim + 1 :])
+        return torch.where(is_here, result, -1)
+
     def to_whole(self, part: Tensor) -> Tensor:
         """Return the whole of which `part` is this rank's. Cost: one all-gather per split."""
         for split in reversed(self.splits):

@@ -1,0 +1,128 @@
+"""Tensor-parallel parameters with everything else that can be chosen for a model."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_models import CASES, GPT, batches_of, gpt_plan, make, make_meshes, parallelize
+from reference import Differences, assert_within, mean_over_ranks, train
+from shardkit import CPUOffloadPolicy, ShardedTensor, fully_shard
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+RANKS = 4
+# Sums in another order than in the plain model, in fp32, over three steps.
+TOLERANCE = 1e-6
+
+
+def compare_training(
+    mesh_shape: tuple[int, ...], plain: nn.Module, model: nn.Module
+) -> Differences:
+    case = CASES["gpt"].case
+    mine, whole = batches_of("gpt", mesh_shape, 3)
+    differences = Differences()
+    steps = [
+        train(case, m, torch.optim.SGD(m.parameters(), lr=0.05), batches)
+        for m, batches in ((model, mine), (plain, whole))
+    ]
+    for loss, expected in zip(*steps, strict=True):
+        differences.note("loss", mean_over_ranks(loss), expected.double())
+        differences.note_grads(model, plain)
+    differences.note_parameters(model, plain)
+    return differences
+
+
+def assert_close(by_rank: list[Differences]) -> None:
+    # A loss between 4 and 8 has units of 5e-7 in the last place.
+    assert_within(by_rank, loss=2e-6, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+def train_with(mesh_shape: tuple[int, ...], options: dict[str, typing.Any]) -> Differences:
+    return compare_training(mesh_shape, *make("gpt", mesh_shape, **options))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "options"),
+    [
+        ((2, 2), {"offload_policy": CPUOffloadPolicy()}),
+        ((4, 1), {"reshard_after_forward": 2}),
+    ],
+    ids=["offload", "partial resharding"],
+)
+def test_options_make_no_difference(
+    spawn: Spawn, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
+) -> None:
+    assert_close(spawn(train_with, RANKS, mesh_shape, options))
+
+
+def train_a_list(mesh_shape: tuple[int, ...]) -> Differences:
+    plain = GPT()
+    model, dp = parallelize("gpt", plain, mesh_shape)
+    fully_shard(list(model.blocks), dp)
+    fully_shard([model.norm, model.head], dp)
+    fully_shard(model, dp)
+    return compare_training(mesh_shape, plain, model)
+
+
+def test_a_list_of_modules_is_one_group(spawn: Spawn) -> None:
+    assert_close(spawn(train_a_list, RANKS, (2, 2)))
+
+
+def sharded_on_meta(mesh_shape: tuple[int, ...]) -> nn.Module:
+    with torch.device("meta"):
+        model = GPT()
+    dp, tp = make_meshes(mesh_shape)
+    parallelize_module(model, tp, gpt_plan(model))
+    for module in (*model.blocks, model):
+        fully_shard(module, dp)
+    assert all(param.is_meta for param in model.parameters())
+    return model
+
+
+def train_materialized(mesh_shape: tuple[int, ...]) -> Differences:
+    """Made on meta, sharded there, given memory, initialized as the plain model is."""
+    plain, model = GPT(), sharded_on_meta(mesh_shape)
+    model.to_empty(device="cpu")
+    for m in (plain, model):
+        torch.manual_seed(7)
+        for param in m.parameters():
+            nn.init.normal_(param, std=0.1)
+    return compare_training(mesh_shape, plain, model)
+
+
+def train_assigned(mesh_shape: tuple[int, ...]) -> Differences:
+    plain, model = GPT(), sharded_on_meta(mesh_shape)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    return compare_training(mesh_shape, plain, model)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("way", [train_materialized, train_assigned])
+def test_a_model_from_the_meta_device_trains(
+    spawn: Spawn,
+    mesh_shape: tuple[int, ...],
+    way: typing.Callable[[tuple[int, ...]], Differences],
+) -> None:
+    assert_close(spawn(way, RANKS, mesh_shape))
+
+
+def look_at_state_dict_in_forward(mesh_shape: tuple[int, ...]) -> list[type]:
+    _, model = make("gpt", mesh_shape)
+    seen: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, _: object) -> None:
+        seen.update(module.state_dict())
+
+    model.blocks[0].attention.q.register_forward_pre_hook(look)
+    mine, _ = batches_of("gpt", mesh_shape, 1)
+    CASES["gpt"].case.loss(model, mine[0]).backward()
+    return [type(value) for value in seen.values()]
+
+
+def test_a_state_dict_in_forward_holds_sharded_tensors(spawn: Spawn) -> None:
+    assert spawn(look_at_state_dict_in_forward, RANKS, (2, 2)) == [[ShardedTensor]] * RANKS
