@@ -121,3 +121,19 @@ def test_ranks_may_generate_other_lengths_where_they_wait_for_each_other(
     """``synced_gpus``: a rank that is done goes on running forward for the others."""
     found = spawn(generate_other_lengths, 2, name, timeout_s=TIMEOUT_S)
     assert found == [(3, True), (7, True)]
+
+
+def generate_from_embeddings() -> bool:
+    plain, model = make_both("tied_llama")
+    register_fsdp_forward_method(model, "generate")
+    prompt, _ = my_batch(ZOO["tied_llama"], 0)
+    model.unshard()
+    embedded = model.get_input_embeddings()(prompt).detach()
+    model.reshard()
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False}
+    expected = plain.generate(inputs_embeds=plain.get_input_embeddings()(prompt), **options)
+    return torch.equal(model.generate(inputs_embeds=embedded, **options), expected)
+
+
+def test_embeddings_can_be_used_between_unshard_and_reshard(spawn: Spawn) -> None:
+    assert spawn(generate_from_embeddings, 2, timeout_s=TIMEOUT_S) == [True] * 2

@@ -16,11 +16,12 @@ from reference import (
     Differences,
     assert_within,
     compare_training,
+    global_batch,
     my_batch,
     shard,
     train,
 )
-from shardkit import ShardedTensor
+from shardkit import MixedPrecisionPolicy, ShardedTensor
 
 pytestmark = pytest.mark.models
 
@@ -87,6 +88,49 @@ def count_forwards() -> tuple[int, int]:
 def test_gradient_checkpointing_runs_layers_again(spawn: Spawn) -> None:
     """Or the test above would compare training without it."""
     assert spawn(count_forwards, 2, timeout_s=TIMEOUT_S) == [(3, 6)] * 2
+
+
+def accumulate(name: str) -> Differences:
+    """Compare gradients of two steps, each of three micro-batches of which one is synced."""
+    case = ZOO[name]
+    plain, model = make_both(name)
+    differences = Differences()
+    for step in range(2):
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            number = 3 * step + micro
+            for each, draw in ((model, my_batch), (plain, global_batch)):
+                (case.loss(each, draw(case, number)) / 3).backward()
+        differences.note_grads(model, plain)
+        for each in (model, plain):
+            each.zero_grad()
+    return differences
+
+
+@pytest.mark.parametrize("name", ["tied_llama", "t5", "whisper", "mixtral"])
+def test_accumulated_gradients_equal_those_of_plain_training(spawn: Spawn, name: str) -> None:
+    assert_within(spawn(accumulate, 2, name, timeout_s=TIMEOUT_S), grad=TOLERANCE)
+
+
+def compute_in_bfloat16(name: str) -> Differences:
+    """Compare with a model whose parameters are bfloat16; buffers are fp32 in both."""
+    plain = ZOO[name].make().eval()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = shard(ZOO[name], copy.deepcopy(plain), mp_policy=policy)
+    for param in plain.parameters():
+        param.data = param.data.to(torch.bfloat16)
+    inputs, labels = my_batch(ZOO[name], 0)
+    whole = inputs.to(torch.bfloat16) if inputs.is_floating_point() else inputs
+    differences = Differences()
+    differences.note(
+        "logits", model(inputs, labels=labels).logits, plain(whole, labels=labels).logits
+    )
+    return differences
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_mixed_precision_computes_what_a_model_in_bfloat16_does(spawn: Spawn, name: str) -> None:
+    assert_within(spawn(compute_in_bfloat16, 2, name, timeout_s=TIMEOUT_S), logits=0.0)
 
 
 # --- between steps --------------------------------------------------------------------------------
