@@ -5,6 +5,7 @@ Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in the library may use a pri
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -58,14 +60,47 @@ def foreach_norm(
     return torch._foreach_norm(list(tensors), order, dtype)
 
 
-def make_wrapper(cls: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
+def make_wrapper(
+    cls: type[Tensor], local: Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
+) -> Any:
     """Return a tensor of `cls` with a global `shape` and no memory of its own."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=strides, dtype=local.dtype, device=local.device
+    )
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """Return what a functional collective returned when it is there; others as they are."""
+    from torch.distributed import _functional_collectives  # noqa: TID251 - DTensors only
+
+    if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
+        result: Tensor = tensor.wait()
+        return result
+    return tensor
+
+
+def set_local_tensor(dtensor: Any, local: Tensor) -> None:
+    """Exchange the memory of a DTensor that nobody shall use any more."""
+    dtensor._local_tensor = local
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the torch mesh that a torch mesh is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # noqa: TID251 - torch < 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
+
+
+def process_group_backend(group: Any, device: torch.device) -> Any:
+    """Return the engine behind a process group, which may offer memory for its collectives."""
+    return group._get_backend(device)
 
 
 def register_foreach_class(cls: type[Tensor]) -> None:
@@ -84,19 +119,42 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_called_by_ddp(frame: types.FrameType | None) -> bool:
+    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
+
+    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    """
+    caller = frame.f_back if frame is not None else None
+    return (
+        caller is not None
+        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
+    )
+
+
 def is_mutable_op(func: Any) -> bool:
     """Whether the operator writes to one of its arguments."""
     return bool(func._schema.is_mutable)
 
 
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
-    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them."""
-    module._flat_weight_refs = []
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+
+    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
+    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
 
-def rnn_reset_weights(module: torch.nn.RNNBase) -> None:
-    """Let an RNN collect its weights anew after they were exchanged."""
-    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Undo `rnn_forget_weight_refs`."""
+    module._flat_weight_refs = [
+        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
+    ]
+
+
+def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
+    return list(module._state_dict_hooks.values())
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

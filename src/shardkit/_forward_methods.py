@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from shardkit._errors import WrapError
+from shardkit._errors import StateError
 from shardkit._hooks import get_state
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: Name of one of its methods.
 
     Raises:
-        WrapError: It has no such method.
+        StateError: It has no such method.
 
     Cost: as one forward, besides what the method calls.
     """
@@ -66,6 +66,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"expected the name of a method, got {method!r}. Check the name, and that it belongs "
             f"to this module and not to one inside it."
         )
-        raise WrapError(msg)
+        raise StateError(msg)
     if not isinstance(method, ForwardMethod):
         module.__dict__[method_name] = ForwardMethod(module, method)

@@ -44,7 +44,9 @@ def check_same_model(groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
     for axis in axes:
         if axis.size == 1:
             continue
-        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=groups[0].device)
+        extremes = torch.tensor(
+            [digest, -digest], dtype=torch.int64, device=groups[0].mesh.backend.device
+        )
         axis.all_reduce(extremes, "max")
         highest, lowest = extremes.tolist()
         if highest != -lowest:
@@ -82,10 +84,10 @@ def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str:
 
 
 def _show_param(param: Sequence[Any]) -> str:
-    _, shape, orig_dtype, param_dtype, reduce_dtype, trainable = param
+    _, shape, orig_dtype, param_dtype, reduce_dtype, trainable, device_type = param
     return (
-        f"{shape} {orig_dtype} (computed in {param_dtype}, reduced in {reduce_dtype}, "
-        f"{'trainable' if trainable else 'frozen'})"
+        f"{shape} {orig_dtype} on {device_type} (computed in {param_dtype}, "
+        f"reduced in {reduce_dtype}, {'trainable' if trainable else 'frozen'})"
     )
 
 

@@ -192,10 +192,18 @@ def random_fill(mesh_shape: tuple[int, ...]) -> dict[str, Tensor]:
     nn.init.normal_(sharded.matrix)
     nn.init.uniform_(sharded.vector)
     nn.init.kaiming_uniform_(sharded.cube)
+    trunc = nn.init.trunc_normal_(torch.empty_like(sharded.matrix))
+    orthogonal = nn.init.orthogonal_(torch.empty_like(sharded.matrix))
     with torch.no_grad():
         noise = torch.randn_like(sharded.matrix)
-    filled = {**dict(sharded.named_parameters()), "noise": noise}
-    return {name: piece.detach().full_tensor() for name, piece in filled.items()}
+    filled = {
+        **dict(sharded.named_parameters()),
+        "noise": noise,
+        "trunc": trunc,
+        "orthogonal": orthogonal,
+    }
+    result = {name: piece.detach().full_tensor() for name, piece in filled.items()}
+    return {**result, "random state": torch.get_rng_state()}
 
 
 def test_random_fills_are_those_of_the_full_tensor_at_every_world_size(spawn: Spawn) -> None:
@@ -396,12 +404,12 @@ def test_reductions_of_bf16_round_once(spawn: Spawn) -> None:
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     "matmul": lambda p: p @ torch.ones(13, 2),
     "linear": lambda p: torch.nn.functional.linear(torch.ones(2, 13), p),
-    "index": lambda p: p[0],
+    "index": lambda p: p[0] * 2,
     "sum over one dim": lambda p: p.sum(dim=0),
     "sum that keeps dims": lambda p: p.sum(dim=(0, 1), keepdim=True),
     "max over one dim": lambda p: p.max(dim=1),
-    "view": lambda p: p.view(13, 7),
-    "transpose": lambda p: p.t(),
+    "view": lambda p: p.view(13, 7) * 2,
+    "transpose": lambda p: p.t().clone(),
     "cat": lambda p: torch.cat([p, p]),
     "plain operand": lambda p: p + torch.ones(7, 13),
     "into a plain tensor": lambda p: torch.ones(7, 13).add_(p),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardkit import (
     ShardedTensor,
     ShardedTensorError,
-    WrapError,
+    StateError,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -234,9 +234,9 @@ def test_after_a_failed_forward_and_a_conversion_too() -> None:
 
 def test_a_name_that_is_no_method_is_refused() -> None:
     model, _ = make_speaker()
-    with pytest.raises(WrapError, match=r"FSDPSpeaker has no method 'speak'.*got None"):
+    with pytest.raises(StateError, match=r"FSDPSpeaker has no method 'speak'.*got None"):
         register_fsdp_forward_method(model, "speak")
-    with pytest.raises(WrapError, match=r"no method 'seen'.*got \[\]"):
+    with pytest.raises(StateError, match=r"no method 'seen'.*got \[\]"):
         register_fsdp_forward_method(model, "seen")
 
 

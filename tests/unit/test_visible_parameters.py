@@ -121,7 +121,6 @@ def test_a_state_dict_is_sharded_at_any_time(
     assert in_state_dict(recorded) == []
 
 
-@pytest.mark.xfail(reason="only sharded modules have the hook, not the ones in their group")
 def test_a_state_dict_of_a_part_is_sharded_at_any_time() -> None:
     recorded = Recorded(reshard_after_forward=False)
     between_forward_and_backward(recorded)

@@ -16,12 +16,14 @@ from shardkit._ops.reductions import equal, extreme, item, mean, reduce_by, trut
 from shardkit._ops.same_cut import (
     copy_into,
     new_like,
+    plain_empty,
     random,
     reshape,
     same_memory,
     state_like,
     structural,
 )
+from shardkit._ops.views import eye, view, view_as_shape, write
 
 _HANDLERS: dict[Any, Any] = {}
 _aten = torch.ops.aten
@@ -46,6 +48,8 @@ def _classify(func: Any) -> Any:
     name = func.name().split("::")[-1].split(".")[0]
     if name.startswith(("_foreach_", "_fused_")):
         return unsupported if name in ("_foreach_max", "_foreach_norm") else foreach
+    if func.is_view:
+        return view
     if torch.Tag.nondeterministic_seeded in func.tags:
         return random
     if torch.Tag.pointwise in func.tags:
@@ -63,10 +67,16 @@ _register(structural, _aten.clone.default, _aten.empty_like.default, _compat.cop
 _register(state_like, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
 _register(mutating, _aten.zero_.default, _aten.fill_.Scalar)
 _register(pointwise_mutating, _aten.fill_.Tensor)
-_register(reshape, _aten.view.default, _compat.unsafe_view_op, _aten.expand.default)
+_register(pointwise, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor)
+_register(pointwise_mutating, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
+_register(plain_empty, _aten.new_empty.default)
+_register(reshape, _compat.unsafe_view_op, _aten.expand.default)
+_register(view_as_shape, _aten.view.default)
+_register(write, _aten.index_put_.default, _aten.index_fill_.int_Scalar)
+_register(write, _aten.index_fill_.int_Tensor)
+_register(eye, _aten.eye.m_out)
 _register(
     new_like,
-    _aten.new_empty.default,
     _aten.new_zeros.default,
     _aten.new_ones.default,
     _aten.new_full.default,

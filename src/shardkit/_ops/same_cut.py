@@ -122,6 +122,15 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``new_empty``: an ordinary tensor, also of the same shape: room to compute a whole matrix in.
+
+    So `nn.init.orthogonal_` draws and decomposes the whole on every rank; each keeps its piece.
+    """
+    result: Tensor = func(args[0].local_piece, *args[1:], **kwargs)
+    return result
+
+
 def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not ShardedTensor:
@@ -140,7 +149,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     kwargs.pop("memory_format", None)
     local = tensor.local_piece
-    if any(isinstance(arg, Tensor) for arg in args[1:]) or func in _DEPEND_ON_VALUES:
+    if any(isinstance(arg, Tensor) for arg in args[1:]) or func in DEPEND_ON_VALUES:
         raise refuse(func, tensor, "its random numbers depend on the values of a tensor.")
     full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     result = func(full, *args[1:], **kwargs)
@@ -151,7 +160,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return ShardedTensor(tensor.spec.slice_full(result).clone(), tensor.spec)
 
 
-_DEPEND_ON_VALUES = (
+DEPEND_ON_VALUES = (
     _aten.bernoulli.default,
     _aten.multinomial.default,
     _aten.poisson.default,

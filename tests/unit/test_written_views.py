@@ -1,0 +1,153 @@
+"""Views of sharded tensors and in-place fills: every rank writes what it owns, nothing is sent."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardkit import ShardedTensorError, fully_shard
+from shardkit.backends.recording import recording_mesh
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORLD_SIZES = (1, 2, 3, 5)
+
+
+class Holder(nn.Module):
+    """A parameter behind a small one, so that its cuts fall inside rows."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.arange(float(torch.Size(shape).numel())).view(shape))
+
+    def forward(self) -> None: ...
+
+
+def values(weight: Tensor) -> Tensor:
+    """Return a plain tensor of the shape, all different."""
+    return torch.arange(float(weight.numel())).view(weight.shape) + 100
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a row": lambda w: w.data[2].fill_(7),
+    "a column drawn": lambda w: w.data[:, 1].normal_(),
+    "rows drawn": lambda w: w.data[1:4].normal_(),
+    "columns drawn": lambda w: w.data[:, 1:6].normal_(),
+    "chunks drawn": lambda w: [chunk.uniform_() for chunk in w.data.chunk(3)],
+    "row by row": lambda w: [row.fill_(i) for i, row in enumerate(w.data)],
+    "a tensor index": lambda w: w.data.__setitem__(torch.tensor([1, 3]), 0.0),
+    "index_fill_": lambda w: w.data.index_fill_(0, torch.tensor([1, 3]), 9.0),
+    "an ellipsis": lambda w: w.data.__setitem__((..., 0), 1.0),
+    "a step": lambda w: w.data.view(-1)[::3].fill_(2),
+    "changed in place": lambda w: w.data[0].add_(1).mul_(3),
+    "transposed copy": lambda w: w.data.t().copy_(values(w).t()),
+    "a copied row": lambda w: w.data[4].copy_(values(w)[4]),
+    "diagonal": lambda w: w.data.fill_diagonal_(7),
+    "masked": lambda w: w.data.masked_fill_(w.data > 11, 0.0),
+    "from a vector": lambda w: nn.utils.vector_to_parameters(values(w).view(-1), [w]),
+    "eye_": nn.init.eye_,
+    "sparse_": lambda w: nn.init.sparse_(w, 0.5),
+    "orthogonal_": nn.init.orthogonal_,
+    "uniform_": nn.init.uniform_,
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+}
+CONV_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "dirac_": nn.init.dirac_,
+    "grouped dirac_": lambda w: nn.init.dirac_(w, groups=2),
+    "orthogonal_": nn.init.orthogonal_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "inner slice": lambda w: w.data[:, 1:, 1].normal_(),
+}
+SHAPES = ((6, 20), (20, 6))
+CONV_SHAPES = ((6, 4, 3), (4, 6, 2, 3), (4, 2, 3, 2, 2))
+
+
+def assert_written_as_whole(shape: tuple[int, ...], write: Callable[[Tensor], object]) -> None:
+    """Compare pieces, numbers drawn and collectives with those of a plain tensor."""
+    for world_size in WORLD_SIZES:
+        for rank in range(world_size):
+            mesh, log = recording_mesh((world_size,), rank=rank)
+            plain = Holder(shape)
+            sharded = fully_shard(copy.deepcopy(plain), mesh)
+            after = []
+            for holder in (plain, sharded):
+                torch.manual_seed(5)
+                write(holder.weight)
+                after.append(torch.get_rng_state())
+            expected = sharded.weight.spec.slice_full(plain.weight.detach())
+            assert torch.equal(sharded.weight.to_local(), expected), (world_size, rank)
+            assert torch.equal(*after), "the next numbers would differ between ranks"
+            assert log == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_those_of_the_whole(name: str, shape: tuple[int, ...]) -> None:
+    assert_written_as_whole(shape, WRITES[name])
+
+
+@pytest.mark.parametrize("shape", CONV_SHAPES, ids=str)
+@pytest.mark.parametrize("name", CONV_WRITES)
+def test_writes_to_kernels_are_those_of_the_whole(name: str, shape: tuple[int, ...]) -> None:
+    assert_written_as_whole(shape, CONV_WRITES[name])
+
+
+def test_a_write_through_a_view_makes_gathered_copies_stale() -> None:
+    mesh, _ = recording_mesh((2,))
+    holder = fully_shard(Holder((4, 4)), mesh)
+    before = holder.weight.flat._version  # noqa: SLF001
+    holder.weight.data[1].zero_()
+    assert holder.weight.flat._version > before  # noqa: SLF001
+
+
+def test_an_embedding_keeps_its_padding() -> None:
+    """`reset_parameters` writes a row."""
+    pieces = []
+    for rank in range(2):
+        mesh, _ = recording_mesh((2,), rank=rank)
+        embedding = fully_shard(nn.Embedding(6, 5, padding_idx=2), mesh)
+        torch.manual_seed(1)
+        embedding.reset_parameters()
+        pieces.append(embedding.weight.to_local())
+    torch.manual_seed(1)
+    plain = nn.Embedding(6, 5, padding_idx=2)
+    assert torch.equal(torch.cat(pieces)[: plain.weight.numel()], plain.weight.view(-1))
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "arithmetic": lambda w: w[0] + 1,
+    "sum": lambda w: w[0].sum(),
+    "matmul": lambda w: w.t() @ torch.ones(20, 2),
+    "item": lambda w: w[0][0].item(),
+    "into another view": lambda w: w[0].copy_(w[1]),
+    "into a plain tensor": lambda w: torch.ones(20).copy_(w[1]),
+    "draws that depend on values": lambda w: w[0].bernoulli_(w[1]),
+    "to a vector": lambda w: nn.utils.parameters_to_vector([w]),
+    "sharded mask": lambda w: w.__setitem__(w > 3, 0.0),
+    "sort": lambda w: w[0].sort(),
+    "other shape": lambda w: torch.eye(5, out=w),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_is_refused_by_name(name: str) -> None:
+    mesh, _ = recording_mesh((2,))
+    holder = fully_shard(Holder((6, 20)), mesh)
+    with torch.no_grad(), pytest.raises(ShardedTensorError, match=r"'weight' of shape \(6, 20\)"):
+        READS[name](holder.weight)
+
+
+def test_views_that_backward_would_read_are_refused() -> None:
+    mesh, _ = recording_mesh((2,))
+    holder = fully_shard(Holder((6, 20)), mesh)
+    with pytest.raises(ShardedTensorError, match="'weight'"):
+        holder.weight[0]
