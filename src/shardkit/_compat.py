@@ -157,6 +157,34 @@ def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._state_dict_hooks.values())
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
+
+
+def mark_for_compile(module: torch.nn.Module) -> None:
+    """Tell torch.compile that the module's parameters are exchanged around its forward.
+
+    As it does for FSDP2, it then takes them as inputs of its graph, which equal modules share,
+    rather than guarding the objects.
+    """
+    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a function and of all that it calls.
+
+    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
+    frames.set_code_exec_strategy(fn.__code__, strategy)
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
+    return fn
+
+
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -87,6 +87,8 @@ class ModuleState:
         """Put the state and the hooks on the module."""
         global _num_installed  # noqa: PLW0603 - tells roots that there may be new modules in them
         _num_installed += 1
+        for module in self.module.modules():
+            _compat.mark_for_compile(module)
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)
@@ -171,6 +173,7 @@ class ModuleState:
 
     # --- hooks ---
 
+    @_compat.untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -240,6 +243,7 @@ class ModuleState:
         stand_ins = dict(zip(found, watched, strict=True))
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
+    @_compat.untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook the outputs for backward, reshard, cast the outputs.
 

@@ -85,7 +85,7 @@ class FSDPModule:
         result: Any = nn.Module.__new__(original)
         memo[id(self)] = result
         for name, value in self.__dict__.items():
-            if name == STATE_ATTRIBUTE:
+            if name in (STATE_ATTRIBUTE, _compat.COMPILED_CALL):
                 continue
             is_hooks = isinstance(value, dict) and any(map(state.owns_hook, value.values()))
             kept = state.without_own_hooks(value) if is_hooks else value

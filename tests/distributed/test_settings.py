@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models import CASES
 from reference import (
     LOSS_TOLERANCE,
+    STEPS,
     Differences,
     assert_within,
     compare_training,
@@ -35,7 +36,6 @@ if typing.TYPE_CHECKING:
 
 Spawn = typing.Callable[..., list[typing.Any]]
 TOLERANCE = 1e-6
-STEPS = 4
 
 
 def check(by_rank: Sequence[Differences]) -> None:
