@@ -19,6 +19,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 TORCH = os.environ.get("SHARDKIT_TORCH", "torch==2.13.0")
+NEED_NOTHING = "not gpu and not models"  # tests that need no more than torch
 MINIMUM_TORCH = "torch==2.9.0"  # the lower bound in pyproject.toml
 
 
@@ -67,14 +68,22 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests that need no GPU; arguments after `--` go to pytest."""
     install(session, "test")
-    session.run("pytest", "-m", "not gpu", *session.posargs)
+    session.run("pytest", "-m", NEED_NOTHING, *session.posargs)
+
+
+@nox.session
+def models(session: nox.Session) -> None:
+    """Train models of the transformers package, made here with random weights, sharded."""
+    install(session, "models")
+    session.env["HF_HUB_OFFLINE"] = "1"
+    session.run("pytest", "-m", "models", "tests/real_models", *session.posargs)
 
 
 @nox.session
 def minimums(session: nox.Session) -> None:
     """Run the same tests on the oldest torch supported."""
     install(session, "test", torch=MINIMUM_TORCH)
-    session.run("pytest", "-m", "not gpu", *session.posargs)
+    session.run("pytest", "-m", NEED_NOTHING, *session.posargs)
 
 
 @nox.session(venv_backend="none")
