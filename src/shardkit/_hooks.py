@@ -69,8 +69,6 @@ class ModuleState:
 
     def install(self) -> None:
         """Put the state and the hooks on the module."""
-        for module in self.module.modules():
-            _compat.mark_for_compile(module)
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)
