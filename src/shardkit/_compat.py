@@ -161,16 +161,6 @@ COMPILED_CALL = "_compiled_call_impl"
 """Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
 
 
-def mark_for_compile(module: torch.nn.Module) -> None:
-    """Tell torch.compile that the module's parameters are exchanged around its forward.
-
-    As it does for FSDP2, it then takes them as inputs of its graph, which equal modules share,
-    rather than guarding the objects.
-    """
-    module.__dict__["_is_fsdp_managed_module"] = True
-    module.__dict__["_fsdp_use_orig_params"] = True
-
-
 def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of a function and of all that it calls.
 

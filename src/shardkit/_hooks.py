@@ -87,8 +87,6 @@ class ModuleState:
         """Put the state and the hooks on the module."""
         global _num_installed  # noqa: PLW0603 - tells roots that there may be new modules in them
         _num_installed += 1
-        for module in self.module.modules():
-            _compat.mark_for_compile(module)
         self.module.__dict__[STATE_ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)

@@ -249,3 +249,25 @@ def test_a_compiled_root_of_one_group(spawn: Spawn) -> None:
         grad=SGD_TOLERANCE,
         parameter=SGD_TOLERANCE,
     )
+
+
+def freeze_compiled() -> Differences:
+    """Freeze and thaw a part of compiled layers: the graph is not that of before."""
+    plain = CASE.make()
+    model = compiled_model(plain, "aot_eager", "sharded first", "module")
+    differences = Differences()
+    for frozen in (False, True, False):
+        for each in (model, plain):
+            for block in each.blocks:
+                block.fc1.requires_grad_(requires_grad=not frozen)
+        differences |= compare_training(CASE, model, plain, steps=2)
+    return differences
+
+
+def test_compiled_layers_frozen_and_thawed(spawn: Spawn) -> None:
+    assert_within(
+        spawn(freeze_compiled, 2, timeout_s=TIMEOUT_S),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
