@@ -163,6 +163,8 @@ class _KeptPart:
     fence: Any
 
 
+_Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+
 _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
 """Buckets by the id of their unsharded parameters, which live at least as long."""
 
@@ -245,6 +247,8 @@ class Bucket:
             self._make_unsharded()
         self._gathered_version = -1
         self._visible = False
+        self._places: list[_Place] = []
+        self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
     # --- construction ---
 
@@ -479,39 +483,56 @@ class Bucket:
 
     # --- what the modules see ---
 
-    def _check_sites(self) -> None:
-        """Refuse to exchange parameters that the modules hold no more."""
-        for found in self.found:
-            for module, attribute in found.sites:
-                if module._parameters.get(attribute) is not found.param:  # noqa: SLF001
-                    msg = (
-                        f"{attribute!r} of a {type(module).__name__} is no longer the parameter "
-                        f"{found.name!r} that fully_shard took: it was replaced, removed or "
-                        f"parametrized since. Tie, prune, parametrize (weight norm, ...) and "
-                        f"exchange parameters before fully_shard; new values go into the sharded "
-                        f"parameter by copy_() or load_state_dict()."
-                    )
-                    raise StateError(msg)
-
     def show(self, *, unsharded: bool) -> None:
-        """Let the modules hold the unsharded parameters, or the sharded ones."""
+        """Let the modules hold the unsharded parameters, or the sharded ones.
+
+        Raises:
+            StateError: A module holds neither, but a parameter that was put in its place.
+        """
         if unsharded == self._visible:
             return
+        if not self._places:
+            self._places = self._find_places()
         if unsharded:
-            self._check_sites()
+            for params, attribute, sharded, whole in self._places:
+                if params.get(attribute) is not sharded:
+                    self._refuse_replaced(sharded)
+                if sharded.requires_grad != whole.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
         self._visible = unsharded
-        for found, param in zip(self.found, self.unsharded, strict=True):
-            shown = found.param
-            if unsharded:
-                shown = param
-                if param.requires_grad != found.param.requires_grad:
-                    param.requires_grad_(found.param.requires_grad)
-            for module, attribute in found.sites:
-                if isinstance(module, nn.RNNBase):
-                    setattr(module, attribute, shown)  # It keeps a list of its weights as well.
-                    _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
-                else:
-                    module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
+        for params, attribute, sharded, whole in self._places:
+            params[attribute] = whole if unsharded else sharded
+        for module, attribute in self._rnn_places:
+            # It keeps a list of its weights as well.
+            setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
+            _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
+
+    def _find_places(self) -> list[_Place]:
+        """Return every place of a parameter: whose dict, the attribute, what is put there."""
+        sites = [
+            (module, attribute, found.param, whole)
+            for found, whole in zip(self.found, self.unsharded, strict=True)
+            for module, attribute in found.sites
+        ]
+        self._rnn_places = [(m, name) for m, name, _, _ in sites if isinstance(m, nn.RNNBase)]
+        # As torch's own FSDP does, past the checks of `setattr`.
+        return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
+
+    def _refuse_replaced(self, sharded: nn.Parameter) -> None:
+        found = next(item for item in self.found if item.param is sharded)
+        module, attribute = next(
+            (module, attribute)
+            for module, attribute in found.sites
+            if module._parameters.get(attribute) is not sharded  # noqa: SLF001
+        )
+        msg = (
+            f"{attribute!r} of a {type(module).__name__} is no longer the parameter "
+            f"{found.name!r} that fully_shard took: it was replaced, removed or "
+            f"parametrized since. Tie, prune, parametrize (weight norm, ...) and "
+            f"exchange parameters before fully_shard; new values go into the sharded "
+            f"parameter by copy_() or load_state_dict()."
+        )
+        raise StateError(msg)
 
 
 def _tensor_parallel_of(param: Tensor) -> Any:

@@ -50,7 +50,7 @@ def assign_grad(
     """
     grad = param.grad
     if grad is None:
-        param.grad = ShardedTensor(piece, spec, flat)
+        param.grad = ShardedTensor.__new__(ShardedTensor, piece, spec, flat)  # Once per gradient.
     else:
         assert isinstance(grad, ShardedTensor)
         grad.to_local().add_(piece)
@@ -217,7 +217,7 @@ class GroupGradients:
         *,
         hold: bool,
     ) -> None:
-        """Take the unsharded gradient of one parameter.
+        """Take the unsharded gradient of one parameter, to be reduced.
 
         Args:
             bucket_index: Which bucket.
@@ -232,22 +232,29 @@ class GroupGradients:
         tensor_parallel = self._buckets[bucket_index].tensor_parallel[index]
         if tensor_parallel is not None:
             grad = tensor_parallel.part_of_gradient(grad)
-        if self.is_local:
-            bucket = self._buckets[bucket_index]
-            piece = grad.detach() if grad.requires_grad else grad
-            if piece.dtype is not bucket.orig_dtype or bucket.is_offloaded:
-                piece = piece.to(bucket.shard_device, bucket.orig_dtype)
-            piece = piece.reshape(-1)
-            if self._comm.divide_factor is not None:
-                piece = piece / self._comm.divide_factor
-            assign_grad(bucket.found[index].param, piece, bucket.specs[index])
-        elif hold:
+        if hold:
             held = self._held[bucket_index]
             held[index] = held[index] + grad if index in held else grad
         else:
             if self.is_reducing:
                 self.finish_reduce(pool)  # The send buffer is on the wire.
             self._buffer(bucket_index).write(index, grad, lanes, pool)
+
+    def assign(self, bucket_index: int, index: int, grad: Tensor) -> None:
+        """Take the gradient of one parameter and assign it at once: nobody else has a part."""
+        self.fired[bucket_index][index] = 1
+        bucket = self._buckets[bucket_index]
+        tensor_parallel = bucket.tensor_parallel[index]
+        if tensor_parallel is not None:
+            grad = tensor_parallel.part_of_gradient(grad)
+        if grad.requires_grad:
+            grad = grad.detach()
+        if grad.dtype is not bucket.orig_dtype or bucket.is_offloaded:
+            grad = grad.to(bucket.shard_device, bucket.orig_dtype)
+        piece = grad.reshape(-1)
+        if self._comm.divide_factor is not None:
+            piece = piece / self._comm.divide_factor
+        assign_grad(bucket.found[index].param, piece, bucket.specs[index])
 
     def write_held(self, lanes: Lanes, pool: SlotPool) -> None:
         """Copy what is held into the send buffers, and drop it."""

@@ -394,11 +394,10 @@ class Runtime:
         self._any_fired = True
         is_layer = group.num_watched > 0
         gradients = group.gradients
-        if is_layer and self._reducing and self._host_reads_are_free:
-            # The last group's send buffer becomes this one's.
-            for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
-                reducing.gradients.wait_sent(self.slots)
-        gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
+        if gradients.is_local:
+            gradients.assign(bucket_index, index, grad)
+        else:
+            self._collect(group, bucket_index, index, grad, is_layer=is_layer)
         is_last = group.count_arrival()
         if is_layer and 2 * group.num_arrived >= group.num_expected:
             self._prefetch_put_off()
@@ -409,6 +408,16 @@ class Runtime:
             self._close_records(group)
             self._leave(group, outstanding=False)
         self._complete(group)
+
+    def _collect(
+        self, group: Group, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
+    ) -> None:
+        """Take a gradient that is to be reduced."""
+        if is_layer and self._reducing and self._host_reads_are_free:
+            # The last group's send buffer becomes this one's.
+            for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
+                reducing.gradients.wait_sent(self.slots)
+        group.gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
 
     def _complete(self, group: Group) -> None:
         group.is_complete = True
@@ -484,9 +493,9 @@ class Runtime:
             group.forget_backward()
         self.schedule.hold(on=self._makes_graph)
         self._carry_out(self.schedule.end_backward())
-        for index in self.schedule.options.resting:
-            if not self.schedule.in_use(index):
-                self.groups[index].show(unsharded=False)
+        for group in self.groups:
+            if not self._makes_graph and not self.schedule.in_use(group.index):
+                group.show(unsharded=False)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
 
