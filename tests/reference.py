@@ -23,10 +23,17 @@ if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
 
 AXES = ("replicate", "shard")
+STEPS = 10
 
 # The rounding error of a loss: two units in the last place of a number between 2 and 8, as the loss
 # of GPT is.
 LOSS_TOLERANCE = 2e-6
+
+# The sums over the batch and over the ranks are taken in another order than in the concatenated
+# batch: some units in the last place (6e-8 at 1) of gradients below 1, over ten steps of SGD.
+SGD_TOLERANCE = 1e-6
+
+STEPS = 10
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -171,6 +178,30 @@ class Differences(dict[str, float]):
         self.note_all("parameter", full_parameters(model), full_parameters(reference))
 
 
+def compare_training(
+    case: Case, model: nn.Module, reference: nn.Module, optimizer: str = "sgd", steps: int = STEPS
+) -> Differences:
+    """Train both, the sharded model on this rank's batches and the plain one on all. Collective."""
+    differences = Differences()
+    sharded_losses = train(
+        case,
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        (my_batch(case, i) for i in range(steps)),
+    )
+    plain_losses = train(
+        case,
+        reference,
+        OPTIMIZERS[optimizer](reference.parameters()),
+        (global_batch(case, i) for i in range(steps)),
+    )
+    for loss, expected in zip(sharded_losses, plain_losses, strict=True):
+        differences.note("loss", mean_over_ranks(loss), expected.double())
+        differences.note_grads(model, reference)
+    differences.note_parameters(model, reference)
+    return differences
+
+
 def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:
     """Check what every rank found: the kinds named in ``tolerances``, all of them and no other."""
     for rank, differences in enumerate(by_rank):
@@ -182,3 +213,6 @@ def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:
             assert differences[kind] <= tolerance, (
                 f"rank {rank}: {kind} differs by {differences[kind]:.3g}"
             )
+
+
+# --- whole runs -----------------------------------------------------------------------------------

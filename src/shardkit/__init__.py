@@ -1,6 +1,6 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API, faster, on CPU and GPU."""
 
-from shardkit._api import FSDPModule, UnshardHandle, fully_shard
+from shardkit._api import fully_shard
 from shardkit._errors import (
     FreedParameterError,
     LayoutError,
@@ -11,14 +11,24 @@ from shardkit._errors import (
     StateError,
     WrapError,
 )
+from shardkit._forward_methods import register_fsdp_forward_method
 from shardkit._mesh import DeviceMesh
-from shardkit._policy import MixedPrecisionPolicy
+from shardkit._module import (
+    FSDPModule,
+    UnshardHandle,
+    share_comm_ctx,
+)
+from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._sharded import FlatShard, Replicate, ShardedTensor
 from shardkit.backends import init_device_mesh
+from shardkit.backends.base import AllGather, Comm, ReduceScatter
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
     "DeviceMesh",
     "FSDPModule",
     "FlatShard",
@@ -26,7 +36,9 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "RankMismatchError",
+    "ReduceScatter",
     "Replicate",
     "ShardedTensor",
     "ShardedTensorError",
@@ -36,4 +48,6 @@ __all__ = [
     "WrapError",
     "fully_shard",
     "init_device_mesh",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -8,7 +8,7 @@
 - sharded parameter: the user's own Parameter object, turned into a `ShardedTensor`.
 - unsharded parameter: global shape, compute dtype, a view into the unsharded buffer with a version
   counter of its own (made by ``set_``: gloo's worker thread bumps the buffer's counter at any
-  time, and backward would fail). Made once.
+  time, and backward would fail). Made once. A DTensor over that view where the user's was one.
 Where no cast and no other rank is involved the unsharded buffer IS the shard.
 """
 
@@ -27,17 +27,23 @@ from shardkit._errors import FreedParameterError, StateError, WrapError
 from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
 from shardkit._ops import FlatMaker
+from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
 from shardkit._tree import iter_tensors
+from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._policy import MixedPrecisionPolicy
+    from shardkit.backends.base import AllGather, AxisComm
 
+
+NAME_ATTRIBUTE = "_shardkit_fqn"
+"""Where an unsharded parameter keeps its name; no other parameter has it."""
 
 _READ_MEMORY = ("T", "mT", "H", "mH", "data", "real", "imag")
 """Attributes that are tensors over the same memory."""
@@ -58,6 +64,11 @@ _NEED_NO_MEMORY = (
 )
 
 
+def is_unsharded(param: nn.Parameter) -> bool:
+    """Whether a parameter is the unsharded one that a bucket shows while it is in use."""
+    return NAME_ATTRIBUTE in param.__dict__
+
+
 def _needs_no_memory(func: Any) -> bool:
     """Whether a torch function can be called on a parameter without memory."""
     name = getattr(func, "__name__", "")
@@ -66,16 +77,15 @@ def _needs_no_memory(func: Any) -> bool:
     return name in _NEED_NO_MEMORY
 
 
-class FreedParameter(nn.Parameter):
-    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
+class _Freed:
+    """What the classes of parameters without memory have in common."""
 
-    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
-    which costs nothing, rather than its contents.
-    """
+    __slots__ = ()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self: Any) -> str:
         """Show the name; there are no values to show."""
-        return f"FreedParameter({self.__dict__['fqn']!r}, shape={tuple(self.shape)})"
+        shape = tuple(self.shape)
+        return f"{type(self).__name__}({self.__dict__[NAME_ATTRIBUTE]!r}, shape={shape})"
 
     @classmethod
     def __torch_function__(
@@ -87,16 +97,41 @@ class FreedParameter(nn.Parameter):
             with _compat.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
         given = iter_tensors([args, kwargs or {}])
-        name = next((a.__dict__["fqn"] for a in given if isinstance(a, FreedParameter)), "?")
-        msg = (
-            f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
-            f"memory has been given back. Do not keep it; take the sharded one from "
-            f"module.parameters(), or call unshard() on its module around the use."
-        )
-        raise FreedParameterError(msg)
+        raise _freed_error(next((a for a in given if isinstance(a, _Freed)), None))
 
 
-@dataclass(slots=True, eq=False)
+def _freed_error(param: Any) -> FreedParameterError:
+    name = "?" if param is None else param.__dict__[NAME_ATTRIBUTE]
+    return FreedParameterError(
+        f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
+        f"memory has been given back. Do not keep it; take the sharded one from "
+        f"module.parameters(), or call unshard() on its module around the use."
+    )
+
+
+class FreedParameter(_Freed, nn.Parameter):  # type: ignore[misc]  # Tensor.__repr__ takes more.
+    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
+
+    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
+    which costs nothing, rather than its contents.
+    """
+
+
+@functools.cache
+def _class_without_memory(cls: type) -> type:
+    """Return what the class of an unsharded parameter is exchanged with, e.g. a DTensor's."""
+    if cls is nn.Parameter:
+        return FreedParameter
+
+    def refuse(self: Any, *args: object, **kwargs: object) -> Any:
+        del args, kwargs
+        raise _freed_error(self)
+
+    methods = ("to_local", "full_tensor", "redistribute")  # No functions of torch: not seen above.
+    return type(f"Freed{cls.__name__}", (_Freed, cls), dict.fromkeys(methods, refuse))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FoundParam:
     """A parameter to shard.
 
@@ -109,6 +144,23 @@ class FoundParam:
     name: str
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]]
+
+
+@dataclass(slots=True, frozen=True)
+class _KeptPart:
+    """A part of the unsharded buffer that stays from forward to backward.
+
+    Attributes:
+        values: 1-D, the range of `axis.rank` of `axis.size` equal ones, compute dtype.
+        axis: Over which backward gathers.
+        version: Of the shard it was gathered from.
+        fence: After it the values are there.
+    """
+
+    values: Tensor
+    axis: AxisComm
+    version: int
+    fence: Any
 
 
 _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
@@ -128,6 +180,7 @@ class Bucket:
         mesh: Shard over its last axis.
         policy: Dtypes.
         layout: How sharded ones are cut; None plans anew.
+        offload: Where the shard is.
     """
 
     def __init__(
@@ -137,28 +190,54 @@ class Bucket:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         layout: FlatLayout | None = None,
+        offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ) -> None:
         first = found[0].param
         self.found = list(found)
         self.mesh = mesh
         self.policy = policy
+        self.offload = offload
         self.axis = mesh.backend.axis(mesh.ndim - 1)
         self.orig_dtype = first.dtype
         self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
-        self.device = first.device
+        wants_host = isinstance(offload, CPUOffloadPolicy)
+        self.home = torch.device("cpu") if wants_host else mesh.backend.device
+        is_meta = first.device.type == "meta"
+        self.device = first.device if is_meta else mesh.backend.device
+        self.shard_device = first.device if is_meta else self.home
+        self.is_offloaded = self.shard_device != self.device
+        self._kept_part: _KeptPart | None = None
+        self.tensor_parallel = [_tensor_parallel_of(f.param) for f in found]
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
         self.layout = layout or FlatLayout.plan(
-            [tuple(f.param.shape) for f in found], world_size=self.axis.size, itemsize=itemsize
+            [
+                tuple(f.param.shape) if tp is None else tp.local_shape
+                for f, tp in zip(found, self.tensor_parallel, strict=True)
+            ],
+            world_size=self.axis.size,
+            itemsize=itemsize,
         )
-        self.aliases_shard = self.axis.size == 1 and self.param_dtype == self.orig_dtype
+        self.aliases_shard = (
+            self.axis.size == 1 and self.param_dtype == self.orig_dtype and not self.is_offloaded
+        )
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.shard = self._cut_shard()
             siblings = FlatMaker()
             self.specs = [
-                ShardSpec(self.layout, i, mesh=mesh, axis=self.axis, name=f.name, siblings=siblings)
+                ShardSpec(
+                    self.layout,
+                    i,
+                    mesh=mesh,
+                    axis=self.axis,
+                    name=f.name,
+                    siblings=siblings,
+                    tensor_parallel=self.tensor_parallel[i],
+                )
                 for i, f in enumerate(found)
             ]
+            for spec, item in zip(self.specs, found, strict=True):
+                spec.found = weakref.ref(item)
             self.replacements = [
                 None if isinstance(f.param, ShardedTensor) else self._make_replacement(i)
                 for i, f in enumerate(found)
@@ -170,17 +249,29 @@ class Bucket:
     # --- construction ---
 
     def _cut_shard(self) -> Tensor:
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.device)
+        shard = torch.zeros(
+            self.layout.shard_numel,
+            dtype=self.orig_dtype,
+            device=self.shard_device,
+            pin_memory=self._is_pinned,
+        )
         for i, found in enumerate(self.found):
             param = found.param.detach()
             if isinstance(param, ShardedTensor):
                 piece = param.to_local()
             else:
+                tensor_parallel = self.tensor_parallel[i]
+                if tensor_parallel is not None:
+                    param = tensor_parallel.to_part(param)
                 start, stop = self.layout.owned_range(i, self.axis.rank)
                 piece = param.reshape(-1)[start:stop]
             to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
             shard[to_start:to_stop] = piece
         return shard
+
+    @property
+    def _is_pinned(self) -> bool:
+        return self.is_offloaded and bool(getattr(self.offload, "pin_memory", False))
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized `flat` that belongs to parameter `index`."""
@@ -214,15 +305,23 @@ class Bucket:
         self.unsharded = []
         for i, found in enumerate(self.found):
             view = self._view(self.layout.shapes[i], self.layout.offsets[i])
+            tensor_parallel = self.tensor_parallel[i]
+            if tensor_parallel is not None:
+                view = tensor_parallel.as_dtensor(view)
             param = nn.Parameter(view, requires_grad=found.param.requires_grad)
             param.__dict__.update(user_attributes(found.param))
-            param.__dict__["fqn"] = found.name
+            param.__dict__[NAME_ATTRIBUTE] = found.name
             _showing[id(param)] = self
-            if self.buffer is not None:
-                param.__class__ = FreedParameter
             self.unsharded.append(param)
+        self._classes: list[type] = [type(param) for param in self.unsharded]
         if self.buffer is not None:
             self.buffer.close()
+            self._hide_freed()
+
+    def _hide_freed(self) -> None:
+        """Let any use of the unsharded parameters raise."""
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = _class_without_memory(cls)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> Tensor:
         strides, step = [], 1
@@ -235,7 +334,10 @@ class Bucket:
     # --- exchange of the user's parameters ---
 
     def adopt(self, index: int) -> None:
-        """Turn the user's parameter `index` into the sharded one; the same call undoes it."""
+        """Turn the user's parameter `index` into the sharded one; the same call undoes it.
+
+        A DTensor is replaced instead: its objects cannot be turned into others.
+        """
         found, replacement = self.found[index], self.replacements[index]
         for module, _ in found.sites:
             if isinstance(module, nn.RNNBase):
@@ -243,6 +345,11 @@ class Bucket:
         if replacement is None:
             assert isinstance(found.param, ShardedTensor)
             found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
+            return
+        if self.tensor_parallel[index] is not None:
+            found.param, self.replacements[index] = replacement, found.param
+            for module, attribute in found.sites:
+                setattr(module, attribute, found.param)
             return
         try:
             torch.utils.swap_tensors(found.param, replacement)
@@ -254,8 +361,20 @@ class Bucket:
             )
             raise WrapError(msg) from error
 
+    def restore_weight_refs(self) -> None:
+        """Let RNNs keep weak references again, after what `adopt` did was undone."""
+        for found in self.found:
+            for module, _ in found.sites:
+                if isinstance(module, nn.RNNBase):
+                    _compat.rnn_restore_weight_refs(module)
+
     def drop_originals(self) -> None:
         """Forget the full-size tensors; from now on there is no way back."""
+        for replaced, tensor_parallel, found in zip(
+            self.replacements, self.tensor_parallel, self.found, strict=True
+        ):
+            if replaced is not None and tensor_parallel is not None:
+                tensor_parallel.retire(replaced, found.name)
         self.replacements = []
 
     @property
@@ -289,7 +408,7 @@ class Bucket:
     def rename(self, index: int, name: str) -> None:
         """Give a parameter its full name."""
         self.found[index].name = self.specs[index].name = name
-        self.unsharded[index].__dict__["fqn"] = name
+        self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
 
     # --- unsharded memory ---
 
@@ -316,20 +435,44 @@ class Bucket:
         """Get memory; return the fence after which it may be written."""
         assert self.buffer is not None
         self._gathered_version = self.shard_version
-        for param in self.unsharded:
-            param.__class__ = nn.Parameter
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = cls
         return self.buffer.attach(pool, for_compute=False)
 
     def detach(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back; its readers are done at `fence`."""
         assert self.buffer is not None
         self.buffer.detach(pool, fence, by_compute=True)
-        for param in self.unsharded:
-            param.__class__ = FreedParameter
+        self._hide_freed()
 
-    def gather_job(self) -> Gather:
-        """Return what the backend has to gather."""
-        return Gather(self.full, self.own, self.shard)
+    def gather_job(self, comm: AllGather | None) -> Gather:
+        """Return what the backend has to gather: over the shard axis, or what `keep_part` left."""
+        part = self._kept_part
+        if part is None:
+            return Gather(self.full, self.own, self.shard, comm)
+        return Gather(self.full, self._range_of(part.axis), part.values, comm)
+
+    # --- parts kept between forward and backward ---
+
+    def keep_part(self, axis: AxisComm, fence: Callable[[], Any]) -> None:
+        """Keep the part of the unsharded buffer that this rank has on a smaller axis."""
+        if self._kept_part is None or self._kept_part.version != self.shard_version:
+            values = self._range_of(axis).clone()
+            self._kept_part = _KeptPart(values, axis, self.shard_version, fence())
+
+    def drop_part(self) -> None:
+        """Forget it."""
+        self._kept_part = None
+
+    @property
+    def kept_part(self) -> _KeptPart | None:
+        """What `keep_part` left, unless the shard has changed since."""
+        if self._kept_part is not None and self._kept_part.version != self.shard_version:
+            self._kept_part = None
+        return self._kept_part
+
+    def _range_of(self, axis: AxisComm) -> Tensor:
+        return self.full.view(axis.size, -1)[axis.rank]
 
     # --- what the modules see ---
 
@@ -363,8 +506,16 @@ class Bucket:
             for module, attribute in found.sites:
                 if isinstance(module, nn.RNNBase):
                     setattr(module, attribute, shown)  # It keeps a list of its weights as well.
+                    _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
                 else:
                     module._parameters[attribute] = shown  # noqa: SLF001 - as torch's own FSDP does
+
+
+def _tensor_parallel_of(param: Tensor) -> Any:
+    """Return how a parameter is spread over a mesh of its own, `TensorParallel`, or None."""
+    if isinstance(param, ShardedTensor):
+        return param.spec.tensor_parallel
+    return tensor_parallel_of(param)
 
 
 def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
@@ -377,16 +528,22 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
     """
     first = found[0].param
     for item in found:
-        at_home = item.param.device.type in (bucket.mesh.device_type, "meta")
+        at_home = item.param.device.type in (bucket.home.type, "meta")
         if item.param.dtype != first.dtype or item.param.device != first.device or not at_home:
             msg = (
                 f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
                 f"shares a buffer with {found[0].name!r}, {first.dtype} on {first.device}. "
-                f"Convert all parameters of the group alike, and stay on the mesh's device type, "
-                f"{bucket.mesh.device_type!r}."
+                f"Convert all parameters of the group alike, and stay on the device type "
+                f"{bucket.home.type!r}."
             )
             raise StateError(msg)
-    return restore(found, mesh=bucket.mesh, policy=bucket.policy, layout=bucket.layout)
+    return restore(
+        found,
+        mesh=bucket.mesh,
+        policy=bucket.policy,
+        layout=bucket.layout,
+        offload=bucket.offload,
+    )
 
 
 def restore(
@@ -395,16 +552,21 @@ def restore(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     layout: FlatLayout,
+    offload: OffloadPolicy,
 ) -> Bucket:
     """Return a bucket of sharded parameters that are cut as `layout` says."""
-    result = Bucket(found, mesh=mesh, policy=policy, layout=layout)
+    result = Bucket(found, mesh=mesh, policy=policy, layout=layout, offload=offload)
     for index in range(len(found)):
         result.adopt(index)
     return result
 
 
 def make_buckets(
-    found: Sequence[FoundParam], *, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    found: Sequence[FoundParam],
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
 ) -> list[Bucket]:
     """Split parameters into buckets, in order of first appearance; the same on every rank."""
     by_kind: dict[tuple[Any, ...], list[FoundParam]] = {}
@@ -412,5 +574,5 @@ def make_buckets(
         param = item.param
         kind = (param.dtype, param.device, policy.dtypes_for(param.dtype), param.requires_grad)
         by_kind.setdefault(kind, []).append(item)
-    make = functools.partial(Bucket, mesh=mesh, policy=policy)
+    make = functools.partial(Bucket, mesh=mesh, policy=policy, offload=offload)
     return [make(items) for items in by_kind.values()]

@@ -5,6 +5,7 @@ Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in the library may use a pri
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -67,9 +69,38 @@ def make_wrapper(
     )
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """Return what a functional collective returned when it is there; others as they are."""
+    from torch.distributed import _functional_collectives  # noqa: TID251 - DTensors only
+
+    if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
+        result: Tensor = tensor.wait()
+        return result
+    return tensor
+
+
+def set_local_tensor(dtensor: Any, local: Tensor) -> None:
+    """Exchange the memory of a DTensor that nobody shall use any more."""
+    dtensor._local_tensor = local
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the torch mesh that a torch mesh is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # noqa: TID251 - torch < 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
+
+
+def process_group_backend(group: Any, device: torch.device) -> Any:
+    """Return the engine behind a process group, which may offer memory for its collectives."""
+    return group._get_backend(device)
 
 
 def register_foreach_class(cls: type[Tensor]) -> None:
@@ -88,6 +119,18 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_called_by_ddp(frame: types.FrameType | None) -> bool:
+    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
+
+    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    """
+    caller = frame.f_back if frame is not None else None
+    return (
+        caller is not None
+        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
+    )
+
+
 def is_mutable_op(func: Any) -> bool:
     """Whether the operator writes to one of its arguments."""
     return bool(func._schema.is_mutable)
@@ -96,15 +139,50 @@ def is_mutable_op(func: Any) -> bool:
 def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
     """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
 
-    With them it finds out that weights were exchanged, to collect them anew and, on CUDA, to copy
-    them into one buffer of its own. None stands for a weight that did not change.
+    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
+    own. With None it trusts its list of weights, which `setattr` keeps up to date.
     """
     module._flat_weight_refs = [None] * len(module._flat_weights_names)
+
+
+def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Undo `rnn_forget_weight_refs`."""
+    module._flat_weight_refs = [
+        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
+    ]
 
 
 def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
     """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
     return list(module._state_dict_hooks.values())
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
+
+
+def mark_for_compile(module: torch.nn.Module) -> None:
+    """Tell torch.compile that the module's parameters are exchanged around its forward.
+
+    As it does for FSDP2, it then takes them as inputs of its graph, which equal modules share,
+    rather than guarding the objects.
+    """
+    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a function and of all that it calls.
+
+    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
+    frames.set_code_exec_strategy(fn.__code__, strategy)
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
+    return fn
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from shardkit._bucket import Bucket
     from shardkit._memory import SlotPool
+    from shardkit._settings import CommSettings
     from shardkit.backends.base import AxisComm, Lanes, ReduceHandle
 
 
@@ -138,11 +139,11 @@ class GroupGradients:
         shard_axis: Reduce-scatter over it.
         replicate_axis: All-reduce over it, or None.
         receive_chunks: Shard-sized pieces that the backend wants room for.
+        comm: What the user chose; may change between backwards.
 
     Attributes:
         fired: Per bucket, one byte per parameter: 1 if its gradient came since the last synced
             backward.
-        is_local: One rank only: gradients are assigned at once.
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class GroupGradients:
         shard_axis: AxisComm,
         replicate_axis: AxisComm | None,
         receive_chunks: int,
+        comm: CommSettings,
     ) -> None:
         self._buckets = buckets
+        self._comm = comm
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
         self._receive_chunks = receive_chunks
-        num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
-        self.is_local = num_ranks == 1
-        self._scale = 1.0 / num_ranks
+        self._num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
         self.fired = [bytearray(len(bucket.found)) for bucket in buckets]
         self._held: list[dict[int, Tensor]] = [{} for _ in buckets]
         self._buffers: list[SendBuffer | None] = [None] * len(buckets)
@@ -170,11 +171,27 @@ class GroupGradients:
         self._unsettled: list[tuple[int, int, Tensor]] = []
 
     @property
+    def is_local(self) -> bool:
+        """Whether gradients are assigned at once: one rank, and no hook on reduced buffers."""
+        return self._num_ranks == 1 and self._comm.all_reduce_hook is None
+
+    @property
+    def _scale(self) -> float:
+        factor = self._comm.divide_factor
+        return 1.0 / (self._num_ranks if factor is None else factor)
+
+    @property
     def send_nbytes(self) -> int:
         """Bytes that a reduction sends."""
         return sum(
-            bucket.layout.padded_numel * bucket.reduce_dtype.itemsize for bucket in self._buckets
+            bucket.layout.padded_numel * bucket.reduce_dtype.itemsize
+            for i, bucket in enumerate(self._buckets)
+            if self._is_sent(i)
         )
+
+    def _is_sent(self, bucket_index: int) -> bool:
+        """Whether a reduction carries the bucket: a frozen one, only with sums from before."""
+        return self._buckets[bucket_index].is_trainable or bucket_index in self._partials
 
     @property
     def reduce_nbytes(self) -> int:
@@ -205,15 +222,24 @@ class GroupGradients:
         Args:
             bucket_index: Which bucket.
             index: Which parameter.
-            grad: Its gradient, in compute dtype; not kept unless `hold`.
+            grad: Its gradient, in compute dtype; not kept unless `hold`. That of a DTensor is
+                brought to the parameter's placements, which may take a collective over its mesh.
             lanes: Order the copy.
             pool: Where the send buffer's memory comes from.
             hold: Keep the tensor rather than copy it now.
         """
         self.fired[bucket_index][index] = 1
+        tensor_parallel = self._buckets[bucket_index].tensor_parallel[index]
+        if tensor_parallel is not None:
+            grad = tensor_parallel.part_of_gradient(grad)
         if self.is_local:
             bucket = self._buckets[bucket_index]
-            piece = grad.detach().to(bucket.orig_dtype).reshape(-1)
+            piece = grad.detach() if grad.requires_grad else grad
+            if piece.dtype is not bucket.orig_dtype or bucket.is_offloaded:
+                piece = piece.to(bucket.shard_device, bucket.orig_dtype)
+            piece = piece.reshape(-1)
+            if self._comm.divide_factor is not None:
+                piece = piece / self._comm.divide_factor
             assign_grad(bucket.found[index].param, piece, bucket.specs[index])
         elif hold:
             held = self._held[bucket_index]
@@ -262,7 +288,7 @@ class GroupGradients:
         self._is_partial = self._replicate_axis is not None and not all_reduce
         self._sending, reductions = [], []
         for i, bucket in enumerate(self._buckets):
-            if not bucket.is_trainable and i not in self._partials:
+            if not self._is_sent(i):
                 continue
             buffer = self._buffer(i)
             buffer.complete(lanes, pool)
@@ -278,6 +304,10 @@ class GroupGradients:
                     shard_axis=self._shard_axis,
                     replicate_axis=self._replicate_axis if all_reduce else None,
                     carry=self._partials.pop(i, None),
+                    out_device=bucket.device if self._is_partial else bucket.shard_device,
+                    comm=self._comm.reduce_scatter,
+                    hook=None if self._is_partial else self._comm.all_reduce_hook,
+                    hook_stream=self._comm.all_reduce_hook_stream,
                 )
             )
         return reductions

@@ -7,6 +7,8 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from shardkit._bucket import FoundParam, make_buckets, rebuild, restore
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
@@ -16,17 +18,17 @@ from shardkit._state_dict import install_hooks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor, nn
 
     from shardkit._bucket import Bucket
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
-    from shardkit._policy import MixedPrecisionPolicy
-    from shardkit.backends.base import Gather, Handle, Lanes
+    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+    from shardkit._settings import GroupSettings
+    from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
 
 
-_REMADE = ("mesh", "shard_axis", "replicate_axis", "gradients", "grad_buckets", "buckets")
+_REMADE = ("mesh", "shard_axis", "replicate_axis", "kept_axis", "gradients", "grad_buckets")
 """Attributes of a group that are not pickled."""
 
 
@@ -48,6 +50,7 @@ class Group:
         listener: The root's runtime.
         records: Forwards that may have a backward (`_runtime.ForwardRecord`).
         num_active: Forwards that backward is inside of.
+        num_watched: Those of them that tell when backward leaves.
         num_arrived: Gradients that came in this backward.
         num_expected: Gradients that come if this backward uses every parameter.
         is_complete: This backward brings no more of them.
@@ -55,9 +58,8 @@ class Group:
         has_warned: About outputs that require no gradient.
         is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
         is_innermost: No other group's modules are inside this one's.
-        sync: `set_requires_gradient_sync`.
-        all_reduce: `set_requires_all_reduce`.
-        reshard_after_forward: True, False, or None for True unless it is the root's.
+        modules_run: Those of its modules that ran in this pass.
+        settings: What the user chose.
     """
 
     def __init__(
@@ -67,26 +69,33 @@ class Group:
         *,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        offload: OffloadPolicy,
+        settings: GroupSettings,
     ) -> None:
         self.modules = list(modules)
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.mesh = mesh
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
-        self.sync = True
-        self.all_reduce = True
+        self.settings = settings
         self.is_root = False
         self.is_innermost = True
         self._reset_place()
-        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy)
+        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy, offload=offload)
         self._find_axes()
         self._make_gradients()
+        self.set_reshard_after_forward(settings.reshard_after_forward)
 
     def _find_axes(self) -> None:
         mesh = self.mesh
-        self.shard_axis = mesh.backend.axis(mesh.ndim - 1)
-        self.replicate_axis = mesh.backend.axis(0) if mesh.ndim > 1 else None
+        self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
+        self.replicate_axis: AxisComm | None = mesh.backend.axis(0) if mesh.ndim > 1 else None
+
+    def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
+        """Choose what happens to the memory after forward; an int makes a process group."""
+        self.settings.reshard_after_forward = value
+        self.kept_axis: AxisComm | None = None
+        if value is not None and not isinstance(value, bool):
+            self.kept_axis = self.mesh.backend.split_axis(self.mesh.ndim - 1, value)
 
     def _reset_place(self) -> None:
         """Belong to no root, with no step under way."""
@@ -94,10 +103,12 @@ class Group:
         self.listener: GradListener | None = None
         self.records: weakref.WeakSet[Any] = weakref.WeakSet()
         self.num_active = 0
+        self.num_watched = 0
         self.num_arrived = 0
         self.num_expected = 0
         self.is_complete = False
         self.has_warned = False
+        self.modules_run: set[nn.Module] = set()
         self.gathering: Handle | None = None
 
     def copy_for(self, memo: dict[int, Any]) -> Group:
@@ -105,6 +116,7 @@ class Group:
         result = copy.copy(self)
         result._reset_place()  # noqa: SLF001 - own class
         result.modules = [memo[id(module)] for module in self.modules]
+        result.settings = self.settings.copy()
         result.buckets = [
             rebuild(
                 bucket,
@@ -122,29 +134,40 @@ class Group:
         result._make_gradients()  # noqa: SLF001
         return result
 
-    def for_pickle(self) -> dict[str, Any]:
-        """Return what is written of the group: options, modules, parameters and their layouts."""
+    def __copy__(self) -> Group:
+        """Return a group with the same attributes; `copy_for` makes it independent."""
+        result = Group.__new__(Group)
+        result.__dict__.update(self.__dict__)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is written of the group: settings, modules, parameters and their layouts."""
         transient = Group.__new__(Group)
         transient._reset_place()  # noqa: SLF001 - own class
         left_out = {*_REMADE, *transient.__dict__}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        state["buckets"] = [(bucket.found, bucket.layout) for bucket in self.buckets]
+        state["settings"] = self.settings.copy()
+        state["buckets"] = [
+            (bucket.found, bucket.layout, bucket.offload) for bucket in self.buckets
+        ]
         return state
 
-    @classmethod
-    def from_pickle(cls, state: dict[str, Any]) -> Group:
-        """Return the group of parameters that were unpickled, on the mesh these were bound to."""
-        self = cls.__new__(cls)
-        self.__dict__.update(state)
+    def restore(self) -> None:
+        """Make anew what is not pickled, when modules and parameters have been unpickled.
+
+        On the mesh that the parameters were bound to. With a number as `reshard_after_forward`
+        this makes a process group, so all ranks must load.
+        """
         self._reset_place()
-        self.mesh = state["buckets"][0][0][0].param.spec.mesh
+        written: Any = self.buckets
+        self.mesh = written[0][0][0].param.spec.mesh
         self.buckets = [
-            restore(found, mesh=self.mesh, policy=self.policy, layout=layout)
-            for found, layout in state["buckets"]
+            restore(found, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
+            for found, layout, offload in written
         ]
         self._find_axes()
         self._make_gradients()
-        return self
+        self.set_reshard_after_forward(self.settings.reshard_after_forward)
 
     @property
     def was_replaced(self) -> bool:
@@ -217,6 +240,7 @@ class Group:
             shard_axis=self.shard_axis,
             replicate_axis=self.replicate_axis,
             receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
+            comm=self.settings.comm,
         )
         for i, bucket in enumerate(self.grad_buckets):
             for index, param in enumerate(bucket.unsharded):
@@ -245,6 +269,8 @@ class Group:
         except Exception:
             for bucket, index in reversed(done):
                 bucket.adopt(index)
+            for bucket in self.buckets:
+                bucket.restore_weight_refs()
             raise
         for bucket in self.buckets:
             bucket.drop_originals()
@@ -259,15 +285,16 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where the shards are."""
-        return self.buckets[0].device
+        """Where the unsharded parameters are."""
+        device: torch.device = self.buckets[0].device
+        return device
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether the memory is given back between forward and backward."""
-        if self.reshard_after_forward is None:
+        if self.settings.reshard_after_forward is None:
             return not self.is_root
-        return self.reshard_after_forward
+        return bool(self.settings.reshard_after_forward)
 
     @property
     def shard_versions(self) -> tuple[int, ...]:
@@ -300,7 +327,19 @@ class Group:
         """Get memory; return what to gather into it, and the fences to wait for first."""
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
         fences = [bucket.attach(pool) for bucket in buckets]
-        return [bucket.gather_job() for bucket in buckets], fences
+        fences += [bucket.kept_part.fence for bucket in buckets if bucket.kept_part is not None]
+        comm = self.settings.comm.all_gather
+        return [bucket.gather_job(comm) for bucket in buckets], fences
+
+    @property
+    def gather_axis(self) -> AxisComm:
+        """The axis that the next gather goes over."""
+        parts = [bucket.kept_part for bucket in self.buckets if not bucket.aliases_shard]
+        if self.kept_axis is not None and parts and all(part is not None for part in parts):
+            return self.kept_axis
+        for bucket in self.buckets:
+            bucket.drop_part()
+        return self.shard_axis
 
     def wait_unshard(self) -> None:
         """Let compute issued from now on see the gathered parameters."""
@@ -313,6 +352,12 @@ class Group:
         self.wait_unshard()
         self.show(unsharded=False)
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
+        is_awaited = any(not record.done for record in self.records)
+        for bucket in buckets:
+            if self.kept_axis is None or not is_awaited or bucket.is_stale:
+                bucket.drop_part()
+            else:
+                bucket.keep_part(self.kept_axis, lanes.fence)
         if buckets:
             fence = lanes.fence()
             for bucket in buckets:
@@ -322,6 +367,26 @@ class Group:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         for bucket in self.buckets:
             bucket.show(unsharded=unsharded)
+
+    def is_unfinished(self, module: nn.Module) -> bool:
+        """Note that one of the group's modules ran; return whether others have not in this pass."""
+        if len(self.modules) == 1:
+            return False
+        self.modules_run.add(module)
+        return len(self.modules_run) < len(self.modules)
+
+    def check_trainability(self) -> None:
+        """Raise if `requires_grad` was changed while the unsharded parameters were shown."""
+        for bucket in self.buckets:
+            for found, param in zip(bucket.found, bucket.unsharded, strict=True):
+                if found.param.requires_grad != param.requires_grad:
+                    msg = (
+                        f"requires_grad of {found.name!r} was changed inside its module's forward, "
+                        f"where it has no effect on this step and would be lost. Change it "
+                        f"between steps, e.g. before the forward of the root."
+                    )
+                    param.requires_grad_(found.param.requires_grad)
+                    raise StateError(msg)
 
     # --- gradients ---
 
@@ -336,7 +401,7 @@ class Group:
 
     def forget_backward(self) -> None:
         """A backward is over."""
-        self.num_active = self.num_arrived = 0
+        self.num_active = self.num_watched = self.num_arrived = 0
         self.is_complete = False
 
     def describe(self) -> Any:
@@ -364,12 +429,20 @@ def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, par
     group, grad = reference(), param.grad
     if group is not None and grad is not None:
         param.grad = None
+        if grad.layout is not torch.strided:
+            name = group.grad_buckets[bucket_index].found[index].name
+            msg = (
+                f"parameter {name!r} got a sparse gradient ({grad.layout}), which cannot be cut "
+                f"into flat ranges and averaged: expected a dense one. Look it up with "
+                f"sparse=False, or pass it in ignored_params of fully_shard."
+            )
+            raise StateError(msg)
         assert group.listener is not None
         group.listener.on_grad(group, bucket_index, index, grad)
 
 
-def start_unshard(groups: Sequence[Group], lanes: Lanes, pool: SlotPool) -> None:
-    """Get memory for groups of one shard axis and gather into it, in one go.
+def start_unshard(groups: Sequence[Group], axis: AxisComm, lanes: Lanes, pool: SlotPool) -> None:
+    """Get memory for groups whose `gather_axis` is `axis` and gather into it, in one go.
 
     Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
     """
@@ -379,6 +452,6 @@ def start_unshard(groups: Sequence[Group], lanes: Lanes, pool: SlotPool) -> None
         jobs += group_jobs
         fences += group_fences
     if jobs:
-        handle = lanes.start_gather(jobs, groups[0].shard_axis, fences)
+        handle = lanes.start_gather(jobs, axis, fences)
         for group in groups:
             group.gathering = handle

@@ -90,15 +90,13 @@ class SlotPool:
     """The slots of one root on one device.
 
     Args:
-        device: Where.
-        lanes: Mark the compute stream.
+        lanes: Make memory, mark the compute stream.
 
     Attributes:
         keeps_memory: Whether slots are reused, rather than freed and allocated again.
     """
 
-    def __init__(self, device: torch.device, lanes: Lanes) -> None:
-        self._device = device
+    def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._free: list[Slot] = []
         self.keeps_memory = _compat.HAS_STORAGE_SWAP
@@ -138,5 +136,4 @@ class SlotPool:
             best = min(fitting, key=lambda s: (s.by_compute != for_compute, s.nbytes))
             self._free.remove(best)
             return best
-        storage = torch.UntypedStorage(nbytes, device=self._device)
-        return Slot(storage, nbytes, self._lanes.fence())
+        return Slot(self._lanes.new_storage(nbytes), nbytes, self._lanes.fence())

@@ -37,6 +37,12 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     The piece shares its flat's storage, which torch.save writes once for all pieces in it.
     """
     spec, mesh = tensor.spec, tensor.spec.mesh
+    if spec.tensor_parallel is not None:
+        msg = (
+            f"sharded {spec.name!r} is split over a tensor-parallel mesh as well, and such pieces "
+            f"cannot be pickled. Save full_tensor(), called on all ranks."
+        )
+        raise ShardedTensorError(msg)
     is_param = isinstance(tensor, nn.Parameter)
     return rebuild_tensor, (
         tensor.local_piece.detach(),

@@ -1,4 +1,4 @@
-"""What the user chooses once per group: dtypes."""
+"""What the user chooses once per group: dtypes and where the shards are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: shards are on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer state are on the host; unsharded parameters on the device.
+
+    On a mesh of CPU ranks nothing changes.
+
+    Args:
+        pin_memory: Keep shards and gradients in page-locked memory, so that copies from and to the
+            device overlap with compute.
+    """
+
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True)

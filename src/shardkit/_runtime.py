@@ -17,15 +17,15 @@ from shardkit._errors import StateError
 from shardkit._gradients import start_reduce
 from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
-from shardkit._schedule import Action, Op, ReduceOrder, UnshardSchedule
+from shardkit._schedule import Action, BackwardPrefetch, Op, ReduceOrder, UnshardSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from shardkit._group import Group
-    from shardkit.backends.base import AxisComm
+    from shardkit.backends.base import AxisComm, Lanes
 
 
 class ForwardRecord:
@@ -38,6 +38,7 @@ class ForwardRecord:
         active: Backward is inside.
         done: Backward is over.
         is_first: No forward had entered the group since the last backward.
+        may_lack_outputs: That it returns nothing to differentiate is no mistake.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class ForwardRecord:
         "group",
         "has_input_grads",
         "is_first",
+        "may_lack_outputs",
         "versions",
     )
 
@@ -57,15 +59,28 @@ class ForwardRecord:
         self.active = False
         self.done = False
         self.is_first = False
+        self.may_lack_outputs = False
+
+    @property
+    def runtime(self) -> Runtime:
+        """The group's runtime of now: another than at the forward, if a larger root ran since."""
+        listener = self.group.listener
+        assert isinstance(listener, Runtime)
+        return listener
+
+
+def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
+    """Hook of a group's outputs."""
+    del grad
+    record.runtime.enter_backward(record)
 
 
 class InputGrads(torch.autograd.Function):
     """Identity on a group's inputs; its backward runs when backward is done with the group."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, record: ForwardRecord, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
         """Pass the inputs through."""
-        ctx.runtime = runtime
         ctx.record = record
         ctx.set_materialize_grads(False)
         return inputs
@@ -73,8 +88,8 @@ class InputGrads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Tell the runtime, pass the gradients through."""
-        ctx.runtime.exit_backward(ctx.record)
-        return (None, None, *grads)
+        ctx.record.runtime.exit_backward(ctx.record)
+        return (None, *grads)
 
 
 class Runtime:
@@ -82,9 +97,10 @@ class Runtime:
 
     Args:
         groups: All groups, in module order.
+        share: Another root's runtime, whose streams and memory are to be used.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], share: Runtime | None = None) -> None:
         self.groups = list(groups)
         backend = groups[0].mesh.backend
         for index, group in enumerate(self.groups):
@@ -96,9 +112,10 @@ class Runtime:
             group.check_materialized()
             if group.was_replaced:
                 group.refresh()
-        self.lanes = backend.make_lanes(axes)
+        shared_lanes: Lanes | None = share.lanes if share is not None else None
+        self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
         self.device = groups[0].device
-        self.slots = SlotPool(self.device, self.lanes)
+        self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         self.peak_reduce_nbytes = 0
@@ -107,41 +124,100 @@ class Runtime:
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
+        self._interrupted = False
         self._any_fired = False
         self._makes_graph = False
         self._reducing: list[Group] = []
         self._put_off: list[Group] = []
         self._queued: list[Group] = []
         self._in_trained_layer = False
-        self.update_kept()
+        self._optimizer_event: Any = None
+        self.update_options()
         self.check = _step_check.StepCheck(self.groups, axes)
         self.lanes.watch(self.check)
 
-    def update_kept(self) -> None:
-        """Read `reshard_after_forward` of all groups anew."""
-        self.schedule.kept = {
-            group.index for group in self.groups if not group.reshards_after_forward
+    def hand_over(self) -> list[Group]:
+        """Give way to the runtime of a root around this one: forwards so far may still go backward.
+
+        Returns:
+            The groups that they entered, in order.
+        """
+        if self._backward_running or self._interrupted or self.pass_root is not None:
+            self.reset()  # They ended in an exception.
+            return []
+        self.check.finish()
+        self._carry_out(self.schedule.reset())
+        for group in self.groups:
+            group.show(unsharded=False)
+        return [self.groups[index] for index in self.reduce_order.entered]
+
+    def update_options(self) -> None:
+        """Read the settings of all groups anew."""
+        options = self.schedule.options
+        groups = self.groups
+        options.kept = {g.index for g in groups if not g.reshards_after_forward}
+        options.resting = {g.index for g in groups if not g.settings.reshard_after_backward}
+        options.idle_in_backward = {g.index for g in groups if not g.settings.unshard_in_backward}
+        options.next_in_forward = {
+            g.index: self._indices_of(g.settings.forward_prefetch, g)
+            for g in groups
+            if g.settings.forward_prefetch is not None
         }
+        options.next_in_backward = {
+            g.index: self._indices_of(g.settings.backward_prefetch, g)
+            for g in groups
+            if g.settings.backward_prefetch is not None
+        }
+        for group in groups:
+            if group.settings.comm_memory:
+                self.lanes.allocate_from(group.shard_axis)
+            self.lanes.separate_reduce(group.shard_axis, enable=group.settings.separate_reduce)
+
+    def _indices_of(self, wanted: Sequence[Group], by: Group) -> list[int]:
+        for group in wanted:
+            if group.listener is not self:
+                msg = (
+                    f"{by.name!r} is to prefetch {group.name!r}, which is not in the same root. "
+                    f"Prefetch modules of one model only."
+                )
+                raise StateError(msg)
+        return [group.index for group in wanted]
+
+    def set_prefetch(self, *, forward: bool, backward: BackwardPrefetch) -> None:
+        """Choose when groups are gathered ahead."""
+        self.schedule.options.forward_prefetch = forward
+        self.schedule.options.backward_prefetch = backward
+
+    def set_optimizer_event(self, event: Any) -> None:
+        """Let the next pass wait for an event after the optimizer's step."""
+        self._optimizer_event = event
 
     # --- forward ---
 
     def begin_pass(self, root: Any) -> None:
         """A root forward starts."""
-        if self._backward_running or self.pass_root is not None:
+        if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
         for group in self.groups:
             if group.was_replaced or group.is_on_meta:
                 group.check_materialized()
                 self.reshard(group)
                 group.refresh()
+            group.modules_run.clear()
+        if self._optimizer_event is not None:
+            event, self._optimizer_event = self._optimizer_event, None
+            self.lanes.after_optimizer(event)
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
         outstanding = any(not record.done for group in self.groups for record in group.records)
-        self.schedule.begin_pass(outstanding=outstanding)
+        self.schedule.begin_pass(outstanding=outstanding, root=id(root))
 
     def end_pass(self, *, needs_backward: bool) -> None:
         """The root forward ends."""
         self.pass_root = None
+        for group in self.groups:
+            if self.schedule.in_forward(group.index):  # The root has caught what it raised.
+                group.show(unsharded=False)
         self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))
 
     def enter_forward(self, group: Group) -> ForwardRecord | None:
@@ -160,16 +236,21 @@ class Runtime:
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return stand-ins of the inputs that tell when backward is done with the group."""
         record.has_input_grads = True
-        result: Sequence[Tensor] = InputGrads.apply(self, record, *inputs)  # type: ignore[no-untyped-call]
+        result: Sequence[Tensor] = InputGrads.apply(record, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     def exit_forward(
-        self, group: Group, record: ForwardRecord | None, outputs: Iterable[Tensor]
+        self,
+        group: Group,
+        record: ForwardRecord | None,
+        outputs: Iterable[Tensor],
+        module: nn.Module,
     ) -> None:
-        """A group's forward ends with `outputs`, those that require gradients."""
+        """The forward of a group's module ends with `outputs`, those that require gradients."""
+        group.check_trainability()
         needs_backward = False
         if record is not None:
-            hook = functools.partial(self.enter_backward, record)
+            hook = functools.partial(_enter_backward, record)
             for output in outputs:
                 needs_backward = True
                 output.register_hook(hook)
@@ -180,14 +261,45 @@ class Runtime:
             self.reduce_order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
-        if not is_watched:
+        if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
-            group.index, needs_backward=needs_backward, is_watched=is_watched
+            group.index,
+            needs_backward=needs_backward,
+            is_watched=is_watched,
+            is_unfinished=group.is_unfinished(module),
         )
-        if not (needs_backward and group.index in self.schedule.kept):
+        is_kept = needs_backward and group.index in self.schedule.options.kept
+        if not is_kept and not self.schedule.in_forward(group.index):
             group.show(unsharded=False)
         self._carry_out(actions)
+
+    def interrupt_forward(
+        self,
+        group: Group | None,
+        record: ForwardRecord | None,
+        *,
+        is_root: bool,
+        is_recompute: bool,
+    ) -> None:
+        """A forward ends in an exception. Whoever called the module may go on without it."""
+        if is_recompute:
+            return  # Or non-reentrant checkpointing has what it wants; backward goes on.
+        if group is not None:
+            if record is not None and record.is_first:
+                self.reduce_order.withdraw(group.index)
+            actions = self.schedule.exit_forward(group.index, needs_backward=False)
+            group.show(unsharded=False)
+            self._carry_out(actions)
+        if is_root:
+            # Not reset at once: to wait for collectives would hold up the exception.
+            self.pass_root = None
+            self._interrupted = True
+
+    def tidy_up(self) -> None:
+        """Clean up after an exception; called where the parameters are asked for."""
+        if self._interrupted or (self._backward_running and not _compat.in_backward()):
+            self.reset()
 
     # --- forward inside backward ---
 
@@ -199,11 +311,16 @@ class Runtime:
         return ForwardRecord(group) if torch.is_grad_enabled() else None
 
     def exit_recompute(
-        self, group: Group, record: ForwardRecord | None, outputs: Iterable[Tensor]
+        self,
+        group: Group,
+        record: ForwardRecord | None,
+        outputs: Iterable[Tensor],
+        module: nn.Module,
     ) -> None:
         """The repeated forward ends."""
+        del module
         if record is not None:
-            hook = functools.partial(self.enter_backward, record)
+            hook = functools.partial(_enter_backward, record)
             for output in outputs:
                 output.register_hook(hook)
         actions = self.schedule.exit_recompute(group.index)
@@ -223,9 +340,8 @@ class Runtime:
         self.reduce_order.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
-    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+    def enter_backward(self, record: ForwardRecord) -> None:
         """A gradient of a group's outputs came."""
-        del grad
         self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
             self._makes_graph = True
@@ -243,9 +359,11 @@ class Runtime:
         record.active, record.done = True, False
         group.records.add(record)
         group.num_active += 1
+        group.num_watched += record.has_input_grads
         self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index))
-        group.show(unsharded=True)
+        if group.settings.unshard_in_backward:
+            group.show(unsharded=True)
 
     def exit_backward(self, record: ForwardRecord) -> None:
         """The gradients of a group's inputs came: backward is done with this forward of it."""
@@ -254,6 +372,7 @@ class Runtime:
         record.active, record.done = False, True
         group = record.group
         group.num_active -= 1
+        group.num_watched -= record.has_input_grads
         if group.num_active > 0:
             return
         others = any(not other.done for other in group.records)
@@ -270,13 +389,14 @@ class Runtime:
 
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
         """An unsharded gradient came (`GradListener`)."""
-        self.begin_backward()
+        if not self._backward_running:
+            self.begin_backward()
         self._any_fired = True
-        is_layer = any(record.active and record.has_input_grads for record in group.records)
+        is_layer = group.num_watched > 0
         gradients = group.gradients
         if is_layer and self._reducing and self._host_reads_are_free:
             # The last group's send buffer becomes this one's.
-            for reducing in self._reducing:
+            for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
                 reducing.gradients.wait_sent(self.slots)
         gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
         is_last = group.count_arrival()
@@ -292,7 +412,7 @@ class Runtime:
 
     def _complete(self, group: Group) -> None:
         group.is_complete = True
-        if not group.sync:
+        if not group.settings.sync:
             group.gradients.write_held(self.lanes, self.slots)
         for index in self.reduce_order.complete(group.index):
             self._reduce(self.groups[index])
@@ -302,9 +422,13 @@ class Runtime:
         gradients = group.gradients
         if gradients.is_local or not group.is_trainable:
             return
-        if not group.sync:
+        if not group.settings.sync:
             gradients.write_held(self.lanes, self.slots)
             return
+        if not (group.settings.reduce_unused or gradients.has_collected):
+            return
+        if group in self._queued:
+            return  # It completed again, by a graph retained from before: it is sent with the rest.
         if self._queued and self._queued[0].shard_axis is not group.shard_axis:
             self._start_queued()
         self._queued.append(group)
@@ -317,20 +441,20 @@ class Runtime:
         if not self._queued:
             return
         self._prefetch_put_off()
-        self._finish_reducing()
         groups, self._queued = self._queued, []
+        self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
         for group in groups:
             self.check.note(_step_check.REDUCE, group.index)
-        many = [(group.gradients, group.all_reduce) for group in groups]
+        many = [(group.gradients, group.settings.all_reduce) for group in groups]
         start_reduce(many, self.lanes, self.slots)
         self._reducing += groups
         nbytes = sum(group.gradients.reduce_nbytes for group in groups)
         self.peak_reduce_nbytes = max(self.peak_reduce_nbytes, nbytes)
 
-    def _finish_reducing(self) -> None:
+    def _finish_reducing(self, *, leave: int = 0) -> None:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
         if self._host_reads_are_free:
-            while self._reducing:
+            while len(self._reducing) > leave:
                 self._reducing.pop(0).gradients.finish_reduce(self.slots)
 
     def _prefetch_put_off(self) -> None:
@@ -345,7 +469,7 @@ class Runtime:
         for record in group.records:
             if record.active:
                 record.active, record.done = False, True
-        group.num_active = 0
+        group.num_active = group.num_watched = 0
 
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
@@ -360,6 +484,9 @@ class Runtime:
             group.forget_backward()
         self.schedule.hold(on=self._makes_graph)
         self._carry_out(self.schedule.end_backward())
+        for index in self.schedule.options.resting:
+            if not self.schedule.in_use(index):
+                self.groups[index].show(unsharded=False)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
 
@@ -370,14 +497,16 @@ class Runtime:
         late = [
             group.index
             for group in self.groups
-            if group.sync and group.gradients.has_collected and group.index not in known
+            if group.settings.sync and group.gradients.has_collected and group.index not in known
         ]
         for index in (*rest, *late):
             self._reduce(self.groups[index])
-        synced = [group for group in self.groups if group.sync and not group.gradients.is_local]
+        synced = [g for g in self.groups if g.settings.sync and not g.gradients.is_local]
         if not synced:
             return
         self._start_queued()
+        if not all(group.settings.is_last_backward for group in self.groups):
+            return  # The next backwards overlap with what was started; the last one waits for it.
         self.check.start(self.lanes)
         for group in synced:
             group.gradients.finish_reduce(self.slots)
@@ -413,6 +542,7 @@ class Runtime:
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._backward_running = False
+        self._interrupted = False
         self.pass_root = None
         self.reduce_order.reset()
         self._carry_out(self.schedule.reset())
@@ -464,13 +594,13 @@ class Runtime:
     def _gather(self, groups: Sequence[Group]) -> None:
         by_axis: dict[AxisComm, list[Group]] = {}
         for group in groups:
-            by_axis.setdefault(group.shard_axis, []).append(group)
+            by_axis.setdefault(group.gather_axis, []).append(group)
             if group.shard_axis.size > 1 and group.needs_memory:
                 self.check.note(_step_check.GATHER, group.index)
             self.unsharded_nbytes += group.unsharded_nbytes
         self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, self.unsharded_nbytes)
-        for together in by_axis.values():
-            start_unshard(together, self.lanes, self.slots)
+        for axis, together in by_axis.items():
+            start_unshard(together, axis, self.lanes, self.slots)
 
 
 def _warn_unwatched(group: Group) -> None:

@@ -19,10 +19,12 @@ over but whose memory nobody has needed since::
 from __future__ import annotations
 
 import enum
+import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
 
 BATCH_NBYTES = 1 << 20
@@ -48,31 +50,74 @@ class Op(enum.Enum):
 Action = tuple[Op, int]
 
 
+class BackwardPrefetch(enum.Enum):
+    """When backward gathers the group that it needs next.
+
+    PRE: Before the gradients of the current group are computed: full overlap, two groups alive.
+    POST: After them: one group less alive, less overlap.
+    NONE: When it is entered.
+    """
+
+    PRE = "pre"
+    POST = "post"
+    NONE = "none"
+
+
+@dataclass(slots=True)
+class ScheduleOptions:
+    """What users chose, by group number; may change between passes.
+
+    Attributes:
+        kept: Not resharded after forward.
+        resting: Not resharded after backward.
+        idle_in_backward: Backward does not need their parameters.
+        forward_prefetch: Whether forward gathers ahead.
+        backward_prefetch: When backward gathers ahead.
+        next_in_forward: What to gather when a group is entered, instead of what came next in the
+            last pass.
+        next_in_backward: The same in backward.
+    """
+
+    kept: set[int] = field(default_factory=set)
+    resting: set[int] = field(default_factory=set)
+    idle_in_backward: set[int] = field(default_factory=set)
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
+    next_in_forward: dict[int, list[int]] = field(default_factory=dict)
+    next_in_backward: dict[int, list[int]] = field(default_factory=dict)
+
+
 class UnshardSchedule:
     """Decides which groups have unsharded memory.
 
-    Groups are numbers. `kept` holds those that are not resharded after forward.
+    Groups are numbers.
 
     Args:
         prefetch_depth: Groups gathered ahead of use; 0 gathers each when it is entered.
         nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
             `BATCH_NBYTES`. Empty: none is small.
+
+    Attributes:
+        options: What users chose.
     """
 
     def __init__(self, *, prefetch_depth: int = 1, nbytes: Sequence[int] = ()) -> None:
         self.prefetch_depth = prefetch_depth
         self.batch_nbytes = BATCH_NBYTES if nbytes else 0
         self._nbytes = nbytes
-        self.kept: set[int] = set()
+        self.options = ScheduleOptions()
         self._live: dict[int, None] = {}
         self._in_forward: dict[int, int] = {}
         self._in_recompute: set[int] = set()
         self._in_backward: set[int] = set()
         self._by_hand: set[int] = set()
         self._unwatched: set[int] = set()
+        self._unfinished: set[int] = set()
+        self._resting: set[int] = set()
         self._prefetched: set[int] = set()
         self._order: list[int] = []
-        self._last_order: list[int] = []
+        self._last_orders: dict[Hashable, list[int]] = {}
+        self._pass: Hashable = None
         self._position = 0
         self._tape: list[int] = []
         self._hold = False
@@ -94,16 +139,31 @@ class UnshardSchedule:
             or group in self._unwatched
         )
 
+    def in_forward(self, group: int) -> bool:
+        """Whether a forward of the group is under way; another may have been called within it."""
+        return group in self._in_forward
+
+    def _is_claimed(self, group: int) -> bool:
+        """Whether the group's memory is needed now or was asked to stay."""
+        return self.in_use(group) or group in self._unfinished or group in self._resting
+
     def _spare(self) -> list[int]:
-        return [g for g in self._live if not self.in_use(g) and g not in self.kept]
+        return [g for g in self._live if not self._is_claimed(g) and g not in self.options.kept]
 
     # --- forward ---
 
-    def begin_pass(self, *, outstanding: bool) -> None:
-        """A root forward starts; `outstanding`: an earlier one still waits for its backward."""
+    def begin_pass(self, *, outstanding: bool, root: Hashable = None) -> None:
+        """A root forward starts.
+
+        Args:
+            outstanding: An earlier one still waits for its backward.
+            root: Which module's: what comes next is taken from the last pass of the same one.
+        """
         self._order = []
+        self._pass = root
         self._position = 0
         self._unwatched.clear()
+        self._unfinished.clear()
         if not outstanding:
             self._tape.clear()
 
@@ -112,10 +172,18 @@ class UnshardSchedule:
         actions = self._use(group)
         self._in_forward[group] = self._in_forward.get(group, 0) + 1
         self._order.append(group)
-        return actions + self._prefetch(self._expect_next(group))
+        expected = self._expect_next(group)
+        if group in self.options.next_in_forward:
+            return actions + self._prefetch_all(self.options.next_in_forward[group])
+        return actions + (self._prefetch(expected) if self.options.forward_prefetch else [])
 
     def exit_forward(
-        self, group: int, *, needs_backward: bool, is_watched: bool = True
+        self,
+        group: int,
+        *,
+        needs_backward: bool,
+        is_watched: bool = True,
+        is_unfinished: bool = False,
     ) -> list[Action]:
         """A group's forward ends; its memory is freed unless it is kept or the last one.
 
@@ -123,6 +191,7 @@ class UnshardSchedule:
             group: The group.
             needs_backward: A backward of it will be told of.
             is_watched: False: there may be one that nobody tells of; keep the memory for it.
+            is_unfinished: Other modules of the group have not run in this pass; keep it for them.
         """
         count = self._in_forward.get(group, 1) - 1
         if count:
@@ -132,17 +201,23 @@ class UnshardSchedule:
             self._by_hand.discard(group)
         if not is_watched:
             self._unwatched.add(group)
+        if is_unfinished:
+            self._unfinished.add(group)
+        else:
+            self._unfinished.discard(group)
         if needs_backward:
             self._tape.append(group)
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
-        self._last_order = self._order
+        self._last_orders[self._pass] = self._order
+        self._unfinished.clear()
+        self._in_forward.clear()  # The root may have caught what a layer raised.
         if self._hold:
             return []
         doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]
-        return self._free_all(doomed)
+        return self._free_all(doomed) + self._trim_spare()
 
     def enter_recompute(self, group: int) -> list[Action]:
         """A forward runs again inside backward (activation checkpointing)."""
@@ -159,9 +234,13 @@ class UnshardSchedule:
 
     def enter_backward(self, group: int) -> list[Action]:
         """The first gradient of a group's outputs came: gather it, then the one before it."""
-        actions = self._use(group)
+        actions = [] if group in self.options.idle_in_backward else self._use(group)
         self._in_backward.add(group)
-        return actions + self._prefetch(self._before(group))
+        if group in self.options.next_in_backward:
+            return actions + self._prefetch_all(self.options.next_in_backward[group])
+        if self.options.backward_prefetch is BackwardPrefetch.PRE:
+            return actions + self._prefetch(self._before(group))
+        return actions
 
     def exit_backward(self, group: int, *, outstanding: bool) -> list[Action]:
         """The gradients of a group's inputs came for all that is under way.
@@ -173,14 +252,24 @@ class UnshardSchedule:
         self._in_backward.discard(group)
         self._in_recompute.discard(group)
         self._by_hand.discard(group)
+        before = self._before(group)
         for position in range(len(self._tape) - 1, -1, -1):
             if self._tape[position] == group:
                 del self._tape[position]
                 break
+        actions = self._leave_backward(group, outstanding=outstanding)
+        if self.options.backward_prefetch is BackwardPrefetch.POST:
+            actions += self._prefetch(before)
+        return actions
+
+    def _leave_backward(self, group: int, *, outstanding: bool) -> list[Action]:
         if self._hold or group in self._in_forward or group not in self._live:
             return []
         if outstanding:
             return self._trim_spare()
+        if group in self.options.resting:
+            self._resting.add(group)
+            return []
         return self._free_all([group])
 
     def end_backward(self) -> list[Action]:
@@ -190,7 +279,8 @@ class UnshardSchedule:
         self._unwatched.clear()
         if self._hold:
             return []
-        return self._free_all([g for g in self._live if not self.in_use(g)])
+        self._resting.update(g for g in self._live if g in self.options.resting)
+        return self._free_all([g for g in self._live if not self._is_claimed(g)])
 
     def hold(self, *, on: bool) -> None:
         """Free nothing: a graph of the backward itself (``create_graph=True``) reads the memory."""
@@ -216,6 +306,8 @@ class UnshardSchedule:
         """The user gives a group's memory back."""
         self._by_hand.discard(group)
         self._unwatched.discard(group)
+        self._unfinished.discard(group)
+        self._resting.discard(group)
         self._in_backward.discard(group)
         return self._free_all([group]) if group in self._live else []
 
@@ -227,13 +319,15 @@ class UnshardSchedule:
             self._in_backward,
             self._by_hand,
             self._unwatched,
+            self._unfinished,
+            self._resting,
             self._prefetched,
         ):
             state.clear()
         self._in_forward.clear()
         self._tape.clear()
         self._order = []
-        self._last_order = []  # Ranks may have recorded different ones.
+        self._last_orders.clear()  # Ranks may have recorded different ones.
         self._position = 0
         self._hold = False
         return actions
@@ -243,6 +337,7 @@ class UnshardSchedule:
     def _use(self, group: int) -> list[Action]:
         actions = [] if group in self._live else self._gather(group)
         self._prefetched.discard(group)
+        self._resting.discard(group)
         actions.append((Op.WAIT, group))
         return actions
 
@@ -267,6 +362,16 @@ class UnshardSchedule:
             self._prefetched.add(group)
             self._live[group] = None
             actions.append((Op.PREFETCH, group))
+        return actions
+
+    def _prefetch_all(self, groups: Sequence[int]) -> list[Action]:
+        """Gather what the user named, however much it is."""
+        actions = []
+        for group in groups:
+            if group not in self._live:
+                self._prefetched.add(group)
+                self._live[group] = None
+                actions.append((Op.PREFETCH, group))
         return actions
 
     def _batch(self, candidates: Sequence[int]) -> list[int]:
@@ -296,12 +401,13 @@ class UnshardSchedule:
         for group in groups:
             del self._live[group]
             self._prefetched.discard(group)
+            self._resting.discard(group)
             actions.append((Op.FREE, group))
         return actions
 
     def _expect_next(self, group: int) -> list[int]:
         """Follow the last pass: return what came after `group` there, nearest first."""
-        order, position = self._last_order, self._position
+        order, position = self._last_orders.get(self._pass, []), self._position
         while position < len(order) and order[position] != group:
             position += 1
         if position >= len(order):
@@ -314,9 +420,16 @@ class UnshardSchedule:
         """Return the groups whose forward ended before `group`'s last one, nearest first."""
         for position in range(len(self._tape) - 1, 0, -1):
             if self._tape[position] == group:
-                first = max(position - self._longest_batch, 0)
-                return list(dict.fromkeys(reversed(self._tape[first:position])))
+                before = [
+                    g for g in self._tape[:position] if g not in self.options.idle_in_backward
+                ]
+                return list(dict.fromkeys(reversed(before[-self._longest_batch :])))
         return []
+
+    def _nearest(self, groups: Iterable[int]) -> list[int]:
+        """Return the first few different groups that backward needs."""
+        needed = (g for g in groups if g not in self.options.idle_in_backward)
+        return list(dict.fromkeys(itertools.islice(needed, self._longest_batch)))
 
     @property
     def _longest_batch(self) -> int:
@@ -342,6 +455,11 @@ class ReduceOrder:
         self._waiting: list[int] = []
         self._complete: set[int] = set()
         self._issued: set[int] = set()
+
+    @property
+    def entered(self) -> tuple[int, ...]:
+        """Groups that forwards entered since the last backward, in order."""
+        return tuple(self._entered)
 
     def enter_forward(self, group: int) -> bool:
         """A forward that may have a backward enters the group; return whether it is the first."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardkit import _compat
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from shardkit._layout import FlatLayout
@@ -48,10 +49,17 @@ class ShardSpec:
         stop: Its end; equal to `start` where this rank owns nothing.
         piece_range: [start, stop) of this rank's piece in its shard.
         siblings: Open flats of the bucket (`_ops.FlatMaker`).
+        tensor_parallel: How it is split over axes of another mesh before it is cut here
+            (`shardkit.backends.tensor_parallel.TensorParallel`); the layout, `start` and `stop`
+            are those of this rank's part. None: not at all.
+        axes: The axes over which ranks hold different elements.
+        found: Weak: the parameter and every place that its group found it in (`FoundParam`).
     """
 
     __slots__ = (
+        "axes",
         "axis",
+        "found",
         "index",
         "layout",
         "mesh",
@@ -60,9 +68,10 @@ class ShardSpec:
         "siblings",
         "start",
         "stop",
+        "tensor_parallel",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a record, made in one place
         self,
         layout: FlatLayout,
         index: int,
@@ -71,12 +80,16 @@ class ShardSpec:
         axis: Any,
         name: str,
         siblings: Any = None,
+        tensor_parallel: Any = None,
     ) -> None:
         self.siblings = siblings
+        self.found: weakref.ref[Any] | None = None
         self.layout = layout
         self.index = index
-        self.mesh = mesh
+        self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
         self.axis = axis
+        self.tensor_parallel = tensor_parallel
+        self.axes = (axis,) if tensor_parallel is None else (axis, *tensor_parallel.axes)
         self.name = name
         self.start, self.stop = layout.owned_range(index, axis.rank)
         self.piece_range = layout.shard_range(index, axis.rank)
@@ -84,12 +97,20 @@ class ShardSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
+        if self.tensor_parallel is not None:
+            shape: tuple[int, ...] = self.tensor_parallel.shape
+            return shape
         return self.layout.shapes[self.index]
 
     @property
-    def placements(self) -> tuple[Replicate | FlatShard, ...]:
-        """One placement per mesh axis: the last is sharded."""
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), FlatShard())
+    def placements(self) -> tuple[Any, ...]:
+        """One placement per mesh axis: the last of the axes sharded here is sharded.
+
+        Those of a DTensor follow, as torch's.
+        """
+        inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
+        replicated = self.mesh.ndim - len(inner) - 1
+        return (*(Replicate() for _ in range(replicated)), FlatShard(), *inner)
 
     @property
     def device(self) -> torch.device:
@@ -102,11 +123,14 @@ class ShardSpec:
         return self is other or (
             self.shape == other.shape
             and (self.axis is other.axis or self.mesh == other.mesh)
+            and self.tensor_parallel == other.tensor_parallel
             and self.layout.cut(self.index) == other.layout.cut(other.index)
         )
 
     def slice_full(self, full: Tensor) -> Tensor:
         """Return this rank's piece of a tensor of the global shape: 1-D, a view if it can be."""
+        if self.tensor_parallel is not None:
+            full = self.tensor_parallel.to_part(full)
         return full.reshape(-1)[self.start : self.stop]
 
 
@@ -227,7 +251,7 @@ class ShardedTensor(Tensor):
         return self.spec.mesh
 
     @property
-    def placements(self) -> tuple[Replicate | FlatShard, ...]:
+    def placements(self) -> tuple[Any, ...]:
         """One placement per mesh axis."""
         return self.spec.placements
 
@@ -270,11 +294,12 @@ class ShardedTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """Return the whole tensor, global shape, on every rank.
 
-        Call it on all ranks of the shard axis. Differentiable: each rank keeps its piece of the
+        Call it on all ranks of the shard axis, and of the axes that a tensor-parallel parameter
+        is split over. Differentiable: each rank keeps its piece of the
         gradient it computed, so the ranks must compute the same from it.
 
         Cost: one all-gather of at most twice the tensor's bytes, or a broadcast per owner where
-        few ranks own it.
+        few ranks own it; then one more for each axis of tensor parallelism that it is split over.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
@@ -358,7 +383,11 @@ def gather_full(local: Tensor, spec: ShardSpec) -> Tensor:
         axis.all_gather(pieces.view(-1), pieces[axis.rank])
         for rank, (start, stop) in enumerate(ranges):
             full[start:stop] = pieces[rank, : stop - start]
-    return full.view(spec.shape)
+    full = full.view(layout.shapes[index])
+    if spec.tensor_parallel is None:
+        return full
+    whole: Tensor = spec.tensor_parallel.to_whole(full)
+    return whole
 
 
 class _FullTensor(torch.autograd.Function):

@@ -16,12 +16,14 @@ from models import CASES, Case
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
+    SGD_TOLERANCE,
+    STEPS,
     Differences,
     assert_within,
+    compare_training,
     full_parameters,
     global_batch,
     make_mesh,
-    mean_over_ranks,
     my_batch,
     rank_batch,
     shard,
@@ -31,12 +33,8 @@ from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
 
 Spawn = typing.Callable[..., list[typing.Any]]
 
-STEPS = 10
 MESHES = ((2,), (4,), (2, 2))
 
-# The sums over the batch and over the ranks are taken in another order than in the concatenated
-# batch: some units in the last place (6e-8 at 1) of gradients below 1, over ten steps of SGD.
-SGD_TOLERANCE = 1e-6
 # Adam divides the gradient by its own size, so where that is small its rounding error counts for
 # more.
 ADAMW_TOLERANCE = 2e-5
@@ -48,30 +46,6 @@ def world_size_of(mesh_shape: tuple[int, ...]) -> int:
 
 
 # --- plain training -----------------------------------------------------------------------------
-
-
-def compare_training(
-    case: Case, model: nn.Module, reference: nn.Module, optimizer: str = "sgd", steps: int = STEPS
-) -> Differences:
-    """Train both, the sharded model on this rank's batches and the plain one on all."""
-    differences = Differences()
-    sharded_losses = train(
-        case,
-        model,
-        OPTIMIZERS[optimizer](model.parameters()),
-        (my_batch(case, i) for i in range(steps)),
-    )
-    plain_losses = train(
-        case,
-        reference,
-        OPTIMIZERS[optimizer](reference.parameters()),
-        (global_batch(case, i) for i in range(steps)),
-    )
-    for loss, expected in zip(sharded_losses, plain_losses, strict=True):
-        differences.note("loss", mean_over_ranks(loss), expected.double())
-        differences.note_grads(model, reference)
-    differences.note_parameters(model, reference)
-    return differences
 
 
 def train_sharded(

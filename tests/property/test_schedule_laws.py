@@ -59,7 +59,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     )
     def start(self, prefetch_depth: int, kept: set[int], nbytes: list[int]) -> None:
         self.schedule = UnshardSchedule(prefetch_depth=prefetch_depth, nbytes=nbytes)
-        self.schedule.kept = kept
+        self.schedule.options.kept = kept
         self.nbytes = nbytes or [BATCH_NBYTES] * 5
 
     def carry_out(self, actions: Sequence[Action]) -> None:
@@ -121,9 +121,9 @@ class ScheduleMachine(RuleBasedStateMachine):
         if self.stack:
             return
         self.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
-        assert self.prefetched <= self.in_use | self.schedule.kept, "prefetched in vain"
+        assert self.prefetched <= self.in_use | self.schedule.options.kept, "prefetched in vain"
         if not needs_backward:
-            assert self.live <= self.in_use | self.schedule.kept
+            assert self.live <= self.in_use | self.schedule.options.kept
 
     # --- backward ---
 
@@ -225,9 +225,9 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @invariant()
     def spare_groups_are_bounded(self) -> None:
-        spare = self.live - self.in_use - self.schedule.kept
+        spare = self.live - self.in_use - self.schedule.options.kept
         assert len(spare) <= max(self.schedule.prefetch_depth, 1) or spare <= self.prefetched
-        ahead = self.prefetched - self.in_use - self.schedule.kept
+        ahead = self.prefetched - self.in_use - self.schedule.options.kept
         ahead_nbytes = sum(self.nbytes[group] for group in ahead)
         assert len(ahead) <= self.schedule.prefetch_depth or ahead_nbytes < BATCH_NBYTES
 

@@ -650,3 +650,51 @@ def test_buffers_of_gradients_are_those_of_one_layer_and_its_follower() -> None:
 def test_the_shard_is_a_rank_th_of_everything() -> None:
     recorded = Recorded(widths=EQUAL_WIDTHS)
     assert recorded.model.memory_stats()["shard_nbytes"] == (6 * LAYER_NBYTES + ROOT_NBYTES) // 4
+
+
+# --- exceptions that the model catches ----------------------------------------------------------
+
+
+class Careful(nn.Module):
+    """Goes on without its layer where that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.head(self.layer(x))
+        except ValueError:
+            return self.head(x)
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_layer_whose_error_the_root_caught_is_gathered_when_it_has_changed(
+    *, reshard_after_forward: bool, with_backward: bool
+) -> None:
+    """It never left that forward; it is shown sharded, and gathered anew, all the same."""
+    mesh, log = recording_mesh((4,))
+    model = Careful()
+    fully_shard(model.layer, mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh)
+
+    def fail(*_: object) -> None:
+        msg = "from a hook"
+        raise ValueError(msg)
+
+    hook = model.layer.register_forward_pre_hook(fail)
+    with torch.set_grad_enabled(with_backward):
+        loss = model(torch.ones(1, 8)).sum()
+    if with_backward:
+        loss.backward()
+    hook.remove()
+    assert isinstance(model.layer.weight, ShardedTensor)
+    for _ in range(2):
+        with torch.no_grad():
+            model.layer.weight.add_(1.0)
+            log.clear()
+            model(torch.ones(1, 8))
+        assert ("start all_gather", 80) in log  # 72 elements, padded to four times 16 bytes

@@ -28,6 +28,9 @@ class Lanes:
         self.num_fences += 1
         return self.num_fences
 
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(nbytes)
+
 
 def view_of(buffer: Buffer, *, offset: int = 0, numel: int | None = None) -> Tensor:
     """Return a view of bytes, as those that parameters are."""
@@ -57,7 +60,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Slo
         monkeypatch.setattr(_compat, "HAS_STORAGE_SWAP", False)
     elif not _compat.HAS_STORAGE_SWAP:
         pytest.skip("this torch cannot swap storages")
-    made = SlotPool(CPU, Lanes())
+    made = SlotPool(Lanes())
     assert made.keeps_memory == (request.param == "swap")
     return made
 
@@ -67,7 +70,7 @@ def slots() -> SlotPool:
     """Return a pool that keeps memory."""
     if not _compat.HAS_STORAGE_SWAP:
         pytest.skip("this torch cannot swap storages")
-    return SlotPool(CPU, Lanes())
+    return SlotPool(Lanes())
 
 
 # --- buffers ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import typing
 
 import pytest
 
-from shardkit._schedule import BATCH_NBYTES, ReduceOrder, UnshardSchedule
+from shardkit._schedule import BATCH_NBYTES, BackwardPrefetch, ReduceOrder, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def backward(schedule: UnshardSchedule, layers: Sequence[int] = LAYERS) -> list[
 def trained(*, prefetch_depth: int = 1, kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule after its first step."""
     schedule = UnshardSchedule(prefetch_depth=prefetch_depth)
-    schedule.kept = set(kept)
+    schedule.options.kept = set(kept)
     forward(schedule)
     backward(schedule)
     return schedule
@@ -254,7 +254,7 @@ def test_depth_2_makes_room_for_two() -> None:
 def small(*, nbytes: Sequence[int], kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule of groups of these sizes after its first step."""
     schedule = UnshardSchedule(nbytes=nbytes)
-    schedule.kept = set(kept)
+    schedule.options.kept = set(kept)
     forward(schedule)
     backward(schedule)
     return schedule
@@ -564,7 +564,7 @@ def test_reset_frees_all_and_forgets_the_order(kept: tuple[int, ...]) -> None:
     After it ranks may have recorded different orders, and would prefetch differently.
     """
     new = UnshardSchedule()
-    new.kept = set(kept)
+    new.options.kept = set(kept)
     expected = forward(new)
     schedule = trained(kept=kept)
     schedule.begin_pass(outstanding=False)
@@ -603,7 +603,7 @@ def test_a_pass_without_backward_frees_nothing_while_held() -> None:
     forward(schedule)
     schedule.hold(on=True)
     backward(schedule)
-    schedule.kept = set()
+    schedule.options.kept = set()
     assert all("free" not in shown for shown in forward(schedule, needs_backward=False))
     schedule.hold(on=False)
     assert forward(schedule, needs_backward=False)[-1].count("free") > 0
@@ -720,3 +720,108 @@ def test_a_cancelled_backward_leaves_the_order_for_the_next() -> None:
     assert order.complete(1) == []
     assert order.complete(2) == [2, 1]
     assert order.end_backward() == [0]
+
+
+# --- what users choose --------------------------------------------------------------------------
+
+
+def test_groups_named_by_the_user_are_gathered_instead_of_the_next_one() -> None:
+    schedule = trained()
+    schedule.options.next_in_forward = {0: [2, 3], 1: []}
+    schedule.begin_pass(outstanding=False)
+    assert line("0", schedule.enter_forward(0)) == "0: gather 0, wait 0, prefetch 2, prefetch 3"
+    assert line("1", schedule.enter_forward(1)) == "1: gather 1, wait 1"
+    assert line("2", schedule.enter_forward(2)) == "2: wait 2"
+
+
+def test_forward_gathers_nothing_ahead_if_told_so() -> None:
+    schedule = trained()
+    schedule.options.forward_prefetch = False
+    schedule.begin_pass(outstanding=False)
+    assert line("0", schedule.enter_forward(0)) == "0: gather 0, wait 0"
+
+
+@pytest.mark.parametrize(
+    ("when", "entered", "left"),
+    [
+        (BackwardPrefetch.PRE, "wait 3, prefetch 2", "free 3"),
+        (BackwardPrefetch.POST, "wait 3", "free 3, prefetch 2"),
+        (BackwardPrefetch.NONE, "wait 3", "free 3"),
+    ],
+)
+def test_when_backward_gathers_ahead(when: BackwardPrefetch, entered: str, left: str) -> None:
+    schedule = trained()
+    forward(schedule)
+    schedule.options.backward_prefetch = when
+    schedule.enter_backward(0)
+    assert line("in", schedule.enter_backward(3)) == f"in: {entered}"
+    assert line("out", schedule.exit_backward(3, outstanding=False)) == f"out: {left}"
+
+
+def test_a_resting_group_stays_after_backward_and_goes_after_forward() -> None:
+    schedule = trained()
+    schedule.options.resting = {1}
+    forward(schedule)
+    for group in (0, 3, 2, 1):
+        schedule.enter_backward(group)
+    for group in (3, 2, 1):
+        schedule.exit_backward(group, outstanding=False)
+    schedule.end_backward()
+    assert schedule.live == (1,)
+    assert not schedule.in_use(1)
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(0)
+    assert line("in", schedule.enter_forward(1)).startswith("in: wait 1")
+    schedule.exit_forward(1, needs_backward=False)
+    schedule.end_pass(needs_backward=False)
+    assert 1 not in schedule.live
+
+
+def test_a_resting_group_whose_shard_changed_is_gathered_again() -> None:
+    schedule = trained()
+    schedule.options.resting = {1}
+    forward(schedule)
+    for group in (3, 2, 1):
+        schedule.enter_backward(group)
+        schedule.exit_backward(group, outstanding=False)
+    schedule.end_backward()
+    assert line("refresh", schedule.refresh(1)) == "refresh: free 1"
+    schedule.begin_pass(outstanding=False)
+    assert "gather 1" in line("in", schedule.enter_forward(1))
+
+
+def test_backward_does_not_gather_an_idle_group() -> None:
+    schedule = trained()
+    forward(schedule)
+    schedule.options.idle_in_backward = {2}
+    schedule.enter_backward(0)
+    assert line("3", schedule.enter_backward(3)) == "3: wait 3, prefetch 1"
+    schedule.exit_backward(3, outstanding=False)
+    assert line("2", schedule.enter_backward(2)).find("2") == 0
+    assert 2 not in schedule.live
+
+
+def test_an_unfinished_group_stays_until_the_pass_ends() -> None:
+    schedule = trained()
+    schedule.begin_pass(outstanding=False)
+    schedule.enter_forward(0)
+    schedule.enter_forward(1)
+    schedule.exit_forward(1, needs_backward=False, is_unfinished=True)
+    for group in (2, 3):
+        schedule.enter_forward(group)
+        schedule.exit_forward(group, needs_backward=False)
+    assert 1 in schedule.live
+    schedule.exit_forward(0, needs_backward=False)
+    assert "free 1" in line("end", schedule.end_pass(needs_backward=False))
+
+
+def test_each_root_remembers_what_came_next_in_its_own_passes() -> None:
+    schedule = UnshardSchedule()
+    for root, order in (("a", (0, 1, 2)), ("b", (2, 0))):
+        schedule.begin_pass(outstanding=False, root=root)
+        for group in order:
+            schedule.enter_forward(group)
+            schedule.exit_forward(group, needs_backward=False)
+        schedule.end_pass(needs_backward=False)
+    schedule.begin_pass(outstanding=False, root="a")
+    assert "prefetch 1" in line("in", schedule.enter_forward(0))

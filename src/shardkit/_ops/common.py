@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
     spec = tensor.spec
+    part = "" if spec.tensor_parallel is None else " of its tensor-parallel part"
     return ShardedTensorError(
         f"{func} on sharded {spec.name!r} of shape {tuple(tensor.shape)}: {why} This rank holds "
-        f"only elements [{spec.start}:{spec.stop}). If this is a module's weight used outside that "
-        f"module's forward, shard both modules in one group, or unshard() around the use; "
+        f"only elements [{spec.start}:{spec.stop}){part}. If this is a module's weight used "
+        f"outside that module's forward, shard both modules in one group, call "
+        f"register_fsdp_forward_method() on the method that uses it, or unshard() around the use; "
         f"otherwise call full_tensor() on it (on every rank)."
     )
 
@@ -59,6 +61,12 @@ def local_operand(func: Any, arg: Tensor, reference: ShardedTensor) -> Tensor:
         return arg[(0,) * arg.ndim]  # A scalar expanded, e.g. by the backward of sum().
     why = f"the other operand is a plain tensor of shape {tuple(arg.shape)}."
     raise refuse(func, reference, why)
+
+
+def all_reduce(value: Tensor, spec: ShardSpec, op: str) -> None:
+    """Reduce a value over every axis that the tensor is cut over, in place."""
+    for axis in spec.axes:
+        axis.all_reduce(value, op)
 
 
 def wrap(result: Any, spec: ShardSpec) -> Any:

@@ -72,11 +72,13 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
 
 
 def by_axis(tensors: Sequence[Tensor]) -> dict[Any, list[int]]:
-    """Return the indices of the sharded tensors by the process group they are cut over."""
+    """Return the indices of the sharded tensors by each process group they are cut over."""
     by_axis: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if type(tensor) is ShardedTensor and tensor.spec.axis.size > 1:
-            by_axis.setdefault(tensor.spec.axis, []).append(i)
+        if type(tensor) is ShardedTensor:
+            for axis in tensor.spec.axes:
+                if axis.size > 1:
+                    by_axis.setdefault(axis, []).append(i)
     return by_axis
 
 

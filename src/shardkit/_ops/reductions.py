@@ -1,4 +1,7 @@
-"""Reductions over the whole tensor: on the pieces, then ONE collective."""
+"""Reductions over the whole tensor: on the pieces, then ONE collective.
+
+One more for each axis of tensor parallelism that the tensor is split over.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._ops.common import first_sharded, local_operand, refuse
+from shardkit._ops.common import all_reduce, first_sharded, local_operand, refuse
 from shardkit._sharded import ShardedTensor, gather_full
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
         tensor = args[0]
         check_whole(func, tensor, args[1:])
         value = local_reduce(tensor.local_piece, **kwargs).clone()
-        tensor.spec.axis.all_reduce(value, op)
+        all_reduce(value, tensor.spec, op)
         return value
 
     return handler
@@ -54,7 +57,8 @@ def extreme(op: str) -> Handler:
         identity = _identity(op, local.dtype)
         value = identity if local.numel() == 0 else getattr(local, op)()
         pair = torch.stack([torch.as_tensor(value, dtype=local.dtype, device=local.device)] * 2)
-        reduce_extremes(pair, tensor.spec.axis, op)
+        for axis in tensor.spec.axes:
+            reduce_extremes(pair, axis, op)
         return pair[0].clone()
 
     return handler
@@ -92,7 +96,7 @@ def truth(op: str) -> Handler:
         tensor = args[0]
         check_whole(func, tensor, args[1:])
         value: Tensor = func(tensor.local_piece).to(torch.uint8)
-        tensor.spec.axis.all_reduce(value, op)
+        all_reduce(value, tensor.spec, op)
         return value.to(torch.bool)
 
     return handler
@@ -104,7 +108,7 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     dtype = kwargs.get("dtype") or tensor.dtype
     wide = torch.promote_types(dtype, torch.float32)  # A sum of many fp16 numbers overflows.
     total: Tensor = tensor.local_piece.sum(dtype=wide)
-    tensor.spec.axis.all_reduce(total, "sum")
+    all_reduce(total, tensor.spec, "sum")
     mean: Tensor = (total / tensor.numel()).to(dtype)
     return mean
 
@@ -122,7 +126,7 @@ def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     ]
     is_same = func(*pieces, *args[2:], **kwargs)
     same = torch.tensor(int(is_same), device=reference.local_piece.device)
-    reference.spec.axis.all_reduce(same, "min")
+    all_reduce(same, reference.spec, "min")
     return bool(same.item())
 
 

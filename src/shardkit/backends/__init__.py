@@ -1,11 +1,13 @@
 """Backends: how ranks of a mesh communicate.
 
 `base` says what a backend is; `gloo` (CPU), `nccl` (CUDA) and `recording` (no process at all, logs
-the collectives) are the ones there are. Only this package imports `torch.distributed`.
+the collectives) are the ones there are. `tensor_parallel` knows DTensors. Only this package
+imports `torch.distributed`.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
@@ -22,7 +24,17 @@ from shardkit.backends.process_group import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["TorchDeviceMesh", "as_device_mesh", "init_device_mesh", "mesh_of_world"]
+    from torch import Tensor
+
+    from shardkit.backends.tensor_parallel import TensorParallel
+
+__all__ = [
+    "TorchDeviceMesh",
+    "as_device_mesh",
+    "init_device_mesh",
+    "mesh_of_world",
+    "tensor_parallel_of",
+]
 
 
 def init_device_mesh(
@@ -81,6 +93,17 @@ def mesh_of_world(
     if len(shape) != 1 or current_world_size() != shape[0]:
         return None
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
+    """Return how a parameter is spread over a mesh of its own; None if it is not a DTensor."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if dtensor is None or not isinstance(param, dtensor):
+        return None  # Where nobody has imported DTensor there is none.
+    from shardkit.backends.tensor_parallel import TensorParallel
+
+    mesh = as_device_mesh(param.device_mesh, device_type=param.device.type)
+    return TensorParallel.of(param, mesh)
 
 
 def _backend_class(device_type: str) -> type[Any]:

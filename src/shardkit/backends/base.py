@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -70,12 +70,15 @@ class Gather:
     Attributes:
         full: 1-D, all ranks' ranges in compute dtype; written.
         own: This rank's range of `full`.
-        shard: 1-D, this rank's range in storage dtype; cast into `own` first.
+        shard: 1-D, this rank's range in storage dtype; cast into `own` first. May be on the host
+            while `full` is on the device.
+        comm: The user's own all-gather (`AllGather`), or None.
     """
 
     full: Tensor
     own: Tensor
     shard: Tensor
+    comm: AllGather | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ class Reduction:
         replicate_axis: Then all-reduce over it; None: do not.
         carry: 1-D, `out_numel`, a partial sum over the shard axis of earlier backwards that is
             added before the all-reduce; None: nothing.
+        out_device: Where the result is wanted.
+        comm: The user's own reduce-scatter (`ReduceScatter`), or None.
+        hook: Called with the reduced and scaled result, which it may change; or None.
+        hook_stream: Where an accelerator runs the hook; None: after the reduction.
     """
 
     send: Tensor
@@ -102,6 +109,44 @@ class Reduction:
     shard_axis: AxisComm
     replicate_axis: AxisComm | None
     carry: Tensor | None
+    out_device: torch.device
+    comm: ReduceScatter | None = None
+    hook: Callable[[Tensor], object] | None = None
+    hook_stream: Any = None
+
+
+class Comm(Protocol):
+    """Where a user's own collective has its buffers: as FSDP2's ``Comm``."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a buffer that is sent or received."""
+
+
+class AllGather(Comm, Protocol):
+    """A user's own all-gather: as FSDP2's ``AllGather``."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+    ) -> Any:
+        """Gather 1-D `input_tensor` of all ranks of a process group; return the work, or None."""
+
+
+class ReduceScatter(Comm, Protocol):
+    """A user's own reduce-scatter: as FSDP2's ``ReduceScatter``."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+    ) -> Any:
+        """Sum `input_tensor` over a process group, scatter it; return the work, or None."""
 
 
 class Lanes(Protocol):
@@ -109,6 +154,18 @@ class Lanes(Protocol):
 
     def watch(self, progress: Any) -> None:
         """Take what can explain a hang (`hang_watch.Progress`); may be ignored."""
+
+    def allocate_from(self, axis: AxisComm) -> None:
+        """Take the memory of buffers from the engine that serves `axis`, if it offers any."""
+
+    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
+        """Reduce over `axis` on a communicator of its own, or not. Collective."""
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory for a buffer."""
+
+    def after_optimizer(self, event: Any) -> None:
+        """Let gathers issued from now on wait for a user's event as well."""
 
     def fence(self) -> Any:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
@@ -152,5 +209,13 @@ class Backend(Protocol):
     def for_axes(self, axes: Sequence[int]) -> Backend:
         """Return the backend of the submesh made of `axes`."""
 
-    def make_lanes(self, axes: Sequence[AxisComm]) -> Lanes:
-        """Make the streams of one root, whose groups use `axes`. Collective over each of them."""
+    def split_axis(self, axis: int, size: int) -> AxisComm:
+        """Return the communicator of `size` neighbours on one mesh axis. Collective over it."""
+
+    def make_lanes(self, axes: Sequence[AxisComm], share: Lanes | None = None) -> Lanes:
+        """Make the streams of one root, whose groups use `axes`. Collective over each of them.
+
+        Args:
+            axes: All axes in use.
+            share: Lanes of another root whose streams are to be used.
+        """

@@ -12,7 +12,7 @@ modules they come at different points between the gathers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from shardkit.backends.base import Gather
 from shardkit.backends.hang_watch import HangWatch
 from shardkit.backends.process_group import (
+    CustomGather,
+    CustomReduceScatter,
     ProcessGroupAxis,
     ProcessGroupBackend,
     all_gather_single,
@@ -114,6 +116,33 @@ class StagedGather:
         self._gathers = ()
 
 
+class HandleList:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for handle in self._handles:
+            handle.wait()
+
+
+class CustomGatherHandle:
+    """A gather by the user's own function."""
+
+    def __init__(self, gather: Gather, axis: GlooAxis, hang_watch: HangWatch) -> None:
+        self._gather: CustomGather | None = CustomGather(gather, axis, async_op=True)
+        self._handle = WorkHandle([self._gather.work], axis.group, hang_watch)
+
+    def wait(self) -> None:
+        """Block until it is done; again is free."""
+        self._handle.wait()
+        if self._gather is not None:
+            self._gather.finish()
+            self._gather = None
+
+
 class ExchangeHandle:
     """A reduce-scatter by exchange: the sum is done by who waits, in two steps.
 
@@ -156,11 +185,27 @@ def _sends_own(axis: AxisComm) -> bool:
 
 
 class Exchange:
-    """Sends every rank its ranges of reductions over one axis, each in a collective of its own."""
+    """Sends every rank its ranges of reductions over one axis, each in a collective of its own.
+
+    Where the user gave a reduce-scatter, that makes the sum, of one piece then.
+    """
 
     def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
         self._reductions = reductions
-        self._works = [self._start(r, hang_watch) for r in reductions if r.shard_axis.size > 1]
+        self._custom: dict[int, CustomReduceScatter] = {}
+        self._works = []
+        for i, reduction in enumerate(reductions):
+            if reduction.shard_axis.size == 1:
+                continue
+            if reduction.comm is not None:
+                axis = reduction.shard_axis
+                assert isinstance(axis, GlooAxis)
+                assert axis.reduce_group is not None
+                self._custom[i] = CustomReduceScatter(reduction, axis.reduce_group, async_op=True)
+                works = [self._custom[i].work]
+                self._works.append(WorkHandle(works, axis.reduce_group, hang_watch))
+            else:
+                self._works.append(self._start(reduction, hang_watch))
 
     @staticmethod
     def _start(reduction: Reduction, hang_watch: HangWatch) -> WorkHandle:
@@ -179,8 +224,10 @@ class Exchange:
         for work in self._works:
             work.wait()
         return [
-            _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
-            for r in self._reductions
+            [self._custom[i].total]
+            if i in self._custom
+            else _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
+            for i, r in enumerate(self._reductions)
         ]
 
 
@@ -219,7 +266,13 @@ def _start_exchange(
 ) -> Exchange | StagedExchange:
     is_one_axis = len({reduction.shard_axis for reduction in reductions}) == 1
     nbytes = sum(reduction.send.nbytes for reduction in reductions)
-    if len(reductions) > 1 and is_one_axis and _is_small(nbytes, reductions[0].shard_axis):
+    is_custom = any(reduction.comm is not None for reduction in reductions)
+    if (
+        len(reductions) > 1
+        and is_one_axis
+        and not is_custom
+        and _is_small(nbytes, reductions[0].shard_axis)
+    ):
         return StagedExchange(reductions, hang_watch)
     return Exchange(reductions, hang_watch)
 
@@ -287,8 +340,12 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
         total.copy_(on_wire)
     out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
     if out.dtype == total.dtype:
-        return torch.mul(total, reduction.scale, out=out)
-    return out.copy_(total.mul_(reduction.scale))
+        torch.mul(total, reduction.scale, out=out)
+    else:
+        out.copy_(total.mul_(reduction.scale))
+    if reduction.hook is not None:
+        reduction.hook(out)
+    return out
 
 
 class HostLanes:
@@ -300,6 +357,20 @@ class HostLanes:
     def watch(self, progress: Progress) -> None:
         """Look into long waits."""
         self._hang_watch.progress = progress
+
+    def allocate_from(self, axis: AxisComm) -> None:
+        """Keep to ordinary memory: gloo has no allocator of its own."""
+
+    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
+        """Do nothing: reductions always have a process group of their own."""
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return ordinary memory."""
+        return torch.UntypedStorage(nbytes)
+
+    def after_optimizer(self, event: Any) -> None:
+        """Wait for the event now: the host is what runs the gathers."""
+        event.synchronize()
 
     def fence(self) -> None:
         """Nothing runs behind the host's back."""
@@ -314,10 +385,17 @@ class HostLanes:
         del after
         for gather in gathers:
             gather.own.copy_(gather.shard)
+        if axis.size > 1 and any(gather.comm is not None for gather in gathers):
+            return HandleList([self._start_one(gather, axis) for gather in gathers])
         if len(gathers) > 1 and _is_small(sum(g.full.nbytes for g in gathers), axis):
             return StagedGather(gathers, axis, self._hang_watch)
         works = [work for gather in gathers for work in _start_all_gather(gather, axis)]
         return WorkHandle(works, axis.group, self._hang_watch)
+
+    def _start_one(self, gather: Gather, axis: GlooAxis) -> Handle:
+        if gather.comm is not None:
+            return CustomGatherHandle(gather, axis, self._hang_watch)
+        return WorkHandle(_start_all_gather(gather, axis), axis.group, self._hang_watch)
 
     def start_reduce(self, reductions: Sequence[Reduction]) -> ExchangeHandle:
         """Exchange the pieces; waiting adds them."""
@@ -347,8 +425,9 @@ class GlooBackend(ProcessGroupBackend):
             return 0
         return axis.size if _sends_own(axis) else axis.size - 1
 
-    def make_lanes(self, axes: Sequence[AxisComm]) -> HostLanes:
-        """Make the process groups for reductions."""
+    def make_lanes(self, axes: Sequence[AxisComm], share: HostLanes | None = None) -> HostLanes:
+        """Make the process groups for reductions; there are no streams to share."""
+        del share
         for axis in axes:
             assert isinstance(axis, GlooAxis)
             axis.make_reduce_group()

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardkit import _compat
 from shardkit.backends.process_group import (
+    CustomGather,
+    CustomReduceScatter,
     ProcessGroupAxis,
     ProcessGroupBackend,
     all_gather_single,
@@ -27,6 +30,41 @@ if TYPE_CHECKING:
     from torch.distributed import device_mesh as torch_mesh
 
     from shardkit.backends.base import Gather, Handle, Reduction
+
+
+class NcclAxis(ProcessGroupAxis):
+    """An axis whose small collectives also take host tensors, as offloaded shards are.
+
+    Attributes:
+        reduce_group: For reduce-scatters; the gathers' own unless it was separated.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.reduce_group = group
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None:
+        """See `AxisComm.all_gather`."""
+        if full.device.type == "cuda" or self.size == 1:
+            super().all_gather(full, own)
+            return
+        on_device = full.cuda()
+        super().all_gather(on_device, own.cuda())
+        full.copy_(on_device)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """See `AxisComm.all_reduce`."""
+        on_device = tensor.cuda()
+        super().all_reduce(on_device, op)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See `AxisComm.broadcast`."""
+        on_device = tensor.cuda()
+        super().broadcast(on_device, src)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
 
 
 class EventHandle:
@@ -46,13 +84,16 @@ class ReduceEventHandle:
     def __init__(self, event: torch.cuda.Event, outs: list[Tensor]) -> None:
         self.fence = event
         self._outs = outs
+        self._is_on_host = any(out.device.type == "cpu" for out in outs)
 
     def wait_sent(self) -> None:
         """Return at once: the fence tells streams, the host need not know."""
 
     def wait(self) -> list[Tensor]:
-        """Let the compute stream wait; the host goes on."""
+        """Let the compute stream wait; the host goes on, unless results are offloaded to it."""
         torch.cuda.current_stream().wait_event(self.fence)
+        if self._is_on_host:
+            self.fence.synchronize()
         return self._outs
 
 
@@ -80,15 +121,44 @@ class CudaLanes:
     not run more of them at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, share: CudaLanes | None = None) -> None:
         self._device = device
         # High priority: collectives of the next group must not queue behind this group's kernels.
-        self._gather = torch.cuda.Stream(device, priority=-1)
-        self._reduce = torch.cuda.Stream(device, priority=-1)
-        self._all_reduce = torch.cuda.Stream(device, priority=-1)
+        if share is None:
+            self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(3)]
+        else:
+            self._streams = share._streams  # noqa: SLF001 - own class
+        self._gather, self._reduce, self._all_reduce = self._streams
+        self._allocator: Any = None
 
     def watch(self, progress: Any) -> None:
         """NCCL has a watchdog of its own."""
+
+    def allocate_from(self, axis: ProcessGroupAxis) -> None:
+        """Take the memory of buffers from NCCL's allocator, which registers it with the network."""
+        backend = _compat.process_group_backend(axis.group, self._device)
+        if backend.supports_tensor_alloc(self._device):
+            self._allocator = backend
+
+    def separate_reduce(self, axis: NcclAxis, *, enable: bool) -> None:
+        """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
+        if axis.size > 1 and enable != (axis.reduce_group is not axis.group):
+            ranks = dist.get_process_group_ranks(axis.group)
+            axis.reduce_group = (
+                dist.new_group(ranks, use_local_synchronization=True) if enable else axis.group
+            )
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory of the device."""
+        if self._allocator is None:
+            return torch.UntypedStorage(nbytes, device=self._device)
+        buffer = self._allocator.allocate_tensor(nbytes, dtype=torch.uint8, device=self._device)
+        storage: torch.UntypedStorage = buffer.untyped_storage()
+        return storage
+
+    def after_optimizer(self, event: torch.cuda.Event) -> None:
+        """Let the gather stream wait for a user's event."""
+        self._gather.wait_event(event)
 
     def fence(self) -> torch.cuda.Event:
         """Mark the compute stream."""
@@ -107,8 +177,10 @@ class CudaLanes:
                 self._gather.wait_event(event)
         with torch.cuda.stream(self._gather):
             for gather in gathers:
-                gather.own.copy_(gather.shard)
-                if axis.size > 1:
+                gather.own.copy_(gather.shard, non_blocking=True)
+                if axis.size > 1 and gather.comm is not None:
+                    CustomGather(gather, axis, async_op=False).finish()
+                elif axis.size > 1:
                     all_gather_single(gather.full, gather.own, group=axis.group)
             return EventHandle(self._gather.record_event())
 
@@ -121,7 +193,13 @@ class CudaLanes:
         """Reduce-scatter on one stream, all-reduce on the next."""
         # The results belong to the compute stream, as all memory does.
         outs = [
-            torch.empty(r.out_numel, dtype=r.out_dtype, device=self._device) for r in reductions
+            torch.empty(
+                r.out_numel,
+                dtype=r.out_dtype,
+                device=r.out_device,
+                pin_memory=r.out_device.type == "cpu",
+            )
+            for r in reductions
         ]
         self._reduce.wait_event(self.fence())
         stream = self._reduce
@@ -136,10 +214,15 @@ class CudaLanes:
                 with torch.cuda.stream(stream):
                     assert isinstance(reduction.replicate_axis, ProcessGroupAxis)
                     dist.all_reduce(partial, group=reduction.replicate_axis.group)
-                    _scale_into(reduction, partial, out)
+                    _finish(reduction, partial, out)
+            elif reduction.hook_stream is not None:
+                stream = reduction.hook_stream
+                stream.wait_event(self._reduce.record_event())
+                with torch.cuda.stream(stream):
+                    _finish(reduction, partial, out)
             else:
                 with torch.cuda.stream(self._reduce):
-                    _scale_into(reduction, partial, out)
+                    _finish(reduction, partial, out)
         if stream is not self._reduce:
             # Reduce-scatters come back to their own stream, so that one event covers both.
             self._reduce.wait_event(stream.record_event())
@@ -163,8 +246,17 @@ def _pre_scale(reduction: Reduction) -> float:
     return math.sqrt(reduction.scale) if reduction.send.dtype == torch.float16 else 1.0
 
 
-def _scale_into(reduction: Reduction, total: Tensor, out: Tensor) -> None:
-    out.copy_(total).mul_(reduction.scale / _pre_scale(reduction))
+def _finish(reduction: Reduction, total: Tensor, out: Tensor) -> None:
+    """Scale, run the user's hook, bring the result to where it is wanted."""
+    scale = reduction.scale / _pre_scale(reduction)
+    if out.device == total.device:
+        result = out.copy_(total).mul_(scale)
+    else:
+        result = total.to(out.dtype).mul_(scale)
+    if reduction.hook is not None:
+        reduction.hook(result)
+    if result is not out:
+        out.copy_(result, non_blocking=True)
 
 
 def _reduce_scatter(reduction: Reduction) -> Tensor:
@@ -172,23 +264,29 @@ def _reduce_scatter(reduction: Reduction) -> Tensor:
     if (pre_scale := _pre_scale(reduction)) != 1.0:
         reduction.send.mul_(pre_scale)
     axis = reduction.shard_axis
-    assert isinstance(axis, ProcessGroupAxis)
+    assert isinstance(axis, NcclAxis)
     own = reduction.send.view(axis.size, -1)[axis.rank]
-    if axis.size > 1:
-        reduce_scatter_single(own, reduction.send, group=axis.group)
+    if axis.size > 1 and reduction.comm is not None:
+        custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)
+        own.copy_(custom.total)
+    elif axis.size > 1:
+        reduce_scatter_single(own, reduction.send, group=axis.reduce_group)
     return own
 
 
 class NcclBackend(ProcessGroupBackend):
     """Meshes of device type ``"cuda"``."""
 
+    axis_class = NcclAxis
     host_reads_are_free = False
 
     def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
         super().__init__(mesh, axes)
         self.device = torch.device("cuda", torch.cuda.current_device())
 
-    def make_lanes(self, axes: Sequence[ProcessGroupAxis]) -> CudaLanes:
-        """Make the three streams."""
+    def make_lanes(
+        self, axes: Sequence[ProcessGroupAxis], share: CudaLanes | None = None
+    ) -> CudaLanes:
+        """Make the three streams, or use those of another root."""
         del axes
-        return CudaLanes(self.device)
+        return CudaLanes(self.device, share)

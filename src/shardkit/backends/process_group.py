@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from shardkit.backends.base import Gather, Reduction
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -70,6 +73,65 @@ class ProcessGroupAxis:
         return items
 
 
+class CustomGather:
+    """An all-gather by the user's own function, in buffers of its own choice."""
+
+    def __init__(self, gather: Gather, axis: ProcessGroupAxis, *, async_op: bool) -> None:
+        assert gather.comm is not None
+        full, own = gather.full, gather.own
+        place = functools.partial(gather.comm.allocate, dtype=full.dtype, device=full.device)
+        sent = place((own.numel(),))
+        sent.copy_(own)
+        self._full = full
+        self._received = place((full.numel(),))
+        self.work = gather.comm(
+            output_tensor=self._received, input_tensor=sent, group=axis.group, async_op=async_op
+        )
+
+    def finish(self) -> None:
+        """Copy what came to where it belongs, once the work is done."""
+        self._full.copy_(self._received)
+
+
+class CustomReduceScatter:
+    """A reduce-scatter by the user's own function, in buffers of its own choice."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        group: dist.ProcessGroup,
+        *,
+        async_op: bool,
+    ) -> None:
+        assert reduction.comm is not None
+        send = reduction.send
+        place = functools.partial(reduction.comm.allocate, dtype=send.dtype, device=send.device)
+        sent = place((send.numel(),))
+        sent.copy_(send)
+        self.total = place((reduction.out_numel,))
+        self.work = reduction.comm(
+            output_tensor=self.total,
+            input_tensor=sent,
+            group=group,
+            op=dist.ReduceOp.SUM,
+            async_op=async_op,
+        )
+
+
+_split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
+
+
+def _split(axis: ProcessGroupAxis, size: int) -> ProcessGroupAxis:
+    """Return the axis of `size` neighbours on another one, the same for every call."""
+    key = (axis, size)
+    if key not in _split_axes:
+        ranks = dist.get_process_group_ranks(axis.group)
+        first = axis.rank // size * size
+        group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        _split_axes[key] = type(axis)(group)
+    return _split_axes[key]
+
+
 _axes: dict[str, ProcessGroupAxis] = {}
 
 
@@ -107,6 +169,10 @@ class ProcessGroupBackend:
         """The engine needs no room of ours."""
         del axis
         return 0
+
+    def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
+        """Return the communicator of `size` neighbours on one axis."""
+        return _split(self.axis(axis), size)
 
     def for_axes(self, axes: Sequence[int]) -> ProcessGroupBackend:
         """Return the backend of the submesh made of `axes`; it shares the communicators."""

@@ -83,6 +83,21 @@ class RecordingLanes:
     def __init__(self, log: list[tuple[str, int]]) -> None:
         self._log = log
 
+    def allocate_from(self, axis: AxisComm) -> None:
+        """There is no engine."""
+
+    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
+        """There are no communicators."""
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return ordinary memory."""
+        return torch.UntypedStorage(nbytes)
+
+    def after_optimizer(self, event: Any) -> None:
+        """Log."""
+        del event
+        self._log.append(("after optimizer", 0))
+
     def fence(self) -> None:
         """Nothing runs behind the host's back."""
 
@@ -110,6 +125,8 @@ class RecordingLanes:
             own = reduction.send.view(axis.size, -1)[axis.rank]
             factor = axis.size * (reduction.replicate_axis.size if reduction.replicate_axis else 1)
             outs.append(own.to(reduction.out_dtype) * (factor * reduction.scale))
+            if reduction.hook is not None:
+                reduction.hook(outs[-1])
             numel += reduction.send.numel()
         self._log.append(("start reduce_scatter", numel))
         if any(r.replicate_axis is not None and r.replicate_axis.size > 1 for r in reductions):
@@ -136,6 +153,7 @@ class RecordingBackend:
     ) -> None:
         self.device = torch.device("cpu")
         self.log = log
+        self._split_axes: dict[tuple[int, int], RecordingAxis] = {}
         self._axes = [
             RecordingAxis(log, size, rank) for size, rank in zip(shape, coordinate, strict=True)
         ]
@@ -158,9 +176,18 @@ class RecordingBackend:
         sub._axes = [self._axes[axis] for axis in axes]
         return sub
 
-    def make_lanes(self, axes: Sequence[AxisComm]) -> RecordingLanes:
+    def split_axis(self, axis: int, size: int) -> RecordingAxis:
+        """Return the communicator of neighbours on one axis."""
+        whole = self._axes[axis]
+        if (axis, size) not in self._split_axes:
+            self._split_axes[axis, size] = RecordingAxis(self.log, size, whole.rank % size)
+        return self._split_axes[axis, size]
+
+    def make_lanes(
+        self, axes: Sequence[AxisComm], share: RecordingLanes | None = None
+    ) -> RecordingLanes:
         """Return lanes that log."""
-        del axes
+        del axes, share
         return RecordingLanes(self.log)
 
 

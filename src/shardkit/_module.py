@@ -1,0 +1,570 @@
+"""What a module gains by `fully_shard`: its class, and the methods that steer its group."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardkit import _compat
+from shardkit._errors import StateError
+from shardkit._hooks import ModuleState, get_state
+from shardkit._schedule import BackwardPrefetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from shardkit._group import Group
+    from shardkit.backends.base import AllGather, ReduceScatter
+
+_sharded_classes: dict[type, type] = {}
+
+
+def own_class(module: Any) -> type[nn.Module]:
+    """Return the class the module had before `fully_shard`."""
+    cls: type[Any] = type(module)
+    return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
+
+
+def swap_class(module: nn.Module) -> None:
+    """Give a module the class with the methods of `FSDPModule`."""
+    cls = type(module)
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    module.__class__ = _sharded_classes[cls]
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Return when the module's parameters are the unsharded ones."""
+        if self._state.group is not None and self._state.runtime is not None:
+            self._state.runtime.wait_unshard(self._state.group)
+
+
+class FSDPModule:
+    """Methods of a module that `fully_shard` has sharded."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object of the original class: containers build new ones when sliced."""
+        original = cls.__mro__[2]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Refuse to be wrapped in DistributedDataParallel, which asks for this first."""
+        if _compat.is_called_by_ddp(inspect.currentframe()):
+            msg = (
+                f"DistributedDataParallel cannot wrap this {own_class(self).__name__}: fully_shard "
+                f"averages its gradients already. Use it alone; to replicate between hosts pass "
+                f"fully_shard a 2-D mesh."
+            )
+            raise StateError(msg)
+        raise AttributeError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an independent sharded copy: own pieces, same mesh, process groups and options.
+
+        For EMA and teacher models. No communication. A copy of a part of a model is its own root.
+        """
+        state = _state_of(self)
+        if state.runtime is not None and state.group is not None:
+            state.runtime.reshard(state.group)
+        original = own_class(self)
+        result: Any = nn.Module.__new__(original)
+        memo[id(self)] = result
+        for name, value in state.without_own_hooks(self.__dict__).items():
+            result.__dict__[name] = copy.deepcopy(value, memo)
+        group = state.group.copy_for(memo) if state.group is not None else None
+        ModuleState(result, group, state.policy).install()
+        swap_class(result)
+        return result
+
+    def __copy__(self) -> Any:
+        """Refuse: a shallow copy would have the same parameters, gathered and freed by two."""
+        msg = (
+            f"copy.copy of a sharded {own_class(self).__name__} would share its parameters with "
+            f"it. Use copy.deepcopy, which copies this rank's pieces."
+        )
+        raise StateError(msg)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle this rank's pieces and the settings; the copy is sharded on a mesh alike.
+
+        For `torch.save` and ``torch.load(weights_only=False)``, each rank its own file.
+        """
+        del protocol
+        state = _state_of(self)
+        self.reshard()
+        attributes = state.without_own_hooks(dict(self.__getstate__()))  # type: ignore[call-overload]
+        pickled = (attributes, state.group, state.policy)
+        return _new_module, (own_class(self),), pickled, None, None, _restore
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
+
+        Group by group, so that beside the shards only one group's pieces exist a second time.
+        """
+        state = _state_of(self)
+        self.reshard()
+        if state.group is None:
+            return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        attributes = state.group.param_attributes()
+        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        state.group.take_up(attributes)
+        return result
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters; after an exception in a step, the sharded ones again.
+
+        What an optimizer or ``zero_grad()`` gets between an exception and the next forward.
+        """
+        runtime = _state_of(self).runtime
+        if runtime is not None:
+            runtime.tidy_up()
+        module: Any = self
+        return own_class(self).named_parameters(module, *args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
+        """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
+
+        Not recursive. Call it on all ranks.
+
+        Args:
+            async_op: Return at once, with a handle; the module's forward waits by itself.
+
+        Cost: one all-gather per bucket, none if they are unsharded already.
+        """
+        state = _state_of(self)
+        if state.runtime is None:
+            state.make_runtime()
+        if state.group is not None and state.runtime is not None:
+            state.runtime.unshard(state.group)
+        handle = UnshardHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's unsharded parameters and show the sharded ones. Not recursive."""
+        state = _state_of(self)
+        if state.group is not None and state.runtime is not None:
+            state.runtime.reshard(state.group)
+
+    # --- microbatches ---
+
+    def set_requires_gradient_sync(
+        self,
+        requires_gradient_sync: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether backward averages gradients over the ranks.
+
+        For gradient accumulation: False for all micro-batches but the last. Unsynced gradients are
+        summed in a full-size buffer per group, in `reduce_dtype` (see `memory_stats`).
+
+        Args:
+            requires_gradient_sync: The flag.
+            recurse: Also for sharded modules inside.
+        """
+        for group in _groups(self, recurse=recurse):
+            group.settings.sync = requires_gradient_sync
+
+    def set_requires_all_reduce(
+        self,
+        requires_all_reduce: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether backward all-reduces over the replicate axis of a 2-D mesh.
+
+        While False, gradients are reduce-scattered, and the sums kept as 1/N-size partial sums;
+        ``.grad`` is set by the first backward with True.
+        """
+        for group in _groups(self, recurse=recurse):
+            group.settings.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+        """Set whether the next backward is the last of the step.
+
+        After one that is not, reductions may still be under way, so that the next micro-batch
+        overlaps with them; ``.grad`` is complete, and ranks are compared, after one that is.
+        """
+        for group in _groups(self, recurse=True):
+            group.settings.is_last_backward = is_last_backward
+
+    # --- memory ---
+
+    def set_reshard_after_forward(
+        self,
+        reshard_after_forward: bool,  # noqa: FBT001 - FSDP2's signature
+        recurse: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Set whether the parameters are freed after forward, from the next forward on."""
+        if not isinstance(reshard_after_forward, bool):
+            msg = (
+                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}. A "
+                f"number of ranks can only be given to fully_shard: it makes process groups."
+            )
+            raise StateError(msg)
+        for group in _groups(self, recurse=recurse):
+            group.set_reshard_after_forward(reshard_after_forward)
+        self._update_options()
+
+    def set_reshard_after_backward(
+        self,
+        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether the parameters are freed after backward.
+
+        False saves the next forward's all-gather while no optimizer step lies between, for the
+        memory of the unsharded parameters; changed shards are gathered again.
+        """
+        for group in _groups(self, recurse=recurse):
+            group.settings.reshard_after_backward = reshard_after_backward
+        self._update_options()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
+        """Set whether backward gathers this module's parameters.
+
+        False only where no backward reads them, as of an ``nn.Embedding``: one that does reads
+        memory that is not there. Not recursive.
+        """
+        for group in _groups(self, recurse=False):
+            group.settings.unshard_in_backward = unshard_in_backward
+        self._update_options()
+
+    # --- prefetch ---
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose what is gathered when this module's forward begins.
+
+        Instead of the module that came next in the last forward. All of `modules` are gathered, so
+        a list of n takes the memory of n + 1; an empty one prefetches nothing.
+
+        Raises:
+            StateError: One of them is not sharded (now), or of another root (at its forward).
+        """
+        for group in _groups(self, recurse=False):
+            group.settings.forward_prefetch = _groups_of(modules)
+        self._update_options()
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose what is gathered when this module's backward begins; as in forward."""
+        for group in _groups(self, recurse=False):
+            group.settings.backward_prefetch = _groups_of(modules)
+        self._update_options()
+
+    def set_prefetch_policy(
+        self, *, forward: bool = True, backward: Literal["pre", "post", "none"] = "pre"
+    ) -> None:
+        """Choose when this root gathers ahead of use. Call it on the root.
+
+        Args:
+            forward: Gather the next module before the current one computes.
+            backward: ``"pre"``: gather the next module before the current one's gradients are
+                computed (most overlap); ``"post"``: after (less memory); ``"none"``: when it is
+                entered.
+        """
+        state = _state_of(self)
+        try:
+            when = BackwardPrefetch(backward)
+        except ValueError:
+            msg = f"backward must be 'pre', 'post' or 'none', got {backward!r}."
+            raise StateError(msg) from None
+        state.forward_prefetch, state.backward_prefetch = forward, when
+        if state.runtime is not None:
+            state.runtime.set_prefetch(forward=forward, backward=when)
+
+    # --- communication ---
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's gradient sums by `factor`, not the number of ranks. Not recursive.
+
+        Raises:
+            StateError: It is zero, or not finite.
+        """
+        if factor == 0 or not math.isfinite(factor):
+            msg = f"gradients cannot be divided by {factor!r}. Pass a finite number other than 0."
+            raise StateError(msg)
+        for group in _groups(self, recurse=False):
+            group.settings.comm.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as `set_gradient_divide_factor`, its newer name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+        """Accept FSDP2's switch: shardkit's reductions are sums on every backend, always."""
+
+    def set_reduce_scatter_unused_params(
+        self,
+        reduce_scatter_unused_params: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether a group that this rank did not use takes part in its reduction all the same.
+
+        True (the default; FSDP2's is False) is right when ranks use different parameters. False
+        saves the reduction of groups that NO rank uses; ranks that differ then do not match, which
+        is told as an error.
+        """
+        for group in _groups(self, recurse=recurse):
+            group.settings.reduce_unused = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], object] | None, *, stream: Any = None
+    ) -> None:
+        """Set what is done to every reduced gradient buffer of this module. Not recursive.
+
+        Args:
+            hook: Called with a 1-D tensor: this rank's range of the averaged gradients, after the
+                reduce-scatter and, on a 2-D mesh, the all-reduce. It may change it in place, e.g.
+                all-reduce it over further ranks. None removes the hook.
+            stream: Where an accelerator runs it; not with a 2-D mesh.
+
+        Raises:
+            StateError: There is one already, or a stream is given with a 2-D mesh.
+        """
+        for group in _groups(self, recurse=False):
+            comm = group.settings.comm
+            if hook is not None and comm.all_reduce_hook is not None:
+                msg = (
+                    f"{group.name!r} has an all-reduce hook already. Remove it first: "
+                    f"set_all_reduce_hook(None); or call both from one function."
+                )
+                raise StateError(msg)
+            if stream is not None and group.replicate_axis is not None:
+                msg = (
+                    f"{group.name!r} is on a 2-D mesh, whose all-reduce has a stream of its own, "
+                    f"on which the hook runs too. Do not pass a stream."
+                )
+                raise StateError(msg)
+            comm.all_reduce_hook, comm.all_reduce_hook_stream = hook, stream
+
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gather this module's parameters by a function of the user's. Not recursive.
+
+        Args:
+            comm: As FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
+                ``(output_tensor, input_tensor, group, async_op)``. None: as before.
+
+        Cost: copies into and out of the buffers that `comm` allocates.
+        """
+        self._refuse_comm_memory("set_custom_all_gather")
+        for group in _groups(self, recurse=False):
+            group.settings.comm.all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce this module's gradients by a function of the user's. Not recursive.
+
+        Args:
+            comm: As FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor, input_tensor,
+                group, op, async_op)``; `op` is always a sum. None: as before.
+
+        Cost: copies into the buffers that `comm` allocates.
+        """
+        self._refuse_comm_memory("set_custom_reduce_scatter")
+        for group in _groups(self, recurse=False):
+            group.settings.comm.reduce_scatter = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
+        """Take buffers from the memory that the process group offers, if it does (NCCL).
+
+        Buffers are shared by all modules of a root, so it holds for all of them.
+
+        Raises:
+            StateError: The module has an all-gather or reduce-scatter of the user's.
+        """
+        for group in _groups(self, recurse=False):
+            comm = group.settings.comm
+            if enable and (comm.all_gather is not None or comm.reduce_scatter is not None):
+                msg = (
+                    f"{group.name!r} communicates by functions of yours, which allocate their own "
+                    f"buffers. Use one or the other."
+                )
+                raise StateError(msg)
+            group.settings.comm_memory = enable
+        self._update_options()
+
+    def set_separate_reduce_scatter_group(
+        self,
+        enable: bool = True,  # noqa: FBT001, FBT002 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Reduce on a process group of its own, so that gathers and reductions do not queue.
+
+        On gloo that is always so. Call it on all ranks.
+
+        Cost: one more process group (communicator) per mesh axis.
+        """
+        for group in _groups(self, recurse=recurse):
+            group.settings.separate_reduce = enable
+        self._update_options()
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many gradient buffers may be on their way at once; 1 is the least memory.
+
+        On CUDA memory is reused in stream order, and the number has no effect.
+
+        Raises:
+            StateError: It is not a positive int.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            msg = f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}."
+            raise StateError(msg)
+        if max_input_buffers < 1:
+            msg = f"max_input_buffers must be at least 1, got {max_input_buffers}."
+            raise StateError(msg)
+        for group in _groups(self, recurse=recurse):
+            group.settings.max_send_buffers = max_input_buffers
+
+    def _refuse_comm_memory(self, what: str) -> None:
+        for group in _groups(self, recurse=False):
+            if group.settings.comm_memory:
+                msg = (
+                    f"{what}: {group.name!r} takes its buffers from the process group "
+                    f"(set_allocate_memory_from_process_group_for_comm). Use one or the other."
+                )
+                raise StateError(msg)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's all-gathers wait for an event recorded after the optimizer step.
+
+        Call it on the root, with a new event in every step.
+        """
+        state = _state_of(self)
+        runtime = state.runtime or state.make_runtime()
+        if runtime is not None:
+            runtime.set_optimizer_event(event)
+
+    # --- the rest ---
+
+    def reset_iter_state(self) -> None:
+        """Return to the state between steps, after an exception in forward or backward.
+
+        The next forward of the root does it by itself; this gives the memory back at once.
+        Gradients that have not been synced are lost.
+        """
+        runtime = _state_of(self).runtime
+        if runtime is not None:
+            runtime.reset()
+
+    def _update_options(self) -> None:
+        runtime = _state_of(self).runtime
+        if runtime is not None:
+            runtime.update_options()
+
+    def memory_stats(self) -> dict[str, int]:
+        """Return bytes on this rank, of this module and the sharded modules in it.
+
+        Keys: ``shard_nbytes`` (parameters), ``unsharded_nbytes`` and ``peak_unsharded_nbytes``
+        (unsharded buffers now, and the most there ever were), ``reduce_buffer_nbytes`` (the most
+        that send and receive buffers of gradients ever took) and ``unsynced_grad_nbytes``
+        (gradients that wait to be synced). The middle three are those of the whole root.
+        """
+        groups = list(_groups(self, recurse=True))
+        runtime = _state_of(self).runtime
+        return {
+            "shard_nbytes": sum(group.shard_nbytes for group in groups),
+            "unsharded_nbytes": runtime.unsharded_nbytes if runtime else 0,
+            "peak_unsharded_nbytes": runtime.peak_unsharded_nbytes if runtime else 0,
+            "reduce_buffer_nbytes": runtime.peak_reduce_nbytes if runtime else 0,
+            "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
+        }
+
+
+def _new_module(original: type[nn.Module]) -> nn.Module:
+    return nn.Module.__new__(original)
+
+
+def _restore(module: Any, pickled: tuple[dict[str, Any], Group | None, Any]) -> None:
+    """Turn an unpickled module into what it was."""
+    attributes, group, policy = pickled
+    module.__setstate__(attributes)
+    # Hooks keep the numbers they had in another process; new ones must not take their places.
+    numbers = [
+        number
+        for child in module.modules()
+        for name, hooks in child.__dict__.items()
+        if name.endswith("hooks") and isinstance(hooks, dict)
+        for number in hooks
+    ]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
+    ModuleState(module, group, policy).install()
+    swap_class(module)
+    if group is not None and all(get_state(other) is not None for other in group.modules):
+        group.restore()  # The last of its modules is there.
+
+
+def _state_of(module: Any) -> ModuleState:
+    state = get_state(module)
+    assert state is not None, "an FSDPModule has a state"
+    return state
+
+
+def _groups(module: Any, *, recurse: bool) -> Iterable[Group]:
+    modules = module.modules() if recurse else [module]
+    states = map(get_state, modules)
+    return dict.fromkeys(s.group for s in states if s is not None and s.group is not None)
+
+
+def _groups_of(modules: Sequence[Any]) -> list[Group]:
+    """Return the groups of sharded modules."""
+    found: dict[Group, None] = {}
+    for module in modules:
+        state = get_state(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            msg = (
+                f"{type(module).__name__} cannot be prefetched: it is not sharded. Call "
+                f"fully_shard on it first, or name the sharded module that holds it."
+            )
+            raise StateError(msg)
+        if state.group is not None:
+            found.setdefault(state.group)
+    return list(found)
+
+
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """Let several roots use one set of streams and buffers: for stages of a pipeline on one rank.
+
+    Args:
+        modules: Sharded roots, before their first forward.
+
+    Raises:
+        StateError: One of them is not sharded, or has run.
+    """
+    states = []
+    for module in modules:
+        state = get_state(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            msg = f"share_comm_ctx takes sharded modules, got {type(module).__name__}."
+            raise StateError(msg)
+        states.append(state)
+    for state in states[1:]:
+        if state.runtime is not None:
+            msg = (
+                f"{type(state.module).__name__} has run with streams of its own. Call "
+                f"share_comm_ctx before the first forward."
+            )
+            raise StateError(msg)
+        state.share = states[0]

@@ -1,0 +1,80 @@
+"""What users choose for a group, in `fully_shard` and by the setters of `FSDPModule`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from shardkit._group import Group
+    from shardkit.backends.base import AllGather, ReduceScatter
+
+
+@dataclass(slots=True)
+class CommSettings:
+    """How a group communicates.
+
+    Attributes:
+        divide_factor: Gradient sums are divided by it; None: by the number of ranks.
+        all_reduce_hook: Called with every reduced and divided gradient buffer, which it may change.
+        all_reduce_hook_stream: Where an accelerator runs the hook; None: after the reduction.
+        all_gather: Replaces the all-gather.
+        reduce_scatter: Replaces the reduce-scatter.
+    """
+
+    divide_factor: float | None = None
+    all_reduce_hook: Callable[[Tensor], object] | None = None
+    all_reduce_hook_stream: Any = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+
+@dataclass(slots=True)
+class GroupSettings:
+    """What users choose for one group.
+
+    Attributes:
+        reshard_after_forward: True, False, None for True unless the group is the root's, or the
+            number of neighbouring ranks over which the parameters stay sharded until backward.
+        reshard_after_backward: Give the memory back after backward.
+        sync: Average gradients over the ranks (`set_requires_gradient_sync`).
+        all_reduce: Also over the replicate axis (`set_requires_all_reduce`).
+        is_last_backward: Wait for all reductions at the end of backward.
+        reduce_unused: Take part in the reduction also where no parameter was used.
+        unshard_in_backward: Backward needs the parameters.
+        comm_memory: Take buffers from the allocator of the communication engine.
+        separate_reduce: Reduce on a process group of its own.
+        max_send_buffers: Reductions under way at once, where waiting frees their memory.
+        forward_prefetch: Groups to gather when forward enters; None: what came next last time.
+        backward_prefetch: The same in backward.
+        comm: How it communicates.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    sync: bool = True
+    all_reduce: bool = True
+    is_last_backward: bool = True
+    reduce_unused: bool = True
+    unshard_in_backward: bool = True
+    comm_memory: bool = False
+    separate_reduce: bool = False
+    max_send_buffers: int = 1
+    forward_prefetch: list[Group] | None = None
+    backward_prefetch: list[Group] | None = None
+    comm: CommSettings = field(default_factory=CommSettings)
+
+    def copy(self) -> GroupSettings:
+        """Return independent settings for a copy of the group; it prefetches no group of ours."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        comm = {name: getattr(self.comm, name) for name in self.comm.__dataclass_fields__}
+        values |= {
+            "forward_prefetch": None,
+            "backward_prefetch": None,
+            "comm": CommSettings(**comm),
+        }
+        return GroupSettings(**values)

@@ -1,0 +1,319 @@
+"""Parameters that are DTensors: split over axes of another mesh before they are sharded here.
+
+``parallelize_module`` leaves parameters that are DTensors on a ``tp`` mesh. A DTensor's local
+tensor is what `fully_shard` cuts flat over its own mesh; between a gather and the freeing modules
+see a DTensor over the unsharded memory, with the placements that it had. Everything that has to be
+known of this is here, in `TensorParallel`; other modules ask it for the local part and the whole.
+
+Imported when the first such parameter is found (`shardkit.backends.tensor_parallel_of`):
+``torch.distributed.tensor`` takes long to import.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardkit import _compat
+from shardkit._errors import MeshError, StateError, WrapError
+from shardkit._mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+
+    from shardkit.backends.base import AxisComm
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One dimension cut over one axis, as ``torch.chunk`` does: the last chunks may be short.
+
+    Attributes:
+        axis: The axis.
+        dim: The dimension.
+        size: Its elements before the cut.
+    """
+
+    axis: AxisComm
+    dim: int
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements of every chunk but the last ones."""
+        return -(-self.size // self.axis.size)
+
+    @property
+    def owned_range(self) -> tuple[int, int]:
+        """This rank's [start, stop) of the dimension; maybe empty."""
+        start = min(self.axis.rank * self.chunk, self.size)
+        return start, min(start + self.chunk, self.size)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return this rank's chunk, a view."""
+        start, stop = self.owned_range
+        return tensor.narrow(self.dim, start, stop - start)
+
+    def gather(self, chunk: Tensor) -> Tensor:
+        """Return what was cut. Cost: one all-gather of the result's bytes, padded."""
+        if self.axis.size == 1:
+            return chunk
+        first = chunk.movedim(self.dim, 0)
+        chunks = first.new_zeros(self.axis.size, self.chunk, *first.shape[1:])
+        own = chunks[self.axis.rank]
+        own[: len(first)] = first
+        if chunks.numel() > 0:
+            self.axis.all_gather(chunks.view(-1), own.view(-1))
+        return chunks.flatten(0, 1)[: self.size].movedim(0, self.dim).contiguous()
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a parameter is spread over the mesh of its DTensor; make it by `TensorParallel.of`.
+
+    Attributes:
+        shape: Of the whole, over all meshes.
+        mesh: The DTensor's mesh.
+        placements: The DTensor's, one per axis of `mesh`.
+        torch_mesh: The DTensor's mesh, as torch's object.
+        splits: The cuts, in the order in which they are made; none where it is replicated.
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)
+    splits: tuple[Split, ...] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, param: DTensor, mesh: DeviceMesh) -> TensorParallel:
+        """Read a DTensor; `mesh` is its mesh, as ours.
+
+        Raises:
+            MeshError: This rank is not in it.
+        """
+        if mesh.get_coordinate() is None:
+            msg = (
+                f"a parameter of shape {tuple(param.shape)} is a DTensor on the mesh of ranks "
+                f"{mesh.describe_ranks()}, in which rank {mesh.rank} is not. Call fully_shard on "
+                f"ranks of the DTensors' mesh only."
+            )
+            raise MeshError(msg)
+        sizes, splits = list(param.shape), []
+        for index, placement in enumerate(param.placements):
+            if type(placement) is Shard:
+                dim = placement.dim % param.ndim
+                split = Split(mesh.backend.axis(index), dim, sizes[dim])
+                start, stop = split.owned_range
+                sizes[dim] = stop - start
+                splits.append(split)
+        return cls(
+            shape=tuple(param.shape),
+            mesh=mesh,
+            placements=tuple(param.placements),
+            torch_mesh=param.device_mesh,
+            splits=tuple(splits),
+        )
+
+    @property
+    def axes(self) -> tuple[AxisComm, ...]:
+        """The axes over which ranks hold different elements."""
+        return tuple(split.axis for split in self.splits)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the local part begins in the whole, per dimension."""
+        offsets = [0] * len(self.shape)
+        for split in self.splits:
+            offsets[split.dim] += split.owned_range[0]
+        return tuple(offsets)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part: what is cut flat and gathered."""
+        sizes = list(self.shape)
+        for split in self.splits:
+            start, stop = split.owned_range
+            sizes[split.dim] = stop - start
+        return tuple(sizes)
+
+    def check(self, name: str, param: Any, mesh: DeviceMesh) -> None:
+        """Refuse what cannot be sharded over `mesh`.
+
+        Raises:
+            MeshError: The two meshes share an axis.
+            WrapError: A placement that is neither a chunk nor a replica, or a local tensor of
+                another shape than the placements give.
+        """
+        shared = sorted(set(mesh.ranks) & set(self.mesh.ranks) - {mesh.rank})
+        if shared:
+            msg = (
+                f"parameter {name!r} is a DTensor on the mesh of ranks "
+                f"{self.mesh.describe_ranks()}, and fully_shard got the mesh of ranks "
+                f"{mesh.describe_ranks()}: the meshes must have this rank only in common, not "
+                f"{shared} as well. Pass another axis of the same mesh, e.g. mesh['dp'] where the "
+                f"DTensors are on mesh['tp']."
+            )
+            raise MeshError(msg)
+        for placement in self.placements:
+            if type(placement) not in (Shard, Replicate):
+                msg = (
+                    f"parameter {name!r} is a DTensor with placements {self.placements}: "
+                    f"fully_shard takes Shard(dim) and Replicate() only. Redistribute it first: "
+                    f"nn.Parameter(param.redistribute(placements=[Replicate()]))."
+                )
+                raise WrapError(msg)
+        local_shape = tuple(param.to_local().shape)
+        if local_shape != self.local_shape:
+            msg = (
+                f"parameter {name!r} is a DTensor of shape {self.shape} with placements "
+                f"{self.placements}: this rank's part should have shape {self.local_shape}, as "
+                f"torch.chunk cuts, but has {local_shape}. Make it by distribute_tensor or "
+                f"parallelize_module, not by from_local of other parts."
+            )
+            raise WrapError(msg)
+
+    def to_part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the whole shape, plain or a DTensor."""
+        if isinstance(whole, DTensor):
+            if whole.device_mesh == self.torch_mesh:
+                return _compat.waited(whole.redistribute(placements=self.placements).to_local())
+            whole = whole.full_tensor()
+        for split in self.splits:
+            whole = split.cut(whole)
+        return whole
+
+    def to_whole(self, part: Tensor) -> Tensor:
+        """Return the whole of which `part` is this rank's. Cost: one all-gather per split."""
+        for split in reversed(self.splits):
+            part = split.gather(part)
+        return part
+
+    @torch.no_grad()
+    def as_dtensor(self, part: Tensor) -> DTensor:
+        """Return the DTensor whose local tensor lies in the memory of `part`."""
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        return DTensor.from_local(
+            part,
+            self.torch_mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=tuple(strides),
+        )
+
+    @torch.no_grad()
+    def part_of_gradient(self, grad: Tensor) -> Tensor:
+        """Return this rank's part of what autograd left in ``.grad`` of the DTensor.
+
+        Cost: none where it has the parameter's placements; else what DTensor takes, e.g. an
+        all-reduce where every rank has the gradient of its part of the sequence.
+        """
+        return self.to_part(grad)
+
+    @staticmethod
+    def retire(param: Any, name: str) -> None:
+        """Let any use of a DTensor that was replaced raise, and drop its memory."""
+        _compat.set_local_tensor(param, torch.empty(0))
+        param.__dict__["fqn"] = name
+        param.__class__ = ReplacedDTensor
+
+    def join(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the mesh of the axes of `mesh` and then those of the DTensor."""
+        names = None
+        if mesh.mesh_dim_names and self.mesh.mesh_dim_names:
+            both = (*mesh.mesh_dim_names, *self.mesh.mesh_dim_names)
+            names = both if len(set(both)) == len(both) else None
+        return DeviceMesh(
+            device_type=mesh.device_type,
+            shape=(*mesh.shape, *self.mesh.shape),
+            ranks=_joint_ranks(mesh, self.mesh, self.torch_mesh),
+            mesh_dim_names=names,
+            rank=mesh.rank,
+            backend=JoinedBackend(
+                [(m.backend, axis) for m in (mesh, self.mesh) for axis in range(m.ndim)]
+            ),
+        )
+
+
+def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple[int, ...]:
+    """Return the ranks of two meshes through this rank: the shift to each of one from each other.
+
+    Shifts are taken in the mesh that `torch_mesh` is a part of; where it does not hold all ranks,
+    in the order of ranks.
+    """
+    root = _compat.root_mesh(torch_mesh).mesh
+    at = {rank: place for place, rank in enumerate(root.flatten().tolist())}
+    if not {*outer.ranks, *inner.ranks} <= at.keys():
+        return tuple(a + b - outer.rank for a in outer.ranks for b in inner.ranks)
+    # A place is linear in the coordinates, so shifts of places add up as those of coordinates do.
+    ranks = {place: rank for rank, place in at.items()}
+    return tuple(ranks[at[a] + at[b] - at[outer.rank]] for a in outer.ranks for b in inner.ranks)
+
+
+class JoinedBackend:
+    """`Backend` of a mesh whose axes belong to several backends."""
+
+    def __init__(self, axes: Sequence[tuple[Any, int]]) -> None:
+        self._axes = list(axes)
+        self._first = self._axes[0][0]
+        self.device = self._first.device
+        self.host_reads_are_free = self._first.host_reads_are_free
+
+    def receive_chunks(self, axis: AxisComm) -> int:
+        """See `Backend.receive_chunks`."""
+        chunks: int = self._first.receive_chunks(axis)
+        return chunks
+
+    def process_group(self, axis: int) -> Any:
+        """See `Backend.process_group`."""
+        backend, index = self._axes[axis]
+        return backend.process_group(index)
+
+    def axis(self, axis: int) -> Any:
+        """See `Backend.axis`."""
+        backend, index = self._axes[axis]
+        return backend.axis(index)
+
+    def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
+        """See `Backend.for_axes`."""
+        return JoinedBackend([self._axes[axis] for axis in axes])
+
+    def make_lanes(self, axes: Sequence[AxisComm]) -> Any:
+        """See `Backend.make_lanes`."""
+        return self._first.make_lanes(axes)
+
+
+class ReplacedDTensor(DTensor):
+    """Class of a DTensor parameter in whose place `fully_shard` put another object.
+
+    Objects of DTensor's class cannot be turned into others in place. Who still holds the old one,
+    e.g. an optimizer made before, would train nothing and say nothing: so any use raises.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show the name; there are no values to show."""
+        return f"ReplacedDTensor({self.__dict__['fqn']!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse everything."""
+        del func, types, kwargs
+        name = next((a.__dict__["fqn"] for a in args if isinstance(a, cls)), "?")
+        msg = (
+            f"parameter {name!r} was a DTensor, and fully_shard put another Parameter object in "
+            f"its place: this one is not trained any more. Make the optimizer, and whatever else "
+            f"holds parameters, after fully_shard; put modules that share one in one group."
+        )
+        raise StateError(msg)

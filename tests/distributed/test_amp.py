@@ -1,0 +1,272 @@
+"""`torch.autocast` and stock gradient scalers around sharded models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models import CASES, Case
+from reference import (
+    OPTIMIZERS,
+    Differences,
+    assert_within,
+    full_grads,
+    full_parameters,
+    make_mesh,
+    my_batch,
+    rank_batch,
+    shard,
+)
+from shardkit import MixedPrecisionPolicy
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+
+def mean_gradients(model: nn.Module, loss_of_rank: Callable[[int], Tensor]) -> None:
+    """Leave in a plain model's ``.grad`` the mean over ranks, in the order that shardkit adds in.
+
+    Gradients are computed rank by rank with the batch of one, so that what is rounded is rounded
+    as on the rank itself: the result is exact.
+    """
+    world_size = dist.get_world_size()
+    sums: dict[str, Tensor] = {}
+    for rank in range(world_size):
+        model.zero_grad()
+        loss_of_rank(rank).backward()
+        for name, param in model.named_parameters():
+            sums[name] = sums[name] + param.grad if name in sums else param.grad
+    for name, param in model.named_parameters():
+        param.grad = sums[name] / world_size
+
+
+# --- autocast -------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Recomputes the forward of the module inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def make_checkpointed() -> nn.Module:
+    model = CASES["gpt"].make()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = Checkpointed(block)
+    return model
+
+
+AUTOCAST_CASES = {
+    "mlp": CASES["mlp"],
+    "gpt": CASES["gpt"],
+    "checkpointed": Case(
+        make_checkpointed,
+        lambda model: [block.inner for block in model.blocks],
+        CASES["gpt"].batch,
+        CASES["gpt"].loss,
+    ),
+}
+
+
+def train_autocast(name: str, around_the_loop: bool, reshard: bool | None) -> Differences:
+    """Train in autocast, entered anew in every step or once around them all."""
+    case = AUTOCAST_CASES[name]
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard)
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
+    differences = Differences()
+
+    def autocast_loss(each: nn.Module, rank: int, step: int) -> Tensor:
+        # Without the cache where autocast never ends: its copies would be those of the first step.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=not around_the_loop):
+            return case.loss(each, rank_batch(case, rank, step))
+
+    outer = (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        if around_the_loop
+        else contextlib.nullcontext()
+    )
+    with outer:
+        for step in range(5):
+            loss = autocast_loss(model, dist.get_rank(), step)
+            loss.backward()
+            own = autocast_loss(plain, dist.get_rank(), step)
+            differences.note("loss", loss.detach(), own.detach())
+            mean_gradients(plain, lambda rank, step=step: autocast_loss(plain, rank, step))
+            differences.note_grads(model, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    differences.note_parameters(model, plain)
+    return differences
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("around_the_loop", [False, True])
+@pytest.mark.parametrize("name", AUTOCAST_CASES)
+def test_autocast_is_exact(
+    spawn: Spawn, name: str, around_the_loop: bool, reshard_after_forward: bool | None
+) -> None:
+    """Parameters and gradients stay fp32; each rank rounds as plain training on its batch does."""
+    found = spawn(train_autocast, 2, name, around_the_loop, reshard_after_forward)
+    assert_within(found, loss=0.0, grad=0.0, parameter=0.0)
+
+
+def autocast_dtypes(policy: MixedPrecisionPolicy | None) -> list[torch.dtype]:
+    """Return dtypes of: a layer's weight and output in forward, the model's output, gradients."""
+    case = CASES["mlp"]
+    options = {} if policy is None else {"mp_policy": policy}
+    model = shard(case, case.make(), **options)
+    seen: list[torch.dtype] = []
+    layer = model.layers[1]
+    layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.dtype))
+    layer.register_forward_hook(lambda layer, _, output: seen.append(output.dtype))  # noqa: ARG005
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(my_batch(case, 0)[0])
+    output.float().square().mean().backward()
+    grads = {grad.dtype for grad in full_grads(model).values() if grad is not None}
+    return [*seen, output.dtype, *grads]
+
+
+def test_autocast_with_a_policy_and_without(spawn: Spawn) -> None:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    in_bf16 = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+    in_fp16 = MixedPrecisionPolicy(param_dtype=fp16, reduce_dtype=fp32, output_dtype=fp32)
+    # The hook sees what the layer returns after the policy's cast.
+    assert spawn(autocast_dtypes, 2, None) == [[fp32, bf16, bf16, fp32]] * 2
+    assert spawn(autocast_dtypes, 2, in_bf16) == [[bf16, bf16, bf16, fp32]] * 2
+    assert spawn(autocast_dtypes, 2, in_fp16) == [[fp16, fp32, fp32, fp32]] * 2
+
+
+def train_autocast_with_a_policy() -> Differences:
+    """The policy's bf16 weights need no cast by autocast; all else is as with autocast alone."""
+    case = CASES["gpt"]
+    plain = case.make()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    model = shard(case, copy.deepcopy(plain), mp_policy=policy)
+    differences = Differences()
+    losses = []
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    narrow = copy.deepcopy(plain).to(torch.bfloat16)
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = case.loss(model, my_batch(case, step))
+            with torch.no_grad():
+                for name, value in full_parameters(model).items():
+                    narrow.get_parameter(name).copy_(value)
+            losses.append((loss.detach(), case.loss(narrow, my_batch(case, step)).detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for loss, expected in losses:
+        differences.note("loss", loss, expected)
+    return differences
+
+
+def test_autocast_over_bf16_weights_is_exact(spawn: Spawn) -> None:
+    assert_within(spawn(train_autocast_with_a_policy, 2), loss=0.0)
+
+
+# --- gradient scalers -----------------------------------------------------------------------------
+
+OVERFLOW_STEP = 2
+
+
+def train_scaled(mesh_shape: tuple[int, ...], bad_rank: int, clip: bool) -> tuple[typing.Any, ...]:
+    """Train with a stock scaler; in one step the loss of one rank is infinite."""
+    case = CASES["mlp"]
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain), make_mesh(mesh_shape))
+    differences = Differences()
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
+    scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+    scales, skipped = [], []
+
+    def scaled_loss(each: nn.Module, rank: int, step: int, own: torch.amp.GradScaler) -> Tensor:
+        loss = case.loss(each, rank_batch(case, rank, step))
+        if step == OVERFLOW_STEP and rank == bad_rank:
+            loss = loss * math.inf
+        return own.scale(loss)
+
+    for step in range(5):
+        before = full_parameters(model)
+        scaled_loss(model, dist.get_rank(), step, scaler).backward()
+        mean_gradients(plain, lambda rank, step=step: scaled_loss(plain, rank, step, plain_scaler))
+        for each, own, optimizer in zip(
+            (model, plain), (scaler, plain_scaler), optimizers, strict=True
+        ):
+            if clip:
+                own.unscale_(optimizer)
+                norm = nn.utils.clip_grad_norm_(each.parameters(), 0.05)
+                if each is plain and step != OVERFLOW_STEP:
+                    assert norm > 0.05, "nothing to clip"
+            own.step(optimizer)
+            own.update()
+            optimizer.zero_grad()
+        after = full_parameters(model)
+        skipped.append(all(torch.equal(after[name], before[name]) for name in after))
+        scales.append(scaler.get_scale())
+    differences.note_parameters(model, plain)
+    return differences, scales, skipped, plain_scaler.get_scale()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("bad_rank", [0, 1, 3])
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_an_overflow_of_one_rank_skips_the_step_of_all(
+    spawn: Spawn, mesh_shape: tuple[int, ...], bad_rank: int, clip: bool
+) -> None:
+    world_size = math.prod(mesh_shape)
+    found = spawn(train_scaled, world_size, mesh_shape, bad_rank % world_size, clip)
+    for _, scales, skipped, plain_scale in found:
+        assert scales == [1024.0, 1024.0, 512.0, 512.0, 512.0]
+        assert skipped == [False, False, True, False, False]
+        assert plain_scale == 512.0
+    # Clipping divides by a norm whose sum is taken in another order; with four ranks the mean too
+    # is. Scales are powers of two and round nothing.
+    assert_within([entry[0] for entry in found], parameter=1e-6)
+
+
+def scale_accumulated() -> Differences:
+    """Scaled gradients of three micro-batches, unsynced but for the last."""
+    case = CASES["mlp"]
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    reference = OPTIMIZERS["sgd"](plain.parameters())
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        scaler.scale(case.loss(model, my_batch(case, micro)) / 3).backward()
+    for micro in range(3):
+        for rank in range(2):
+            (case.loss(plain, rank_batch(case, rank, micro)) / 6).backward()
+    scaler.unscale_(optimizer)
+    differences = Differences()
+    differences.note_grads(model, plain)
+    scaler.step(optimizer)
+    scaler.update()
+    reference.step()
+    differences.note_parameters(model, plain)
+    return differences
+
+
+def test_scaled_gradients_accumulate(spawn: Spawn) -> None:
+    assert_within(spawn(scale_accumulated, 2), grad=1e-6, parameter=1e-6)

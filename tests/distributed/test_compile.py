@@ -1,0 +1,251 @@
+"""`torch.compile` of the layers of a sharded model: the same numbers, and one graph for all."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from models import Case, regression_batch, squared_error
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_within,
+    compare_training,
+    full_parameters,
+    my_batch,
+    shard,
+)
+from shardkit import MixedPrecisionPolicy, fully_shard
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+# Compilation of one graph takes seconds, more where other processes compile.
+TIMEOUT_S = 240
+
+
+class Block(nn.Module):
+    """Equal layers, so that one graph fits all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.fc1 = nn.Linear(7, 14)
+        self.fc2 = nn.Linear(14, 7)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.fc2(torch.tanh(self.fc1(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Four such layers between two that the root keeps: their inputs all require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+CASE = Case(Model, lambda model: list(model.blocks), regression_batch, squared_error)
+
+
+def compile_blocks(model: nn.Module, backend: str, how: str) -> None:
+    """Compile each layer: as a module, hooks included, or its forward alone, in one graph."""
+    for block in model.blocks:
+        if how == "module":
+            block.compile(backend=backend)
+        else:
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+
+
+def compiled_model(
+    plain: nn.Module, backend: str, order: str, how: str, **options: typing.Any
+) -> nn.Module:
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    counters.clear()
+    model = copy.deepcopy(plain)
+    if order == "compiled first":
+        compile_blocks(model, backend, how)
+    shard(CASE, model, **options)
+    if order == "sharded first":
+        compile_blocks(model, backend, how)
+    return model
+
+
+def train_compiled(
+    backend: str, order: str, how: str, reshard_after_forward: bool | None
+) -> tuple[Differences, dict[str, int]]:
+    """Return differences to plain training, and what was compiled in all steps."""
+    plain = CASE.make()
+    model = compiled_model(plain, backend, order, how, reshard_after_forward=reshard_after_forward)
+    differences = compare_training(CASE, model, plain, steps=2)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # noqa: SLF001 - torch's documented way
+        later = compare_training(CASE, model, plain, steps=4)
+    for kind, value in later.items():
+        differences[kind] = max(differences[kind], value)
+    return differences, {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def assert_one_graph(found: list[tuple[Differences, dict[str, int]]]) -> None:
+    for differences, compiled in found:
+        assert compiled == {"graphs": 1, "breaks": 0}
+        assert_within(
+            [differences], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("how", ["module", "forward"])
+@pytest.mark.parametrize("order", ["compiled first", "sharded first"])
+def test_compiled_layers_train_as_plain_ones_in_one_graph(
+    spawn: Spawn, order: str, how: str, reshard_after_forward: bool | None
+) -> None:
+    """Hooks are not traced; parameters are inputs of the graph, so all layers share it."""
+    assert_one_graph(
+        spawn(
+            train_compiled, 2, "aot_eager", order, how, reshard_after_forward, timeout_s=TIMEOUT_S
+        )
+    )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_layers_compiled_by_inductor_train_as_plain_ones(spawn: Spawn) -> None:
+    """Generated code reads the memory that is gathered anew for backward."""
+    assert_one_graph(
+        spawn(train_compiled, 2, "inductor", "sharded first", "module", True, timeout_s=TIMEOUT_S)
+    )
+
+
+def train_whole_model() -> Differences:
+    plain = CASE.make()
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    model = shard(CASE, copy.deepcopy(plain))
+    model.compile(backend="aot_eager")
+    return compare_training(CASE, model, plain, steps=4)
+
+
+def test_a_compiled_root_trains_as_a_plain_one(spawn: Spawn) -> None:
+    """The graph breaks where a layer begins and ends."""
+    assert_within(
+        spawn(train_whole_model, 2, timeout_s=TIMEOUT_S),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+def evaluate_compiled() -> tuple[bool, bool, int]:
+    """Switch between training, with dropout, and evaluation, in which there is none."""
+    plain = CASE.make()
+    for block in plain.blocks:
+        block.dropout.p = 0.5
+    model = compiled_model(plain, "aot_eager", "sharded first", "module")
+    batch = my_batch(CASE, 0)
+    results = []
+    for _ in range(2):
+        model.train()
+        with torch.no_grad():
+            model(batch[0])
+        CASE.loss(model, batch).backward()
+        model.zero_grad()
+        model.eval()
+        plain.eval()
+        with torch.no_grad():
+            results.append(torch.equal(model(batch[0]), plain(batch[0])))
+    return results[0], results[1], counters["stats"]["unique_graphs"]
+
+
+def test_compiled_layers_see_train_and_eval(spawn: Spawn) -> None:
+    """One graph for each of: training without gradients, with them, evaluation."""
+    assert spawn(evaluate_compiled, 2, timeout_s=TIMEOUT_S) == [(True, True, 3)] * 2
+
+
+def train_compiled_in_bf16() -> tuple[bool, dict[str, int]]:
+    """Return whether compiled and eager training in mixed precision end in equal parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain = CASE.make()
+    results = []
+    for backend in ("aot_eager", None):
+        model = copy.deepcopy(plain)
+        if backend is None:
+            shard(CASE, model, mp_policy=policy)
+        else:
+            model = compiled_model(plain, backend, "sharded first", "module", mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            CASE.loss(model, my_batch(CASE, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_parameters(model))
+    same = all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    return same, {"graphs": counters["stats"]["unique_graphs"]}
+
+
+def test_compiled_layers_in_mixed_precision_are_exact(spawn: Spawn) -> None:
+    found = spawn(train_compiled_in_bf16, 2, timeout_s=TIMEOUT_S)
+    assert found == [(True, {"graphs": 1})] * 2
+
+
+def copy_compiled() -> tuple[Differences, bool]:
+    """A copy computes with its own weights, not by what was compiled for the original."""
+    plain = CASE.make()
+    model = compiled_model(plain, "aot_eager", "sharded first", "module")
+    CASE.loss(model, my_batch(CASE, 0)).backward()
+    model.zero_grad()
+    before = copy.deepcopy(plain)
+    duplicate = copy.deepcopy(model)
+    differences = compare_training(CASE, duplicate, plain, steps=3)
+    differences.note_parameters(model, before)
+    return differences, all(param.grad is None for param in model.parameters())
+
+
+def test_a_copy_of_compiled_layers_trains_by_itself(spawn: Spawn) -> None:
+    found = spawn(copy_compiled, 2, timeout_s=TIMEOUT_S)
+    assert all(has_no_grads for _, has_no_grads in found)
+    assert_within(
+        [differences for differences, _ in found],
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+def compile_lonely_layer() -> Differences:
+    """A compiled root that is one group, whose inputs require gradients."""
+    plain = Block()
+    case = Case(
+        Block,
+        lambda _: [],
+        lambda generator: (torch.randn(6, 7, generator=generator),) * 2,
+        lambda model, batch: (model(batch[0].clone().requires_grad_()) - 1).square().mean(),
+    )
+    torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
+    model = fully_shard(copy.deepcopy(plain))
+    model.compile(backend="aot_eager")
+    return compare_training(case, model, plain, steps=3)
+
+
+def test_a_compiled_root_of_one_group(spawn: Spawn) -> None:
+    assert_within(
+        spawn(compile_lonely_layer, 2, timeout_s=TIMEOUT_S),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )

@@ -1,0 +1,236 @@
+"""Exceptions in the middle of a step, of every kind and place; then training goes on as if not."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models import CASES, MLP, Case, regression_batch, squared_error
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_within,
+    compare_training,
+    my_batch,
+    shard,
+)
+from shardkit import ShardedTensor
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+EXCEPTIONS: dict[str, Callable[[], BaseException]] = {
+    "memory": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    "interrupt": KeyboardInterrupt,
+}
+
+
+class Fuse:
+    """Raises when it is armed with the place that calls it."""
+
+    def __init__(self) -> None:
+        self.armed: str | None = None
+        self.exception = ""
+
+    def at(self, place: str) -> None:
+        if place == self.armed:
+            exception = EXCEPTIONS[self.exception]()
+            raise exception
+
+
+fuse = Fuse()
+
+
+class Burn(torch.autograd.Function):
+    """Identity, whose backward may raise, as one that cannot allocate does."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: typing.Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        fuse.at("backward of a layer")
+        return grad
+
+
+class FragileLayer(nn.Module):
+    """A linear layer that may raise after its forward or inside its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Burn.apply(self.linear(x))
+        fuse.at("forward of a layer")
+        return self.norm(x)
+
+
+class Fragile(nn.Module):
+    """Layers, one of them recomputed; it may raise between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FragileLayer() for _ in range(3))
+        self.last = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        fuse.at("forward of the root")
+        x = torch.tanh(checkpoint(self.layers[1], x, use_reentrant=False))
+        x = self.layers[2](x)
+        if x.requires_grad:
+            x.register_hook(burn_in_hook)
+        return self.head(self.last(x))
+
+
+def burn_in_hook(grad: Tensor) -> None:  # noqa: ARG001
+    fuse.at("hook of a tensor")
+
+
+FRAGILE = Case(Fragile, lambda model: [*model.layers, model.last], regression_batch, squared_error)
+
+PLACES = (
+    "forward of a layer",
+    "forward of the root",
+    "backward of a layer",
+    "hook of a tensor",
+    "forward pre-hook",
+    "forward hook",
+    "backward hook",
+    "hook of a parameter",
+)
+
+
+def add_hooks(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Register what users register: hooks that may raise."""
+    layer = model.layers[1]
+    layer.register_forward_pre_hook(lambda *_: fuse.at("forward pre-hook"))
+    layer.register_forward_hook(lambda *_: fuse.at("forward hook"))
+    model.layers[2].register_full_backward_hook(lambda *_: fuse.at("backward hook"))
+    parameters[-4].register_post_accumulate_grad_hook(lambda _: fuse.at("hook of a parameter"))
+
+
+def train_interrupted(
+    place: str, exception: str, reshard_after_forward: bool | None
+) -> Differences:
+    plain = Fragile()
+    model = shard(FRAGILE, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    parameters = list(model.parameters())
+    add_hooks(model, parameters)
+    fuse.exception = exception
+    for step in range(3):
+        fuse.armed = None
+        FRAGILE.loss(model, my_batch(FRAGILE, step)).backward()  # Leaves gradients behind.
+        fuse.armed = place
+        for _ in range(2):
+            with pytest.raises(type(EXCEPTIONS[exception]())):
+                FRAGILE.loss(model, my_batch(FRAGILE, step)).backward()
+            if step == 1:
+                continue  # At once again.
+            if exception != "interrupt":  # What ctrl-C leaves is tidied up by the next forward.
+                model.zero_grad()
+                assert all(isinstance(param, ShardedTensor) for param in model.parameters())
+            for param in parameters:
+                assert param.grad is None or exception == "interrupt"
+    fuse.armed = None
+    with torch.no_grad():
+        FRAGILE.loss(model, my_batch(FRAGILE, 0))
+    model.zero_grad()
+    return compare_training(FRAGILE, model, plain, steps=4)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("exception", EXCEPTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_after_an_exception_anywhere(
+    spawn: Spawn, place: str, exception: str, reshard_after_forward: bool | None
+) -> None:
+    found = spawn(train_interrupted, 2, place, exception, reshard_after_forward)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+# --- caught inside of the model -------------------------------------------------------------------
+
+
+class Forgiving(MLP):
+    """Goes on without a layer that raises."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 7)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.linear(x)
+            if self.calls % 2 == 0:
+                raise RuntimeError
+            return torch.tanh(x)
+
+    def __init__(self) -> None:
+        super().__init__((7, 7, 7, 5))
+        self.layers[1] = self.Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        try:
+            x = self.layers[1](x)
+        except RuntimeError:
+            x = x * 2
+        return self.layers[2](x)
+
+
+FORGIVING = Case(Forgiving, CASES["mlp"].groups, regression_batch, squared_error)
+
+
+def train_forgiving(reshard_after_forward: bool | None) -> tuple[Differences, int]:
+    plain = Forgiving()
+    model = shard(FORGIVING, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    differences = compare_training(FORGIVING, model, plain, steps=6)
+    assert model.layers[1].calls == 6
+    return differences, model.memory_stats()["unsharded_nbytes"]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_a_model_may_catch_what_a_layer_raises(
+    spawn: Spawn, reshard_after_forward: bool | None
+) -> None:
+    found = spawn(train_forgiving, 2, reshard_after_forward)
+    assert all(unsharded == 0 for _, unsharded in found)
+    assert_within(
+        [differences for differences, _ in found],
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+def memory_after_an_exception() -> tuple[int, int]:
+    """Return unsharded bytes after an exception in forward, before and after parameters()."""
+    model = shard(FRAGILE, Fragile())
+    fuse.armed, fuse.exception = "forward of the root", "memory"
+    with pytest.raises(RuntimeError, match="allocate"):
+        FRAGILE.loss(model, my_batch(FRAGILE, 0))
+    before = model.memory_stats()["unsharded_nbytes"]
+    list(model.parameters())
+    fuse.armed = None
+    return before, model.memory_stats()["unsharded_nbytes"]
+
+
+def test_asking_for_parameters_after_an_exception_frees_memory(spawn: Spawn) -> None:
+    for before, after in spawn(memory_after_an_exception, 2):
+        assert before > 0
+        assert after == 0

@@ -1,0 +1,153 @@
+"""Stages of a pipeline, each sharded over its own submesh of a 3-D mesh, in training at once."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardkit
+from models import regression_batch
+from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within
+from shardkit import fully_shard
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+AXES = ("pp", "dp_replicate", "dp_shard")
+STEPS = 4
+
+
+class Stages(nn.Module):
+    """A model in two parts of different sizes, so that nothing of one fits the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh()),
+                nn.Sequential(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 9), nn.Linear(9, 5)),
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+def make_submesh(kind: str, shape: tuple[int, int, int]) -> typing.Any:
+    """Return this rank's mesh of data parallelism, cut out of a mesh of three axes."""
+    make = dist.init_device_mesh if kind == "torch" else shardkit.init_device_mesh
+    return make("cpu", shape, mesh_dim_names=AXES)["dp_replicate", "dp_shard"]
+
+
+def exchange(tensor: Tensor, partner: int, *, sends: bool) -> Tensor:
+    """Send a tensor to the rank of the other stage, or receive one of its shape."""
+    if sends:
+        dist.send(tensor.detach().contiguous(), partner)
+    else:
+        tensor = torch.empty_like(tensor)
+        dist.recv(tensor, partner)
+    return tensor
+
+
+def draw(replica: int, step: int, micro: int) -> tuple[Tensor, Tensor]:
+    return regression_batch(torch.Generator().manual_seed(100 * step + 10 * micro + replica))
+
+
+def run_stage(
+    stage: nn.Module, number: int, partner: int, micro_batches: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Run one stage of two: all forwards, then all backwards, of which the last is synced."""
+    waiting = []
+    for x, y in micro_batches:
+        if number == 0:
+            waiting.append((x, stage(x)))
+            exchange(waiting[-1][1], partner, sends=True)
+        else:
+            received = exchange(torch.empty(len(x), 13), partner, sends=False).requires_grad_()
+            loss = (stage(received) - y).square().mean() / len(micro_batches)
+            waiting.append((received, loss))
+    for i, (received, output) in enumerate(waiting):
+        stage.set_requires_gradient_sync(i == len(waiting) - 1)
+        if number == 0:
+            output.backward(exchange(output, partner, sends=False))
+        else:
+            output.backward()
+            exchange(received.grad, partner, sends=True)
+
+
+def train_stages(
+    kind: str, shape: tuple[int, int, int], micro_batches: int, reshard: bool | None
+) -> Differences:
+    """Train a pipeline of two stages; each is compared with its part of the whole model."""
+    plain = Stages()
+    rank = dist.get_rank()
+    num_replicas = shape[1] * shape[2]
+    number, replica = divmod(rank, num_replicas)
+    partner = (1 - number) * num_replicas + replica
+    stage = copy.deepcopy(plain.stages[number])
+    mesh = make_submesh(kind, shape)
+    for layer in stage:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh, reshard_after_forward=reshard)
+    fully_shard(stage, mesh, reshard_after_forward=reshard)
+    optimizer = OPTIMIZERS["sgd"](stage.parameters())
+    reference = OPTIMIZERS["sgd"](plain.parameters())
+    differences = Differences()
+    for step in range(STEPS):
+        run_stage(stage, number, partner, [draw(replica, step, i) for i in range(micro_batches)])
+        for each in range(num_replicas):
+            for micro in range(micro_batches):
+                x, y = draw(each, step, micro)
+                loss = (plain(x) - y).square().mean()
+                (loss / micro_batches / num_replicas).backward()
+        differences.note_grads(stage, plain.stages[number])
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    differences.note_parameters(stage, plain.stages[number])
+    return differences
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1)], ids=str)
+def test_stages_of_a_pipeline_on_submeshes_of_torch(
+    spawn: Spawn,
+    shape: tuple[int, int, int],
+    micro_batches: int,
+    reshard_after_forward: bool | None,
+) -> None:
+    found = spawn(train_stages, 4, "torch", shape, micro_batches, reshard_after_forward)
+    assert_within(found, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def test_stages_of_a_pipeline_on_submeshes_of_shardkit(spawn: Spawn) -> None:
+    found = spawn(train_stages, 4, "shardkit", (2, 1, 2), 1, None)
+    assert_within(found, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def norms_of_stages() -> tuple[float, float]:
+    """Return the norm of a stage's gradients by clipping, and of the same gradients whole."""
+    torch.manual_seed(dist.get_rank() // 2)
+    mesh = make_submesh("torch", (2, 1, 2))
+    stage = nn.Linear(7 + dist.get_rank() // 2, 5)
+    fully_shard(stage, mesh)
+    stage(torch.ones(2, stage.in_features)).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(stage.parameters(), 1e9)
+    whole = [param.grad.full_tensor() for param in stage.parameters()]
+    return norm.item(), nn.utils.get_total_norm(whole).item()
+
+
+def test_each_stage_has_its_own_norm(spawn: Spawn) -> None:
+    found = spawn(norms_of_stages, 4)
+    for norm, whole in found:
+        assert norm == pytest.approx(whole, rel=1e-6)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]

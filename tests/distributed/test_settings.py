@@ -1,0 +1,503 @@
+"""Everything that can be chosen for a group trains as plain training does."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import CASES
+from reference import (
+    LOSS_TOLERANCE,
+    STEPS,
+    Differences,
+    assert_within,
+    compare_training,
+    global_batch,
+    make_mesh,
+    mean_over_ranks,
+    my_batch,
+    shard,
+)
+from shardkit import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Spawn = typing.Callable[..., list[typing.Any]]
+TOLERANCE = 1e-6
+
+
+def check(by_rank: Sequence[Differences]) -> None:
+    assert_within(by_rank, loss=LOSS_TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+# --- what leaves the numbers as they are --------------------------------------------------------
+
+
+def sharded_children(model: nn.Module) -> list[FSDPModule]:
+    return [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+
+
+def prefetch_two(model: typing.Any) -> None:
+    layers = sharded_children(model)
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
+        layer.set_modules_to_backward_prefetch(layers[max(i - 2, 0) : i][::-1])
+
+
+def prefetch_nothing(model: typing.Any) -> None:
+    model.set_prefetch_policy(forward=False, backward="none")
+
+
+def prefetch_late(model: typing.Any) -> None:
+    model.set_prefetch_policy(backward="post")
+
+
+def keep_after_backward(model: typing.Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def many_buffers(model: typing.Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(3)
+    model.set_separate_reduce_scatter_group()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_force_sum_reduction_for_comms(True)
+
+
+def skip_unused(model: typing.Any) -> None:
+    model.set_reduce_scatter_unused_params(False)
+
+
+class Gather:
+    """A user's all-gather that counts."""
+
+    calls = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(tuple(size), -1, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: typing.Any, async_op: bool
+    ) -> typing.Any:
+        type(self).calls += 1
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+
+
+class Scatter(Gather):
+    """A user's reduce-scatter that counts."""
+
+    calls = 0
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: typing.Any,
+        op: typing.Any,
+        async_op: bool,
+    ) -> typing.Any:
+        type(self).calls += 1
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+
+
+def custom_collectives(model: typing.Any) -> None:
+    for module in [model, *sharded_children(model)]:
+        module.set_custom_all_gather(Gather())
+        module.set_custom_reduce_scatter(Scatter())
+
+
+SETTINGS = {
+    choose.__name__: choose
+    for choose in (
+        prefetch_two,
+        prefetch_nothing,
+        prefetch_late,
+        keep_after_backward,
+        many_buffers,
+        skip_unused,
+        custom_collectives,
+    )
+}
+
+
+def train_with_setting(setting: str, name: str, mesh_shape: tuple[int, ...]) -> Differences:
+    case = CASES[name]
+    reference = case.make()
+    model = shard(case, copy.deepcopy(reference), make_mesh(mesh_shape))
+    SETTINGS[setting](model)
+    Gather.calls = Scatter.calls = 0
+    differences = compare_training(CASES[name], model, reference)
+    if setting == "custom_collectives":
+        groups = len(sharded_children(model)) + (name == "gpt")  # The MLP's root has no parameters.
+        assert Scatter.calls == STEPS * groups
+        assert Gather.calls > Scatter.calls
+    return differences
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_leave_the_numbers_as_they_are(
+    spawn: Spawn, setting: str, name: str, mesh_shape: tuple[int, ...]
+) -> None:
+    world_size = mesh_shape[0] * mesh_shape[-1] if len(mesh_shape) > 1 else mesh_shape[0]
+    check(spawn(train_with_setting, world_size, setting, name, mesh_shape))
+
+
+def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences:
+    case = CASES[name]
+    reference = case.make()
+    mesh = make_mesh((dist.get_world_size(),))
+    model = shard(case, copy.deepcopy(reference), mesh, **options)
+    return compare_training(CASES[name], model, reference)
+
+
+def shard_dim_one(parameter: nn.Parameter) -> typing.Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if parameter.ndim > 1 else None
+
+
+OPTIONS: dict[str, dict[str, typing.Any]] = {
+    "over 2 of 4": {"reshard_after_forward": 2},
+    "over all": {"reshard_after_forward": 4},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "offload, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "placement": {"shard_placement_fn": shard_dim_one},
+}
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_leave_the_numbers_as_they_are(spawn: Spawn, options: str, name: str) -> None:
+    check(spawn(train_with_options, 4, name, OPTIONS[options]))
+
+
+def train_over_one() -> Differences:
+    with pytest.warns(UserWarning, match="keeps whole parameters"):
+        return train_with_options("mlp", {"reshard_after_forward": 1})
+
+
+def test_over_one_rank_is_a_warning_and_keeps_whole_parameters(spawn: Spawn) -> None:
+    check(spawn(train_over_one, 2))
+
+
+# --- lists of modules ---------------------------------------------------------------------------
+
+
+def train_lists(together: list[list[int]], reshard: bool | None) -> Differences:
+    reference = CASES["mlp"].make()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    for indices in together:
+        modules = [model.layers[i] for i in indices]
+        assert fully_shard(modules, mesh, reshard_after_forward=reshard) is modules
+    fully_shard(model, mesh)
+    differences = compare_training(CASES["mlp"], model, reference)
+    stats = model.memory_stats()
+    assert stats["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("together", [[[0, 1, 2]], [[0, 2], [1]], [[2, 0]]], ids=str)
+def test_a_list_of_modules_is_one_group(
+    spawn: Spawn, together: list[list[int]], reshard: bool | None
+) -> None:
+    check(spawn(train_lists, 2, together, reshard))
+
+
+class Chunked(nn.Module):
+    """The loss calls the head on its own, chunk by chunk, after the forward of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.body(x)))
+
+    def loss(self, x: Tensor) -> Tensor:
+        hidden = self(x)
+        return sum(self.head(chunk).square().sum() for chunk in hidden.chunk(2)) / len(x)
+
+
+def train_chunks() -> Differences:
+    torch.manual_seed(3)
+    reference = Chunked()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    fully_shard(model.body, mesh)
+    fully_shard([model.norm, model.head], mesh)
+    fully_shard(model, mesh)
+    differences = Differences()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference)]
+    for step in range(STEPS):
+        parts = [
+            torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(dist.get_world_size())
+        ]
+        loss = model.loss(parts[dist.get_rank()])
+        loss.backward()
+        expected = reference.loss(torch.cat(parts))
+        expected.backward()
+        differences.note("loss", mean_over_ranks(loss), expected.detach().double())
+        differences.note_grads(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(model, reference)
+    return differences
+
+
+def test_a_head_that_runs_alone_in_chunks(spawn: Spawn) -> None:
+    check(spawn(train_chunks, 2))
+
+
+# --- what changes them --------------------------------------------------------------------------
+
+
+def double(gradients: Tensor) -> None:
+    gradients.mul_(2)
+
+
+def grads_with(change: str) -> tuple[Differences, int]:
+    """Compare gradients with the reference's, times what the setting makes of them."""
+    case = CASES["mlp"]
+    reference = case.make()
+    world_size = dist.get_world_size()
+    mesh_shape = (2, 2) if world_size == 4 else (world_size,)
+    model = shard(case, copy.deepcopy(reference), make_mesh(mesh_shape))
+    factor, calls = 2.0, []
+    for module in [model, *sharded_children(model)]:
+        if change == "divide":
+            module.set_gradient_divide_factor(world_size / 2)
+        else:
+
+            def hook(gradients: Tensor) -> None:
+                calls.append(gradients.shape)
+                double(gradients)
+
+            module.set_all_reduce_hook(hook)
+    case.loss(model, my_batch(case, 0)).backward()
+    case.loss(reference, global_batch(case, 0)).backward()
+    for parameter in reference.parameters():
+        parameter.grad *= factor
+    differences = Differences()
+    differences.note_grads(model, reference)
+    return differences, len(calls)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("change", ["divide", "hook"])
+def test_factors_and_hooks_reach_every_gradient(spawn: Spawn, change: str, world_size: int) -> None:
+    found = spawn(grads_with, world_size, change)
+    assert_within([differences for differences, _ in found], grad=TOLERANCE)
+    groups = len(list(CASES["mlp"].groups(CASES["mlp"].make())))
+    assert all(calls == (groups if change == "hook" else 0) for _, calls in found), found
+
+
+def micro_batches(is_last: list[bool]) -> Differences:
+    """Sync every micro-batch; only some are told to be the last one."""
+    case = CASES["mlp"]
+    reference = case.make()
+    model = shard(case, copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
+    differences = Differences()
+    for _ in range(2):
+        for i, last in enumerate(is_last):
+            model.set_is_last_backward(last)
+            case.loss(model, my_batch(case, i)).backward()
+            case.loss(reference, global_batch(case, i)).backward()
+        differences.note_grads(model, reference)
+    return differences
+
+
+@pytest.mark.parametrize("is_last", [[False, False, True], [True, False, True]], ids=str)
+def test_a_backward_that_is_not_the_last_is_finished_by_it(
+    spawn: Spawn, is_last: list[bool]
+) -> None:
+    assert_within(spawn(micro_batches, 2, is_last), grad=4 * TOLERANCE)
+
+
+# --- methods other than forward -----------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """A model that is also used by a method that is not its forward, and calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+        if depth:
+            x = self(x, depth - 1)
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x)) * self.scale
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self(x) + self.encode(x)
+        return x
+
+
+def use_methods(method: str, how: str) -> Differences:
+    torch.manual_seed(5)
+    reference = Encoder()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    for name in ("encode", "generate"):
+        register_fsdp_forward_method(model, name)
+        register_fsdp_forward_method(reference, name)  # Not sharded: nothing happens.
+    if how == "copied":
+        model = copy.deepcopy(model)
+    differences = Differences()
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(2, 6)
+        out, expected = (getattr(m, method)(x) for m in (model, reference))
+        differences.note("loss", out.detach(), expected.detach())
+        out.square().mean().backward()
+        expected.square().mean().backward()
+        differences.note_grads(model, reference)
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("how", ["made", "copied"])
+@pytest.mark.parametrize("method", ["encode", "generate"])
+def test_registered_methods_gather_as_forward_does(spawn: Spawn, method: str, how: str) -> None:
+    assert_within(spawn(use_methods, 2, method, how), loss=TOLERANCE, grad=5e-6)
+
+
+def call_itself() -> Differences:
+    torch.manual_seed(5)
+    reference = Encoder()
+    model = fully_shard(copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
+    differences = Differences()
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(2, 6)
+        for m in (model, reference):
+            m(x, depth=2).square().mean().backward()
+        differences.note_grads(model, reference)
+    return differences
+
+
+def test_a_root_may_call_itself(spawn: Spawn) -> None:
+    assert_within(spawn(call_itself, 2), grad=5e-6)
+
+
+# --- several roots ------------------------------------------------------------------------------
+
+
+def two_roots() -> list[Differences]:
+    case = CASES["mlp"]
+    mesh = make_mesh((dist.get_world_size(),))
+    references = [case.make(), case.make()]
+    models = [shard(case, copy.deepcopy(reference), mesh) for reference in references]
+    share_comm_ctx(models)
+    differences = [Differences(), Differences()]
+    for step in range(STEPS):
+        # Interleaved, as stages of a pipeline are.
+        losses = [case.loss(model, my_batch(case, step)) for model in models]
+        for loss in losses:
+            loss.backward()
+        for model, reference, found in zip(models, references, differences, strict=True):
+            case.loss(reference, global_batch(case, step)).backward()
+            found.note_grads(model, reference)
+    return differences
+
+
+def test_two_roots_share_streams_and_memory(spawn: Spawn) -> None:
+    for found in spawn(two_roots, 2):
+        assert_within(found, grad=2e-6)
+
+
+# --- after exceptions ---------------------------------------------------------------------------
+
+
+class BoomError(Exception):
+    """Raised in the middle of a step."""
+
+
+def boom(*_: typing.Any) -> None:
+    raise BoomError
+
+
+def fail_and_reset(where: str) -> Differences:
+    case = CASES["mlp"]
+    reference = case.make()
+    model = shard(case, copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
+    case.loss(model, my_batch(case, 0)).backward()
+    model.zero_grad()
+    layer = model.layers[1]
+    if where == "forward":
+        handle = layer.register_forward_hook(boom)
+    else:
+        handle = layer.register_full_backward_hook(boom)
+    with pytest.raises(BoomError):
+        case.loss(model, my_batch(case, 0)).backward()
+    handle.remove()
+    assert model.memory_stats()["unsharded_nbytes"] > 0
+    model.reset_iter_state()
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    model.zero_grad()
+    return compare_training(CASES["mlp"], model, reference)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_reset_iter_state_gives_the_memory_back_at_once(spawn: Spawn, where: str) -> None:
+    check(spawn(fail_and_reset, 2, where))
+
+
+# --- frozen reads -------------------------------------------------------------------------------
+
+
+def embedding_idle_in_backward() -> Differences:
+    torch.manual_seed(1)
+    reference = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4))
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    model[0].set_unshard_in_backward(False)
+    differences = Differences()
+    for step in range(3):
+        parts = [
+            torch.randint(11, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(dist.get_world_size())
+        ]
+        model(parts[dist.get_rank()]).square().mean().backward()
+        reference(torch.cat(parts)).square().mean().backward()
+        differences.note_grads(model, reference)
+    return differences
+
+
+def test_an_embedding_need_not_be_gathered_in_backward(spawn: Spawn) -> None:
+    assert_within(spawn(embedding_idle_in_backward, 2), grad=TOLERANCE)

@@ -1,0 +1,418 @@
+"""Parameters that are DTensors on another mesh axis, sharded over the data-parallel ones."""
+
+from __future__ import annotations
+
+import copy
+import typing
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from models import WIDTHS, cross_entropy
+from parallel_models import CASES, MLP, batches_of, make, make_meshes, mlp_plan, parallelize
+from reference import Differences, assert_within, full_grads, mean_over_ranks, train
+from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from workers import Raised
+
+Spawn = typing.Callable[..., list[typing.Any]]
+SpawnErrors = typing.Callable[..., "list[Raised]"]
+
+RANKS = 4
+# The last axis is tensor-parallel; the first of three replicates.
+MESHES = ((2, 2), (1, 4), (4, 1), (2, 1, 2), (1, 2, 2))
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    "adamw for-loop": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+}
+
+# The sums over the batch, the ranks and the split dimensions are taken in another order than in
+# the plain model; fp32 units in the last place (6e-8 at 1) of six steps, and Adam divides by small
+# gradients.
+TOLERANCE = 1e-5
+
+
+def compare_training(
+    name: str,
+    mesh_shape: tuple[int, ...],
+    models: tuple[nn.Module, nn.Module],
+    optimizer: str = "sgd",
+    steps: int = 6,
+) -> Differences:
+    plain, model = models
+    case = CASES[name].case
+    mine, whole = batches_of(name, mesh_shape, steps)
+    differences = Differences()
+    losses = train(case, model, OPTIMIZERS[optimizer](model.parameters()), mine)
+    expected = train(case, plain, OPTIMIZERS[optimizer](plain.parameters()), whole)
+    for loss, plain_loss in zip(losses, expected, strict=True):
+        differences.note("loss", mean_over_ranks(loss), plain_loss.double())
+        differences.note_grads(model, plain)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), max_norm=0.5).double() for m in models]
+        differences.note("norm", norms[1], norms[0])
+    differences.note_parameters(model, plain)
+    return differences
+
+
+def assert_close(by_rank: Sequence[Differences]) -> None:
+    assert_within(by_rank, loss=TOLERANCE, grad=TOLERANCE, norm=TOLERANCE, parameter=TOLERANCE)
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def train_both(name: str, mesh_shape: tuple[int, ...], optimizer: str) -> Differences:
+    return compare_training(name, mesh_shape, make(name, mesh_shape), optimizer)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_training_with_clipping_equals_plain_training(
+    spawn: Spawn, name: str, mesh_shape: tuple[int, ...]
+) -> None:
+    assert_close(spawn(train_both, RANKS, name, mesh_shape, "sgd"))
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "sgd"])
+@pytest.mark.parametrize("name", CASES)
+def test_adamw_equals_plain_adamw(spawn: Spawn, name: str, optimizer: str) -> None:
+    assert_close(spawn(train_both, RANKS, name, (2, 2), optimizer))
+
+
+def train_with(
+    name: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
+) -> Differences:
+    return compare_training(name, mesh_shape, make(name, mesh_shape, **options))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_resharding_makes_no_difference(spawn: Spawn, reshard_after_forward: bool) -> None:
+    options = {"reshard_after_forward": reshard_after_forward}
+    assert_close(spawn(train_with, RANKS, "gpt", (2, 2), options))
+
+
+def train_accumulating(mesh_shape: tuple[int, ...]) -> Differences:
+    plain, model = make("gpt", mesh_shape)
+    case = CASES["gpt"].case
+    mine, whole = batches_of("gpt", mesh_shape, 3)
+    for i, (own, every) in enumerate(zip(mine, whole, strict=True)):
+        model.set_requires_gradient_sync(i == len(mine) - 1)
+        case.loss(model, own).backward()
+        case.loss(plain, every).backward()
+    differences = Differences()
+    differences.note_grads(model, plain)
+    return differences
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 1, 2)], ids=str)
+def test_gradients_accumulate(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    assert_within(spawn(train_accumulating, RANKS, mesh_shape), grad=TOLERANCE)
+
+
+def train_frozen(mesh_shape: tuple[int, ...]) -> Differences:
+    plain = CASES["gpt"].case.make()
+    model, dp = parallelize("gpt", plain, mesh_shape)
+    for m in (plain, model):  # Not before: SequenceParallel makes parameters that want gradients.
+        for module in (m.tokens, m.blocks[0].attention.q, m.blocks[1].norm1):
+            module.requires_grad_(requires_grad=False)
+    for module in (*model.blocks, model):
+        fully_shard(module, dp)
+    return compare_training("gpt", mesh_shape, (plain, model))
+
+
+def test_frozen_parameters_stay_as_they_are(spawn: Spawn) -> None:
+    assert_close(spawn(train_frozen, RANKS, (2, 2)))
+
+
+def train_tied(mesh_shape: tuple[int, ...]) -> Differences:
+    plain = CASES["gpt"].case.make()
+    model, dp = parallelize("gpt", plain, mesh_shape)
+    for m in (plain, model):
+        m.head.weight = m.tokens.weight
+    for module in (*model.blocks, model):
+        fully_shard(module, dp)
+    assert model.head.weight is model.tokens.weight
+    return compare_training("gpt", mesh_shape, (plain, model))
+
+
+def test_tied_parameters_stay_tied(spawn: Spawn) -> None:
+    assert_close(spawn(train_tied, RANKS, (2, 2)))
+
+
+def train_groups_of_one_layer(mesh_shape: tuple[int, ...]) -> Differences:
+    """What goes into most groups and comes out of some is a DTensor."""
+    plain = CASES["gpt"].case.make()
+    model, dp = parallelize("gpt", plain, mesh_shape)
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm, nn.Embedding))]
+    for module in (*layers, model):
+        fully_shard(module, dp)
+    return compare_training("gpt", mesh_shape, (plain, model))
+
+
+def test_groups_take_and_return_dtensors(spawn: Spawn) -> None:
+    assert_close(spawn(train_groups_of_one_layer, RANKS, (2, 2)))
+
+
+def train_checkpointed(mesh_shape: tuple[int, ...], use_reentrant: bool) -> Differences:
+    plain, model = make("gpt", mesh_shape)
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(
+            forward, x, use_reentrant=use_reentrant
+        )
+    return compare_training("gpt", mesh_shape, (plain, model))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_makes_no_difference(spawn: Spawn, use_reentrant: bool) -> None:
+    assert_close(spawn(train_checkpointed, RANKS, (2, 2), use_reentrant))
+
+
+def train_in_float64(mesh_shape: tuple[int, ...]) -> Differences:
+    """Parameters are fp32, all else is fp64: sums differ in the last place of fp64 only."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.float64, reduce_dtype=torch.float64, cast_forward_inputs=False
+    )
+    plain, model = make("gpt", mesh_shape, mp_policy=policy)
+    plain.double()
+    mine, whole = batches_of("gpt", mesh_shape, 1)
+    differences = Differences()
+    for m, batch in ((model, mine[0]), (plain, whole[0])):
+        loss = cross_entropy(m, batch)
+        assert loss.dtype == torch.float64
+        loss.backward()
+    grads, expected = full_grads(model), full_grads(plain)
+    differences.note_all("grad", grads, {name: g.float() for name, g in expected.items()})
+    return differences
+
+
+def test_mixed_precision_computes_and_reduces_in_the_asked_dtypes(spawn: Spawn) -> None:
+    # One rounding to fp32, of gradients below 1.
+    assert_within(spawn(train_in_float64, RANKS, (2, 2)), grad=6e-8)
+
+
+# --- what modules see ---------------------------------------------------------------------------
+
+
+def look_into_forward(mesh_shape: tuple[int, ...]) -> None:
+    model, dp = parallelize("mlp", MLP(), mesh_shape)
+    tp = model.up.weight.device_mesh
+    before = dict(model.named_parameters())
+    placements = {
+        name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)
+    }
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+    fully_shard(model, dp)
+    seen: dict[str, Tensor] = {}
+    model.up.register_forward_pre_hook(lambda *_: seen.update(model.named_parameters()))
+    model(torch.randn(3, WIDTHS[0])).sum().backward()
+    assert seen.keys() == before.keys()
+    model.unshard()
+    for name, param in model.named_parameters():
+        assert param is seen[name]
+        assert isinstance(param, nn.Parameter)
+        if name in placements:
+            assert type(param) is DTensor
+            assert param.placements == placements[name]
+            assert param.device_mesh == tp
+            assert torch.equal(param.full_tensor(), whole[name])
+        else:
+            assert type(param) is nn.Parameter
+            assert torch.equal(param, whole[name])
+    model.reshard()
+    for name, param in model.named_parameters():
+        assert type(param) is ShardedTensor
+        assert param.shape == whole[name].shape
+        assert torch.equal(param.detach().full_tensor(), whole[name])
+    freed = seen["up.weight"]
+    if mesh_shape[-2] > 1:
+        for use in (lambda: freed * 2, freed.to_local, freed.full_tensor, lambda: freed.data):
+            with pytest.raises(
+                Exception, match=r"'up.weight' is used outside its module's forward"
+            ):
+                use()
+        assert repr(freed) == "FreedDTensor('up.weight', shape=(12, 7))"
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_modules_see_dtensors_and_users_see_sharded_tensors(
+    spawn: Spawn, mesh_shape: tuple[int, ...]
+) -> None:
+    spawn(look_into_forward, RANKS, mesh_shape)
+
+
+# --- state dicts and copies ---------------------------------------------------------------------
+
+
+def train_a_copy(mesh_shape: tuple[int, ...]) -> Differences:
+    plain, model = make("gpt", mesh_shape)
+    twin = copy.deepcopy(model)
+    differences = compare_training("gpt", mesh_shape, (copy.deepcopy(plain), twin))
+    differences.note_parameters(model, plain)  # The original has not moved.
+    return differences
+
+
+def test_a_deep_copy_trains_by_itself(spawn: Spawn) -> None:
+    assert_close(spawn(train_a_copy, RANKS, (2, 2)))
+
+
+def train_converted(mesh_shape: tuple[int, ...]) -> Differences:
+    # Not "gpt": torch 2.9 mixes up the masks of one split embedding in two dtypes.
+    plain, model = make("mlp", mesh_shape)
+    mine, _ = batches_of("mlp", mesh_shape, 1)
+    CASES["mlp"].case.loss(model, mine[0]).backward()
+    model.zero_grad()
+    model.double()
+    torch.set_default_dtype(torch.float64)  # Of the batches.
+    return compare_training("mlp", mesh_shape, (plain.double(), model), "adamw")
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4)], ids=str)
+def test_a_converted_model_trains_on(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
+    found = spawn(train_converted, RANKS, mesh_shape)
+    # In fp64 rounding errors are nine digits smaller; Adam's division leaves some of that.
+    assert_within(found, loss=1e-12, grad=1e-12, norm=1e-12, parameter=1e-11)
+
+
+def keep_gradients(mesh_shape: tuple[int, ...]) -> Differences:
+    """Gradients that were there before fully_shard are sharded with their parameters."""
+    plain = MLP()
+    model, dp = parallelize("mlp", plain, mesh_shape)
+    x = torch.randn(4, WIDTHS[0])
+    for m in (plain, model):
+        m(x).square().sum().backward()
+    fully_shard(model, dp)
+    differences = Differences()
+    differences.note_grads(model, plain)
+    return differences
+
+
+def test_gradients_from_before_are_kept(spawn: Spawn) -> None:
+    assert_within(spawn(keep_gradients, RANKS, (2, 2)), grad=TOLERANCE)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def shard_on_the_same_axis() -> None:
+    _, tp = make_meshes((2, 2))
+    fully_shard(parallelize_module(MLP(), tp, mlp_plan()), tp)
+
+
+def shard_on_the_world() -> None:
+    _, tp = make_meshes((2, 2))
+    fully_shard(parallelize_module(MLP(), tp, mlp_plan()))
+
+
+@pytest.mark.parametrize("call", [shard_on_the_same_axis, shard_on_the_world])
+def test_meshes_that_overlap_are_refused(
+    spawn_errors: SpawnErrors, call: Callable[[], None]
+) -> None:
+    for error in spawn_errors(call, RANKS):
+        assert error.type_name == "MeshError"
+        assert "parameter 'up.weight' is a DTensor on the mesh of ranks" in error.message
+        assert "Pass another axis of the same mesh" in error.message
+
+
+def shard_partial() -> None:
+    dp, tp = make_meshes((2, 2))
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), tp, [Partial()]))
+    fully_shard(module, dp)
+
+
+def shard_ragged() -> None:
+    """Parts that torch.chunk would not make: 3 rows and 1."""
+    dp, tp = make_meshes((2, 2))
+    rows = (3, 1)[tp.get_local_rank()]
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(
+        DTensor.from_local(torch.ones(rows, 4), tp, [Shard(0)], shape=(4, 4), stride=(4, 1))
+    )
+    fully_shard(module, dp)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (shard_partial, "takes Shard(dim) and Replicate() only"),
+        (shard_ragged, "this rank's part should have shape (2, 4)"),
+    ],
+)
+def test_placements_that_cannot_be_sharded_are_refused(
+    spawn_errors: SpawnErrors,
+    call: Callable[[], None],
+    message: str,
+) -> None:
+    for error in spawn_errors(call, RANKS):
+        assert error.type_name == "WrapError"
+        assert "parameter 'weight' is a DTensor" in error.message
+        assert message in error.message
+
+
+def step_with_an_early_optimizer() -> None:
+    model, dp = parallelize("mlp", MLP(), (2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, dp)
+    model(torch.randn(2, WIDTHS[0])).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_made_before_is_told_that_dtensors_were_replaced(
+    spawn_errors: SpawnErrors,
+) -> None:
+    for error in spawn_errors(step_with_an_early_optimizer, RANKS):
+        assert error.type_name == "StateError"
+        assert "parameter 'up.weight' was a DTensor" in error.message
+        assert "Make the optimizer" in error.message
+
+
+def refuse_after_replacing() -> None:
+    """The second parameter cannot be exchanged: the first is put back."""
+    dp, tp = make_meshes((2, 2))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    parallelize_module(model, tp, {"0": ColwiseParallel()})
+    before = list(model.parameters())
+    reference = weakref.ref(model[1].weight)
+    with pytest.raises(WrapError, match=r"parameter '1\.weight' cannot be sharded"):
+        fully_shard(model, dp)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert type(model[0].weight) is DTensor
+    assert model[0](torch.randn(2, 4)).isfinite().all()
+    del reference
+
+
+def test_a_refusal_leaves_dtensors_in_place(spawn: Spawn) -> None:
+    spawn(refuse_after_replacing, RANKS)
+
+
+def compare_different_models() -> None:
+    plain = MLP()
+    if dist.get_rank() >= 2:
+        plain.up = nn.Linear(WIDTHS[0], 12, bias=False)
+    model, dp = parallelize("mlp", plain, (2, 2))
+    fully_shard(model, dp)
+    model(torch.randn(2, WIDTHS[0]))
+
+
+def test_data_parallel_ranks_compare_their_models(
+    spawn_errors: SpawnErrors,
+) -> None:
+    for error in spawn_errors(compare_different_models, RANKS):
+        assert error.type_name == "RankMismatchError"
+        assert "ranks have different models" in error.message

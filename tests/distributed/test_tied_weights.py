@@ -1,0 +1,201 @@
+"""One Parameter in several places: in one group it trains right, across groups it is refused."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_within,
+    compare_training,
+    shard,
+)
+from shardkit import ShardedTensor, WrapError, fully_shard
+
+if typing.TYPE_CHECKING:
+    import workers
+
+Spawn = typing.Callable[..., list[typing.Any]]
+Errors = typing.Callable[..., "list[workers.Raised | None]"]
+
+
+class TiedModel(nn.Module):
+    """Embedding and head hold one weight; between them layers, or nothing that is sharded."""
+
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(num_layers))
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+# --- in one group ---------------------------------------------------------------------------------
+
+TIED = Case(TiedModel, lambda model: list(model.layers), token_batch, cross_entropy)
+
+
+class Inner(nn.Module):
+    """Holds a whole tied model, which is sharded as one group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TiedModel()
+        self.last = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.model(x))
+
+
+INNER = Case(Inner, lambda model: [model.model], token_batch, cross_entropy)
+
+
+def train_tied(inner: bool, reshard_after_forward: bool | None) -> Differences:
+    case = INNER if inner else TIED
+    plain = case.make()
+    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    return compare_training(case, model, plain)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_weight_tied_within_a_group(
+    spawn: Spawn, inner: bool, reshard_after_forward: bool | None
+) -> None:
+    found = spawn(train_tied, 2, inner, reshard_after_forward)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+# --- across groups --------------------------------------------------------------------------------
+
+
+def two_groups() -> None:
+    model = TiedModel()
+    fully_shard(model.tokens)
+    fully_shard(model.head)
+
+
+def one_group_and_the_root() -> None:
+    """The head is left to the root: its weight would not be gathered when it runs."""
+    model = TiedModel()
+    fully_shard(model.tokens)
+    fully_shard(model)
+
+
+def the_root_and_the_other() -> None:
+    model = TiedModel()
+    fully_shard(model.head)
+    fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "texts"),
+    [
+        (two_groups, ["'weight' of Linear", "'weight' of Embedding"]),
+        (one_group_and_the_root, ["'head.weight' of TiedModel", "'weight' of Embedding"]),
+        (the_root_and_the_other, ["'tokens.weight' of TiedModel", "'weight' of Linear"]),
+    ],
+)
+def test_a_weight_tied_across_groups_is_refused_by_both_names(
+    spawn_errors: Errors, wrap: typing.Callable[[], None], texts: list[str]
+) -> None:
+    for error in spawn_errors(wrap, 2):
+        assert error is not None
+        assert error.type_name == "WrapError"
+        for text in (*texts, "in one fully_shard call"):
+            assert text in error.message
+
+
+def go_on_after_the_refusal() -> Differences:
+    """The refused module is as it was, so the caller may do it right after all."""
+    plain = Inner()
+    model = copy.deepcopy(plain)
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    other = nn.Linear(VOCABULARY, VOCABULARY, bias=False)
+    other.weight = model.last.weight
+    fully_shard(model.last)
+    with pytest.raises(WrapError, match="fully_shard call"):
+        fully_shard(other)
+    assert type(other) is nn.Linear
+    assert isinstance(other.weight, ShardedTensor)
+    fully_shard(model)
+    return compare_training(INNER, model, plain, steps=3)
+
+
+def test_a_refusal_leaves_both_modules_as_they_were(spawn: Spawn) -> None:
+    assert_within(
+        spawn(go_on_after_the_refusal, 2),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+def modules_in_two_places() -> Differences:
+    """A module that is held twice is one module; a module inside a sharded one is taken by it."""
+    plain = MLP((7, 7, 7, 5))
+    plain.layers[1] = plain.layers[0]
+    model = copy.deepcopy(plain)
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    fully_shard(model.layers[2])  # Late: the root has taken its parameters, it has none of its own.
+    return compare_training(CASES["mlp"], model, plain)
+
+
+def test_a_module_held_twice_is_not_a_tie(spawn: Spawn) -> None:
+    assert_within(
+        spawn(modules_in_two_places, 2),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+def copies_of_tied_models() -> Differences:
+    plain = TiedModel()
+    model = copy.deepcopy(shard(TIED, copy.deepcopy(plain)))
+    assert model.head.weight is model.tokens.weight
+    return compare_training(TIED, model, plain)
+
+
+def test_a_copy_of_a_tied_model_is_tied(spawn: Spawn) -> None:
+    assert_within(
+        spawn(copies_of_tied_models, 2),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+def wrap_around_an_unsharded_module() -> Differences:
+    """The root is sharded while a layer shows its unsharded parameters."""
+    plain = MLP()
+    model = copy.deepcopy(plain)
+    fully_shard(model.layers[0])
+    model.layers[0].unshard()
+    assert not isinstance(model.layers[0].weight, ShardedTensor)
+    fully_shard(model)
+    return compare_training(CASES["mlp"], model, plain)
+
+
+def test_unsharded_parameters_are_not_taken_for_new_ones(spawn: Spawn) -> None:
+    assert_within(
+        spawn(wrap_around_an_unsharded_module, 2),
+        loss=LOSS_TOLERANCE,
+        grad=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )

@@ -1,0 +1,294 @@
+"""What callers do with inputs and outputs of sharded modules, and which of them they run."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from models import MLP, Case, regression_batch
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_within,
+    compare_training,
+    shard,
+)
+from shardkit import fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from models import Batch
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+
+class Layers(nn.Module):
+    """Four square layers, to be run in whatever way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor, depth: int = 4) -> Tensor:
+        for layer in self.layers[:depth]:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Twins(nn.Module):
+    """Layers of two outputs, of which the second is for nothing and the first is used twice."""
+
+    class Twin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.Linear(7, 7)
+            self.right = nn.Linear(7, 7)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(self.left(x)), torch.tanh(self.right(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Twin() for _ in range(3))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            used, _ = layer(x)
+            x = x + used * used.detach().abs() + used.flip(1)
+        return self.head(x)
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square().mean()
+
+
+# --- which modules run ----------------------------------------------------------------------------
+
+
+def whole(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return loss_of(model(x), y)
+
+
+def depths_in_turn(model: nn.Module, batch: Batch) -> Tensor:
+    """Another depth in every step, as layer drop and early exits have it; the same on all ranks."""
+    x, y = batch
+    model.steps = getattr(model, "steps", 0) + 1
+    return loss_of(model(x, 1 + model.steps % 4), y)
+
+
+def layer_before_root(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return loss_of(model(model.layers[2](x)), y)
+
+
+def layer_after_root(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    output = model(x)
+    return loss_of(output, y) + model.layers[1](output.repeat(1, 2)[:, :7]).square().mean()
+
+
+def layer_alone_between_roots(model: nn.Module, batch: Batch) -> Tensor:
+    """A whole step of one layer alone, then one of the root."""
+    x, y = batch
+    model.layers[3](x).square().mean().backward()
+    return loss_of(model(x), y)
+
+
+def layer_under_no_grad(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    with torch.no_grad():
+        x = x + model.layers[0](x)
+    return loss_of(model(x), y)
+
+
+def auxiliary_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """An output of a layer in the middle is a loss too, and goes backward by itself first."""
+    x, y = batch
+    middle = model.layers[0](x)
+    middle.square().mean().backward(retain_graph=True)
+    return loss_of(model(middle), y)
+
+
+def detached_halves(model: nn.Module, batch: Batch) -> Tensor:
+    """Backward in two parts, cut in the middle as by a pipeline."""
+    x, y = batch
+    first = torch.tanh(model.layers[0](x))
+    cut = first.detach().requires_grad_()
+    loss = loss_of(model(cut), y)
+    loss.backward()
+    first.backward(cut.grad)
+    return loss.detach().requires_grad_()
+
+
+def inference_and_eval_around(model: nn.Module, batch: Batch) -> Tensor:
+    """Every kind of forward without gradients, before and after the one that trains."""
+    x, y = batch
+    model.eval()
+    with torch.inference_mode():
+        seen = model(x).clone()
+    with torch.no_grad():
+        assert torch.equal(model(x), seen)
+    model.train()
+    loss = loss_of(model(x), y)
+    with torch.inference_mode():
+        assert torch.equal(model(x), seen)
+    return loss
+
+
+RUNS = {
+    run.__name__: (make, run)
+    for make, run in (
+        (Layers, depths_in_turn),
+        (Layers, layer_before_root),
+        (Layers, layer_after_root),
+        (Layers, layer_alone_between_roots),
+        (Layers, layer_under_no_grad),
+        (Layers, auxiliary_loss),
+        (Layers, detached_halves),
+        (Layers, inference_and_eval_around),
+        (Twins, whole),
+    )
+}
+
+
+def train_run(name: str, reshard_after_forward: bool | None, optimizer: str) -> Differences:
+    make, run = RUNS[name]
+    case = Case(make, lambda model: list(model.layers), regression_batch, run)
+    plain = make()
+    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    return compare_training(case, model, plain, optimizer, steps=6)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("name", RUNS)
+def test_modules_run_in_any_way(
+    spawn: Spawn, name: str, reshard_after_forward: bool | None
+) -> None:
+    found = spawn(train_run, 2, name, reshard_after_forward, "sgd")
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+# --- written in place -----------------------------------------------------------------------------
+
+
+def scale_a_selection(x: Tensor) -> Tensor:
+    x.t()[0].mul_(2)
+    return x
+
+
+def add_to_a_view(x: Tensor) -> Tensor:
+    x.view(-1).add_(1)
+    return x
+
+
+def clamp_whole(x: Tensor) -> Tensor:
+    return torch.relu_(x)
+
+
+def fill_by_mask(x: Tensor) -> Tensor:
+    return x.masked_fill_(x > 0.5, 0.5)
+
+
+def write_a_column(x: Tensor) -> Tensor:
+    x[:, 2] = x[:, 3] * 2
+    return x
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "selection": scale_a_selection,
+    "view": add_to_a_view,
+    "relu": clamp_whole,
+    "mask": fill_by_mask,
+    "column": write_a_column,
+}
+
+
+class Writer(MLP):
+    """Writes on what its layers return, or on what they are given, inside of them."""
+
+    class Inside(nn.Module):
+        """Writes on its own input first."""
+
+        def __init__(self, layer: nn.Module, write: str) -> None:
+            super().__init__()
+            self.layer = layer
+            self.write = write
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(WRITES[self.write](x))
+
+    def __init__(self, write: str, where: str) -> None:
+        super().__init__((7, 7, 7, 5))
+        self.write = write
+        self.where = where
+        if where == "input":
+            for i in (1, 2):
+                self.layers[i] = self.Inside(self.layers[i], write)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x) if self.where == "input" else WRITES[self.write](layer(x))
+        x = self.layers[-1](x)
+        return WRITES[self.write](x) if self.where == "root output" else x
+
+
+def train_writer(write: str, where: str, reshard_after_forward: bool | None) -> Differences:
+    plain = Writer(write, where)
+    case = Case(MLP, lambda model: list(model.layers), regression_batch, whole)
+    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
+    return compare_training(case, model, plain)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("where", ["output", "root output"])
+@pytest.mark.parametrize("write", WRITES)
+def test_outputs_written_in_place(
+    spawn: Spawn, write: str, where: str, reshard_after_forward: bool | None
+) -> None:
+    found = spawn(train_writer, 2, write, where, reshard_after_forward)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def write_on_inputs(wrap: str, write: str) -> None:
+    model = Writer(write, "input")
+    fully_shard_one = {"shardkit": fully_shard, "torch": torch_fully_shard}[wrap]
+    for module in (*model.layers, model):
+        fully_shard_one(module)
+    model(torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("wrap", ["shardkit", "torch"])
+@pytest.mark.parametrize("write", WRITES)
+def test_inputs_written_in_place_are_refused_as_by_fsdp2(
+    spawn_errors: Spawn, write: str, wrap: str
+) -> None:
+    """The caller's tensor would not know of the write: autograd refuses, no gradient is wrong."""
+    for error in spawn_errors(write_on_inputs, 2, wrap, write):
+        assert error is not None
+        assert error.type_name == "RuntimeError"
+        assert "is being modified inplace" in error.message
+
+
+def train_on_written_data() -> Differences:
+    """A batch requires no gradient, so the first layer may write on it."""
+    plain = Writer("relu", "input")
+    plain.layers[0] = Writer.Inside(plain.layers[0], "relu")
+    for i in (1, 2):
+        plain.layers[i] = plain.layers[i].layer
+    case = Case(MLP, lambda model: list(model.layers), regression_batch, whole)
+    return compare_training(case, shard(case, copy.deepcopy(plain)), plain)
+
+
+def test_a_layer_may_write_on_data(spawn: Spawn) -> None:
+    found = spawn(train_on_written_data, 2)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)

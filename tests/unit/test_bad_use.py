@@ -1,0 +1,299 @@
+"""What cannot work ends in an error that says what to do, and leaves the model usable."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import pytest
+import torch
+from recorded import Recorded
+from torch import Tensor, nn
+
+from shardkit import (
+    ShardedTensorError,
+    ShardkitError,
+    StateError,
+    WrapError,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shardkit.backends.recording import recording_mesh
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+def make_model() -> tuple[typing.Any, typing.Any]:
+    """Return a model of three plain layers and a mesh."""
+    mesh, _ = recording_mesh((4,))
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), mesh
+
+
+def sharded_model() -> tuple[typing.Any, typing.Any]:
+    model, mesh = make_model()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh)
+    return fully_shard(model, mesh), mesh
+
+
+def trains(model: nn.Module) -> bool:
+    """Whether a step runs and every parameter gets a gradient."""
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+# --- in which order -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_child_after_its_parent_took_its_parameters(*, has_run: bool) -> None:
+    model, mesh = make_model()
+    fully_shard(model, mesh)
+    if has_run:
+        model(torch.ones(2, 4))
+    with pytest.raises(WrapError, match=r"'weight' of this Linear is sharded already.*inner"):
+        fully_shard(model[0], mesh)
+    assert type(model[0]) is nn.Linear
+    assert trains(model)
+
+
+def test_a_child_that_was_put_in_after_the_first_forward() -> None:
+    model, mesh = sharded_model()
+    assert trains(model)
+    model[1] = fully_shard(nn.Linear(4, 4), mesh)
+    with pytest.raises(StateError, match=r"called on '1' after the first forward of its root"):
+        model(torch.ones(2, 4))
+    model[1] = nn.Tanh()
+    assert trains(model)
+
+
+def test_another_model_sharded_later_is_no_newcomer() -> None:
+    model, mesh = sharded_model()
+    assert trains(model)
+    fully_shard(nn.Linear(4, 4), mesh)
+    assert trains(model)
+
+
+@pytest.fixture
+def _process_group(tmp_path: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_wrapping_in_ddp() -> None:
+    model, _ = sharded_model()
+    with pytest.raises(StateError, match=r"DistributedDataParallel cannot wrap this Sequential"):
+        nn.parallel.DistributedDataParallel(model)
+    assert dict(inspect.getmembers(model))["training"]
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    assert trains(model)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_sharding_what_ddp_has_wrapped() -> None:
+    model, mesh = make_model()
+    replica = nn.parallel.DistributedDataParallel(model)
+    holder = nn.Sequential(replica)
+    for module, name in ((replica, "the module"), (holder, "0")):
+        with pytest.raises(WrapError, match=f"{name} is wrapped in DistributedDataParallel"):
+            fully_shard(module, mesh)
+    assert type(model) is nn.Sequential
+
+
+# --- lists --------------------------------------------------------------------------------------
+
+
+def test_an_empty_list() -> None:
+    with pytest.raises(WrapError, match="empty list"):
+        fully_shard([], make_model()[1])
+
+
+def test_a_list_that_holds_something_else() -> None:
+    model, mesh = make_model()
+    with pytest.raises(WrapError, match="got str"):
+        fully_shard([model[0], "2"], mesh)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_list_without_a_root() -> None:
+    model, mesh = make_model()
+    fully_shard([model[0], model[2]], mesh)
+    with pytest.raises(
+        StateError,
+        match=r"ran as a root.*call fully_shard on the module"
+        r"|ran as a root.*Call fully_shard on the module",
+    ):
+        model[0](torch.ones(2, 4))
+    fully_shard(model, mesh)
+    assert trains(model)
+
+
+def test_a_module_inside_another_of_the_list_belongs_to_that() -> None:
+    model, mesh = make_model()
+    inner = nn.Sequential(model[0])
+    fully_shard([inner, model[0]], mesh)
+    assert type(model[0]) is nn.Linear
+    assert type(inner).__name__ == "FSDPSequential"
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+class Gather:
+    """Never called."""
+
+    def allocate(self, *_: object, **__: object) -> Tensor:
+        raise AssertionError
+
+    __call__ = allocate
+
+
+def set_twice(model: typing.Any) -> None:
+    model[0].set_all_reduce_hook(lambda grad: None)  # noqa: ARG005
+    model[0].set_all_reduce_hook(print)
+
+
+def memory_then_gather(model: typing.Any) -> None:
+    model[0].set_allocate_memory_from_process_group_for_comm(True)
+    model[0].set_custom_all_gather(Gather())
+
+
+def scatter_then_memory(model: typing.Any) -> None:
+    model[0].set_custom_reduce_scatter(Gather())
+    model[0].set_allocate_memory_from_process_group_for_comm(True)
+
+
+BAD_SETTINGS: dict[str, tuple[Callable[[typing.Any], object], str]] = {
+    "factor 0": (lambda m: m.set_gradient_divide_factor(0), "cannot be divided by 0"),
+    "factor nan": (lambda m: m.set_gradient_divide_factor(float("nan")), "divided by nan"),
+    "hook twice": (set_twice, r"has an all-reduce hook already. Remove it first"),
+    "memory and gather": (memory_then_gather, "takes its buffers from the process group"),
+    "scatter and memory": (scatter_then_memory, "communicates by functions of yours"),
+    "prefetch plain": (
+        lambda m: m[0].set_modules_to_forward_prefetch([m[1]]),
+        "Tanh cannot be prefetched: it is not sharded",
+    ),
+    "prefetch backward": (
+        lambda m: m[0].set_modules_to_backward_prefetch(["2"]),
+        "str cannot be prefetched",
+    ),
+    "policy": (lambda m: m.set_prefetch_policy(backward="before"), "'pre', 'post' or 'none'"),
+    "reshard int": (lambda m: m.set_reshard_after_forward(2), "must be True or False, got 2"),
+    "buffers 0": (lambda m: m.set_reduce_scatter_max_input_buffers(0), "at least 1, got 0"),
+    "buffers True": (lambda m: m.set_reduce_scatter_max_input_buffers(True), "got bool"),
+    "method": (lambda m: register_fsdp_forward_method(m, "encode"), "no method 'encode'"),
+    "share": (lambda m: share_comm_ctx([m, m[1]]), "takes sharded modules, got Tanh"),
+}
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("bad", BAD_SETTINGS)
+def test_settings_that_cannot_be_right(bad: str, *, has_run: bool) -> None:
+    model, _ = sharded_model()
+    if has_run:
+        assert trains(model)
+    choose, message = BAD_SETTINGS[bad]
+    with pytest.raises(StateError, match=message):
+        choose(model)
+    assert trains(model)
+
+
+def test_a_stream_for_the_hook_of_a_hybrid_mesh() -> None:
+    recorded = Recorded((2, 2))
+    with pytest.raises(StateError, match="a stream of its own"):
+        recorded.model.layers[0].set_all_reduce_hook(print, stream=object())
+
+
+def test_prefetching_a_module_of_another_root() -> None:
+    model, _ = sharded_model()
+    other, _ = sharded_model()
+    model[0].set_modules_to_forward_prefetch([other[0]])
+    with pytest.raises(StateError, match="not in the same root"):
+        model(torch.ones(2, 4))
+
+
+def test_sharing_streams_after_the_first_forward() -> None:
+    model, _ = sharded_model()
+    other, _ = sharded_model()
+    assert trains(other)
+    with pytest.raises(StateError, match="has run with streams of its own"):
+        share_comm_ctx([model, other])
+
+
+@pytest.mark.parametrize("value", [0, 3, -4, 8, "2"])
+def test_partial_resharding_over_a_number_that_does_not_divide(value: typing.Any) -> None:
+    model, mesh = make_model()
+    with pytest.raises(WrapError, match=f"divides the shard axis of 4, got {value!r}"):
+        fully_shard(model, mesh, reshard_after_forward=value)
+    assert type(model) is nn.Sequential
+
+
+@pytest.mark.parametrize(("returned", "message"), [("rows", "may return None"), (7, "may return")])
+def test_placements_that_are_none(returned: object, message: str) -> None:
+    model, mesh = make_model()
+    with pytest.raises(WrapError, match=message):
+        fully_shard(model, mesh, shard_placement_fn=lambda _: returned)
+
+
+def test_a_placement_of_a_dim_that_is_not_there() -> None:
+    from torch.distributed.tensor import Shard
+
+    model, mesh = make_model()
+    with pytest.raises(WrapError, match=r"Shard\(dim=1\) for '0.bias'.*has no dim 1"):
+        fully_shard(model, mesh, shard_placement_fn=lambda _: Shard(1))
+
+
+# --- inside a forward ---------------------------------------------------------------------------
+
+
+class Freezer(nn.Linear):
+    """Freezes its own bias while it runs, once."""
+
+    armed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if type(self).armed:
+            type(self).armed = False
+            self.bias.requires_grad_(False)
+        return out
+
+
+def test_requires_grad_changed_inside_forward() -> None:
+    mesh, _ = recording_mesh((4,))
+    Freezer.armed = True
+    model = fully_shard(nn.Sequential(fully_shard(Freezer(4, 4), mesh)), mesh)
+    with pytest.raises(StateError, match=r"requires_grad of '0.bias' was changed inside"):
+        model(torch.ones(2, 4))
+    assert trains(model)
+
+
+class Peeker(nn.Module):
+    """Reads its child's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(4, 4)
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.child.weight * self.own
+
+
+def test_a_parent_that_reads_its_childs_weight() -> None:
+    mesh, _ = recording_mesh((4,))
+    model = Peeker()
+    fully_shard(model.child, mesh)
+    fully_shard(model, mesh)
+    with pytest.raises(ShardedTensorError) as caught:
+        model(torch.ones(2, 4))
+    for part in ("child.weight", "one group", "register_fsdp_forward_method", "unshard()"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value, ShardkitError)
