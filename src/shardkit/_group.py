@@ -152,7 +152,23 @@ class Group:
         ]
         return state
 
-    def restore(self) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was written; modules of the group may have been unpickled before or not."""
+        self.__dict__.update(state)
+        self._restore_if_complete()
+
+    def note_restored(self) -> None:
+        """Another of its modules has been unpickled."""
+        self.__dict__["num_restored"] = self.__dict__.get("num_restored", 0) + 1
+        self._restore_if_complete()
+
+    def _restore_if_complete(self) -> None:
+        modules = self.__dict__.get("modules")
+        if modules is not None and self.__dict__.get("num_restored") == len(modules):
+            del self.__dict__["num_restored"]
+            self._restore()
+
+    def _restore(self) -> None:
         """Make anew what is not pickled, when modules and parameters have been unpickled.
 
         On the mesh that the parameters were bound to. With a number as `reshard_after_forward`

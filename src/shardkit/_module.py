@@ -512,8 +512,8 @@ def _restore(module: Any, pickled: tuple[dict[str, Any], Group | None, Any]) -> 
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
     ModuleState(module, group, policy).install()
     swap_class(module)
-    if group is not None and all(get_state(other) is not None for other in group.modules):
-        group.restore()  # The last of its modules is there.
+    if group is not None:
+        group.note_restored()
 
 
 def _state_of(module: Any) -> ModuleState:
