@@ -117,9 +117,9 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     _check_mesh(shard_mesh)
     reshard = _checked_reshard(reshard_after_forward, shard_mesh)
     _check_params(candidates, shard_mesh, offload_policy)
+    _check_reparametrized(candidates)
     if shard_placement_fn is not None:
         _check_placements(candidates, shard_placement_fn)
-    _check_reparametrized(candidates)
     group = None
     if candidates:
         group = Group(

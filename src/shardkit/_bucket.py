@@ -355,9 +355,6 @@ class Bucket:
             for module, attribute in found.sites:
                 setattr(module, attribute, found.param)
             return
-        for module, _ in found.sites:
-            if isinstance(module, nn.RNNBase):
-                _compat.rnn_forget_weight_refs(module)
         try:
             torch.utils.swap_tensors(found.param, replacement)
         except RuntimeError as error:

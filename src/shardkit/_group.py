@@ -28,15 +28,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
 
 
-_REMADE = (
-    "mesh",
-    "shard_axis",
-    "replicate_axis",
-    "kept_axis",
-    "gradients",
-    "grad_buckets",
-    "buckets",
-)
+_REMADE = ("mesh", "shard_axis", "replicate_axis", "kept_axis", "gradients", "grad_buckets")
 """Attributes of a group that are not pickled."""
 
 
@@ -91,12 +83,12 @@ class Group:
         self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy, offload=offload)
         self._find_axes()
         self._make_gradients()
+        self.set_reshard_after_forward(settings.reshard_after_forward)
 
     def _find_axes(self) -> None:
         mesh = self.mesh
         self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
         self.replicate_axis: AxisComm | None = mesh.backend.axis(0) if mesh.ndim > 1 else None
-        self.set_reshard_after_forward(self.settings.reshard_after_forward)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
         """Choose what happens to the memory after forward; an int makes a process group."""
@@ -142,36 +134,56 @@ class Group:
         result._make_gradients()  # noqa: SLF001
         return result
 
-    def for_pickle(self) -> dict[str, Any]:
-        """Return what is written of the group: options, modules, parameters and their layouts."""
+    def __copy__(self) -> Group:
+        """Return a group with the same attributes; `copy_for` makes it independent."""
+        result = Group.__new__(Group)
+        result.__dict__.update(self.__dict__)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is written of the group: settings, modules, parameters and their layouts."""
         transient = Group.__new__(Group)
         transient._reset_place()  # noqa: SLF001 - own class
         left_out = {*_REMADE, *transient.__dict__}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        if len(self.modules) > 1:
-            msg = (
-                f"modules {self.name!r} were sharded as a list and cannot be pickled one by one. "
-                f"Save the state dict instead, and shard the model again where it is loaded."
-            )
-            raise StateError(msg)
         state["settings"] = self.settings.copy()
-        state["buckets"] = [(b.found, b.layout, b.offload) for b in self.buckets]
+        state["buckets"] = [
+            (bucket.found, bucket.layout, bucket.offload) for bucket in self.buckets
+        ]
         return state
 
-    @classmethod
-    def from_pickle(cls, state: dict[str, Any]) -> Group:
-        """Return the group of parameters that were unpickled, on the mesh these were bound to."""
-        self = cls.__new__(cls)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was written; modules of the group may have been unpickled before or not."""
         self.__dict__.update(state)
+        self._restore_if_complete()
+
+    def note_restored(self) -> None:
+        """Another of its modules has been unpickled."""
+        self.__dict__["num_restored"] = self.__dict__.get("num_restored", 0) + 1
+        self._restore_if_complete()
+
+    def _restore_if_complete(self) -> None:
+        modules = self.__dict__.get("modules")
+        if modules is not None and self.__dict__.get("num_restored") == len(modules):
+            del self.__dict__["num_restored"]
+            self._restore()
+
+    def _restore(self) -> None:
+        """Make anew what is not pickled, when modules and parameters have been unpickled.
+
+        On the mesh that the parameters were bound to. With a number as `reshard_after_forward`
+        this makes a process group, so all ranks must load.
+        """
         self._reset_place()
-        self.mesh = state["buckets"][0][0][0].param.spec.mesh
+        written: Any = self.buckets
+        self.mesh = written[0][0][0].param.spec.mesh
         self.buckets = [
             restore(found, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
-            for found, layout, offload in state["buckets"]
+            for found, layout, offload in written
         ]
         self._find_axes()
         self._make_gradients()
-        return self
+        self.set_reshard_after_forward(self.settings.reshard_after_forward)
 
     @property
     def was_replaced(self) -> bool:

@@ -104,7 +104,7 @@ class ModuleState:
             if name in dicts and own.intersection(value)
             else value
             for name, value in attributes.items()
-            if name != STATE_ATTRIBUTE
+            if name not in (STATE_ATTRIBUTE, _compat.COMPILED_CALL)
         }
 
     def make_runtime(self) -> Runtime | None:

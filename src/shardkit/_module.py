@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._group import Group
 from shardkit._hooks import ModuleState, get_state
 from shardkit._schedule import BackwardPrefetch
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit._group import Group
     from shardkit.backends.base import AllGather, ReduceScatter
 
 _sharded_classes: dict[type, type] = {}
@@ -89,6 +89,8 @@ class FSDPModule:
             if name != _compat.COMPILED_CALL:
                 result.__dict__[name] = copy.deepcopy(value, memo)
         copied = ModuleState(result, None, state.policy)
+        copied.forward_prefetch = state.forward_prefetch
+        copied.backward_prefetch = state.backward_prefetch
         copied.install()
         swap_class(result)
         if state.group is not None:
@@ -104,7 +106,7 @@ class FSDPModule:
         raise StateError(msg)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Pickle this rank's pieces and the options; the copy is sharded on a mesh alike.
+        """Pickle this rank's pieces and the settings; the copy is sharded on a mesh alike.
 
         For `torch.save` and ``torch.load(weights_only=False)``, each rank its own file.
         """
@@ -112,13 +114,8 @@ class FSDPModule:
         state = _state_of(self)
         self.reshard()
         attributes = state.without_own_hooks(dict(self.__getstate__()))  # type: ignore[call-overload]
-        group = state.group.for_pickle() if state.group is not None else None
-        pickled = (
-            attributes,
-            group,
-            state.policy,
-            (state.forward_prefetch, state.backward_prefetch),
-        )
+        prefetch = (state.forward_prefetch, state.backward_prefetch)
+        pickled = (attributes, state.group, state.policy, prefetch)
         return _new_module, (own_class(self),), pickled, None, None, _restore
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -504,8 +501,9 @@ class FSDPModule:
 
 def _copy_group(group: Group, copied: ModuleState, memo: dict[int, Any]) -> None:
     """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
-    is_first = id(group) not in memo
-    states: list[ModuleState] = memo.setdefault(id(group), [])
+    key: Any = ("copies of a group", id(group))
+    is_first = key not in memo
+    states: list[ModuleState] = memo.setdefault(key, [])
     states.append(copied)
     if is_first:
         for module in group.modules:
@@ -519,7 +517,7 @@ def _new_module(original: type[nn.Module]) -> nn.Module:
     return nn.Module.__new__(original)
 
 
-def _restore(module: Any, pickled: tuple[dict[str, Any], dict[str, Any] | None, Any, Any]) -> None:
+def _restore(module: Any, pickled: tuple[dict[str, Any], Group | None, Any, Any]) -> None:
     """Turn an unpickled module into what it was."""
     attributes, group, policy, prefetch = pickled
     module.__setstate__(attributes)
@@ -532,10 +530,12 @@ def _restore(module: Any, pickled: tuple[dict[str, Any], dict[str, Any] | None, 
         for number in hooks
     ]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
-    state = ModuleState(module, Group.from_pickle(group) if group else None, policy)
+    state = ModuleState(module, group, policy)
     state.forward_prefetch, state.backward_prefetch = prefetch
     state.install()
     swap_class(module)
+    if group is not None:
+        group.note_restored()
 
 
 def _state_of(module: Any) -> ModuleState:

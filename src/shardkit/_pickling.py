@@ -39,8 +39,8 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     spec, mesh = tensor.spec, tensor.spec.mesh
     if spec.tensor_parallel is not None:
         msg = (
-            f"sharded {spec.name!r} is also split over a tensor-parallel mesh, which a pickle "
-            f"cannot describe. Save full_tensor(), or torch.distributed.checkpoint files."
+            f"sharded {spec.name!r} is split over a tensor-parallel mesh as well, and such pieces "
+            f"cannot be pickled. Save full_tensor(), called on all ranks."
         )
         raise ShardedTensorError(msg)
     is_param = isinstance(tensor, nn.Parameter)

@@ -197,6 +197,33 @@ def test_hooks_made_after_loading_take_no_ones_place() -> None:
         torch.utils.hooks.RemovableHandle.next_id = before
 
 
+def test_modules_that_share_a_group_share_it_after_loading() -> None:
+    mesh, log = recording_mesh((2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4))
+    fully_shard(list(model), mesh, reshard_after_forward=True)
+    holder = Chain(model)
+    fully_shard(holder, mesh)
+    twin = pickle.loads(pickle.dumps(holder))
+    logs = []
+    for each in (holder, twin):
+        log.clear()
+        each(torch.ones(2, 3, 4)).sum().backward()
+        logs.append(list(log))
+    assert logs[0] == logs[1]
+    assert len([entry for entry in logs[0] if entry[0] == "start all_gather"]) == 1
+    grads = [[param.grad.to_local() for param in each.parameters()] for each in (holder, twin)]
+    assert all(torch.equal(grad, other) for grad, other in zip(*grads, strict=True))
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))[0]
+
+
 def test_a_part_is_pickled_by_itself() -> None:
     mesh, _ = recording_mesh((2,))
     model = make(mesh)

@@ -83,17 +83,6 @@ def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
     raise MeshError(msg)
 
 
-def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
-    """Return how a parameter is spread over a mesh of its own; None if it is not a DTensor."""
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if dtensor is None or not isinstance(param, dtensor):
-        return None  # Where nobody has imported DTensor there is none.
-    from shardkit.backends.tensor_parallel import TensorParallel
-
-    mesh = as_device_mesh(param.device_mesh, device_type=param.device.type)
-    return TensorParallel.of(param, mesh)
-
-
 def mesh_of_world(
     device_type: str, shape: Sequence[int], names: Sequence[str] | None
 ) -> DeviceMesh | None:
@@ -104,6 +93,17 @@ def mesh_of_world(
     if len(shape) != 1 or current_world_size() != shape[0]:
         return None
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
+    """Return how a parameter is spread over a mesh of its own; None if it is not a DTensor."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if dtensor is None or not isinstance(param, dtensor):
+        return None  # Where nobody has imported DTensor there is none.
+    from shardkit.backends.tensor_parallel import TensorParallel
+
+    mesh = as_device_mesh(param.device_mesh, device_type=param.device.type)
+    return TensorParallel.of(param, mesh)
 
 
 def _backend_class(device_type: str) -> type[Any]:
