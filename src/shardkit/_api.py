@@ -267,12 +267,12 @@ def _check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Refuse places of a parameter that its group does not know: it is not gathered for them."""
     ignored_ids = {id(param) for param in ignored}
     sites = [
-        (f"{prefix}.{attribute}" if prefix else attribute, child, attribute, param)
+        (module, f"{prefix}.{attribute}" if prefix else attribute, child, attribute, param)
         for module in modules
         for prefix, child in module.named_modules()
         for attribute, param in child._parameters.items()  # noqa: SLF001 - keeps tied ones apart
     ]
-    for name, child, attribute, param in sites:
+    for module, name, child, attribute, param in sites:
         if not isinstance(param, ShardedTensor) or id(param) in ignored_ids:
             continue
         found = param.spec.found() if param.spec.found is not None else None
@@ -280,7 +280,7 @@ def _check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
             continue
         owner, owner_attribute = found.sites[0]
         msg = (
-            f"parameter {name!r} of {own_class(child).__name__} is tied: the same Parameter "
+            f"parameter {name!r} of {own_class(module).__name__} is tied: the same Parameter "
             f"is {owner_attribute!r} of {own_class(owner).__name__}, whose group gathers it "
             f"for that module alone. Take all modules that hold it in one fully_shard call: "
             f"shard neither by itself, but the module that holds both, or a list of both."

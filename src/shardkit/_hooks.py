@@ -6,7 +6,6 @@ hold no state of their own.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -207,10 +206,9 @@ class ModuleState:
                 self.group.needs_memory or not self.group.gradients.is_local
             ):
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
-        frame = inspect.currentframe() if is_root else None
-        self._open.append(
-            _OpenForward(record, is_root, is_recompute, sys.exception(), frame and frame.f_back)
-        )
+        # Not this frame: it would hold itself.
+        caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
+        self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception(), caller))
         return args, kwargs
 
     def _starts_pass(self, runtime: Runtime) -> bool:
@@ -224,7 +222,7 @@ class ModuleState:
         if runtime.pass_root is not self:
             return False
         opened = next((entry.frame for entry in self._open if entry.is_root), None)
-        frame = inspect.currentframe()
+        frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
         while frame is not None:
             if frame is opened:
                 return False
