@@ -209,16 +209,10 @@ class Bucket:
         self.shard_device = first.device if is_meta else self.home
         self.is_offloaded = self.shard_device != self.device
         self._kept_part: _KeptPart | None = None
-        self.tensor_parallel = [_tensor_parallel_of(f.param) for f in found]
+        self._gathered_version = -1
+        self._prepare()
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
-        self.layout = layout or FlatLayout.plan(
-            [
-                tuple(f.param.shape) if tp is None else tp.local_shape
-                for f, tp in zip(found, self.tensor_parallel, strict=True)
-            ],
-            world_size=self.axis.size,
-            itemsize=itemsize,
-        )
+        self.layout = layout or self._plan(itemsize)
         self.aliases_shard = (
             self.axis.size == 1 and self.param_dtype == self.orig_dtype and not self.is_offloaded
         )
@@ -235,6 +229,7 @@ class Bucket:
                     name=f.name,
                     siblings=siblings,
                     tensor_parallel=self.tensor_parallel[i],
+                    subclass=self.subclass,
                 )
                 for i, f in enumerate(found)
             ]
@@ -245,12 +240,36 @@ class Bucket:
                 for i, f in enumerate(found)
             ]
             self._make_unsharded()
-        self._gathered_version = -1
         self._visible = False
         self._places: list[_Place] = []
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
     # --- construction ---
+
+    def _prepare(self) -> None:
+        """Find out how the parameters are made."""
+        self.subclass: Any = None
+        self.tensor_parallel = [_tensor_parallel_of(f.param) for f in self.found]
+        self.converts_gradients = any(tp is not None for tp in self.tensor_parallel)
+
+    def _plan(self, itemsize: int) -> FlatLayout:
+        """Lay out the parameters, or this rank's parts of them."""
+        shapes = [
+            tuple(f.param.shape) if tp is None else tp.local_shape
+            for f, tp in zip(self.found, self.tensor_parallel, strict=True)
+        ]
+        return FlatLayout.plan(shapes, world_size=self.axis.size, itemsize=itemsize)
+
+    def _part_of(self, index: int, param: Tensor) -> Tensor:
+        """Return the plain tensor that is cut."""
+        tensor_parallel = self.tensor_parallel[index]
+        return param if tensor_parallel is None else tensor_parallel.to_part(param)
+
+    def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
+        """Return the plain tensor of a gradient, if `converts_gradients`; may be collective."""
+        tensor_parallel = self.tensor_parallel[index]
+        part: Tensor = grad if tensor_parallel is None else tensor_parallel.part_of_gradient(grad)
+        return part
 
     def _cut_shard(self) -> Tensor:
         shard = torch.zeros(
@@ -264,11 +283,8 @@ class Bucket:
             if isinstance(param, ShardedTensor):
                 piece = param.to_local()
             else:
-                tensor_parallel = self.tensor_parallel[i]
-                if tensor_parallel is not None:
-                    param = tensor_parallel.to_part(param)
                 start, stop = self.layout.owned_range(i, self.axis.rank)
-                piece = param.reshape(-1)[start:stop]
+                piece = self._part_of(i, param).reshape(-1)[start:stop]
             to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
             shard[to_start:to_stop] = piece
         return shard
@@ -315,12 +331,20 @@ class Bucket:
             param = nn.Parameter(view, requires_grad=found.param.requires_grad)
             param.__dict__.update(user_attributes(found.param))
             param.__dict__[NAME_ATTRIBUTE] = found.name
-            _showing[id(param)] = self
             self.unsharded.append(param)
+        self._note_showing()
         self._classes: list[type] = [type(param) for param in self.unsharded]
         if self.buffer is not None:
             self.buffer.close()
             self._hide_freed()
+
+    def _note_showing(self) -> None:
+        _showing.update({id(param): self for param in self.unsharded})
+
+    def _show_classes(self) -> None:
+        """Let the unsharded parameters be used."""
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = cls
 
     def _hide_freed(self) -> None:
         """Let any use of the unsharded parameters raise."""
@@ -439,8 +463,7 @@ class Bucket:
         """Get memory; return the fence after which it may be written."""
         assert self.buffer is not None
         self._gathered_version = self.shard_version
-        for param, cls in zip(self.unsharded, self._classes, strict=True):
-            param.__class__ = cls
+        self._show_classes()
         return self.buffer.attach(pool, for_compute=False)
 
     def detach(self, pool: SlotPool, fence: Any) -> None:
@@ -449,12 +472,15 @@ class Bucket:
         self.buffer.detach(pool, fence, by_compute=True)
         self._hide_freed()
 
-    def gather_job(self, comm: AllGather | None) -> Gather:
+    def gather_jobs(self, comm: AllGather | None) -> list[Gather]:
         """Return what the backend has to gather: over the shard axis, or what `keep_part` left."""
         part = self._kept_part
         if part is None:
-            return Gather(self.full, self.own, self.shard, comm)
-        return Gather(self.full, self._range_of(part.axis), part.values, comm)
+            return [Gather(self.full, self.own, self.shard, comm)]
+        return [Gather(self.full, self._range_of(part.axis), part.values, comm)]
+
+    def finish_gather(self) -> None:
+        """Do what is left when everything has come: nothing, it came to where it belongs."""
 
     # --- parts kept between forward and backward ---
 
@@ -537,63 +563,3 @@ def _tensor_parallel_of(param: Tensor) -> Any:
     if isinstance(param, ShardedTensor):
         return param.spec.tensor_parallel
     return tensor_parallel_of(param)
-
-
-def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
-    """Return a bucket for sharded parameters that are cut as `bucket`'s are, with their dtype.
-
-    For parameters whose pieces were replaced, and for copies.
-
-    Raises:
-        StateError: Their dtypes or devices differ, or they are on another device than the mesh.
-    """
-    first = found[0].param
-    for item in found:
-        at_home = item.param.device.type in (bucket.home.type, "meta")
-        if item.param.dtype != first.dtype or item.param.device != first.device or not at_home:
-            msg = (
-                f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
-                f"shares a buffer with {found[0].name!r}, {first.dtype} on {first.device}. "
-                f"Convert all parameters of the group alike, and stay on the device type "
-                f"{bucket.home.type!r}."
-            )
-            raise StateError(msg)
-    return restore(
-        found,
-        mesh=bucket.mesh,
-        policy=bucket.policy,
-        layout=bucket.layout,
-        offload=bucket.offload,
-    )
-
-
-def restore(
-    found: Sequence[FoundParam],
-    *,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    layout: FlatLayout,
-    offload: OffloadPolicy,
-) -> Bucket:
-    """Return a bucket of sharded parameters that are cut as `layout` says."""
-    result = Bucket(found, mesh=mesh, policy=policy, layout=layout, offload=offload)
-    for index in range(len(found)):
-        result.adopt(index)
-    return result
-
-
-def make_buckets(
-    found: Sequence[FoundParam],
-    *,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-) -> list[Bucket]:
-    """Split parameters into buckets, in order of first appearance; the same on every rank."""
-    by_kind: dict[tuple[Any, ...], list[FoundParam]] = {}
-    for item in found:
-        param = item.param
-        kind = (param.dtype, param.device, policy.dtypes_for(param.dtype), param.requires_grad)
-        by_kind.setdefault(kind, []).append(item)
-    make = functools.partial(Bucket, mesh=mesh, policy=policy, offload=offload)
-    return [make(items) for items in by_kind.values()]

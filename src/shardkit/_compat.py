@@ -131,6 +131,11 @@ def is_called_by_ddp(frame: types.FrameType | None) -> bool:
     )
 
 
+def preserve_versions(tensors: Sequence[Tensor]) -> Any:
+    """Return a context in which writes to tensors do not raise their version counters."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
+
+
 def is_mutable_op(func: Any) -> bool:
     """Whether the operator writes to one of its arguments."""
     return bool(func._schema.is_mutable)

@@ -229,9 +229,9 @@ class GroupGradients:
             hold: Keep the tensor rather than copy it now.
         """
         self.fired[bucket_index][index] = 1
-        tensor_parallel = self._buckets[bucket_index].tensor_parallel[index]
-        if tensor_parallel is not None:
-            grad = tensor_parallel.part_of_gradient(grad)
+        bucket = self._buckets[bucket_index]
+        if bucket.converts_gradients:
+            grad = bucket.part_of_gradient(index, grad)
         if hold:
             held = self._held[bucket_index]
             held[index] = held[index] + grad if index in held else grad
@@ -244,9 +244,8 @@ class GroupGradients:
         """Take the gradient of one parameter and assign it at once: nobody else has a part."""
         self.fired[bucket_index][index] = 1
         bucket = self._buckets[bucket_index]
-        tensor_parallel = bucket.tensor_parallel[index]
-        if tensor_parallel is not None:
-            grad = tensor_parallel.part_of_gradient(grad)
+        if bucket.converts_gradients:
+            grad = bucket.part_of_gradient(index, grad)
         if grad.requires_grad:
             grad = grad.detach()
         if grad.dtype is not bucket.orig_dtype or bucket.is_offloaded:

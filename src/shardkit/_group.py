@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit._bucket import FoundParam, make_buckets, rebuild, restore
+from shardkit._bucket import FoundParam
+from shardkit._buckets import make_buckets, rebuild, restore
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
 from shardkit._sharded import user_attributes
@@ -345,7 +346,7 @@ class Group:
         fences = [bucket.attach(pool) for bucket in buckets]
         fences += [bucket.kept_part.fence for bucket in buckets if bucket.kept_part is not None]
         comm = self.settings.comm.all_gather
-        return [bucket.gather_job(comm) for bucket in buckets], fences
+        return [job for bucket in buckets for job in bucket.gather_jobs(comm)], fences
 
     @property
     def gather_axis(self) -> AxisComm:
@@ -362,6 +363,8 @@ class Group:
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            for bucket in self.buckets:
+                bucket.finish_gather()
 
     def free(self, lanes: Lanes, pool: SlotPool) -> None:
         """Give the memory back and show the sharded parameters."""

@@ -122,6 +122,10 @@ class SlotPool:
         slot.by_compute = by_compute
         self._free.append(slot)
 
+    def fence(self) -> Any:
+        """Return a mark of all compute issued so far, for memory that is no slot."""
+        return self._lanes.fence()
+
     def trim(self) -> None:
         """Give free slots back to the allocator."""
         self._free.clear()

@@ -43,6 +43,12 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
             f"cannot be pickled. Save full_tensor(), called on all ranks."
         )
         raise ShardedTensorError(msg)
+    if spec.subclass is not None:
+        msg = (
+            f"sharded {spec.name!r} is a {spec.subclass.cls.__name__}, which a pickle cannot "
+            f"describe. Save full_tensor(), called on all ranks."
+        )
+        raise ShardedTensorError(msg)
     is_param = isinstance(tensor, nn.Parameter)
     return rebuild_tensor, (
         tensor.local_piece.detach(),

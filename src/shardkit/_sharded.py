@@ -49,6 +49,7 @@ class ShardSpec:
         stop: Its end; equal to `start` where this rank owns nothing.
         piece_range: [start, stop) of this rank's piece in its shard.
         siblings: Open flats of the bucket (`_ops.FlatMaker`).
+        subclass: How it is gathered, if it says so itself (`_subclass_bucket.Subclass`).
         tensor_parallel: How it is split over axes of another mesh before it is cut here
             (`shardkit.backends.tensor_parallel.TensorParallel`); the layout, `start` and `stop`
             are those of this rank's part. None: not at all.
@@ -68,6 +69,7 @@ class ShardSpec:
         "siblings",
         "start",
         "stop",
+        "subclass",
         "tensor_parallel",
     )
 
@@ -81,6 +83,7 @@ class ShardSpec:
         name: str,
         siblings: Any = None,
         tensor_parallel: Any = None,
+        subclass: Any = None,
     ) -> None:
         self.siblings = siblings
         self.found: weakref.ref[Any] | None = None
@@ -89,6 +92,7 @@ class ShardSpec:
         self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
         self.axis = axis
         self.tensor_parallel = tensor_parallel
+        self.subclass = subclass
         self.axes = (axis,) if tensor_parallel is None else (axis, *tensor_parallel.axes)
         self.name = name
         self.start, self.stop = layout.owned_range(index, axis.rank)
