@@ -250,7 +250,7 @@ class GroupGradients:
             grad = grad.detach()
         if grad.dtype is not bucket.orig_dtype or bucket.is_offloaded:
             grad = grad.to(bucket.shard_device, bucket.orig_dtype)
-        piece = grad.reshape(-1)
+        piece = grad if grad.ndim == 1 else grad.reshape(-1)
         if self._comm.divide_factor is not None:
             piece = piece / self._comm.divide_factor
         assign_grad(bucket.found[index].param, piece, bucket.specs[index])

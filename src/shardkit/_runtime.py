@@ -119,7 +119,10 @@ class Runtime:
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         self.peak_reduce_nbytes = 0
-        self.schedule = UnshardSchedule(nbytes=[group.unsharded_nbytes for group in self.groups])
+        self.schedule = UnshardSchedule(
+            nbytes=[group.unsharded_nbytes for group in self.groups],
+            is_idle=not any(group.needs_memory for group in self.groups),
+        )
         self.reduce_order = ReduceOrder()
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
@@ -342,7 +345,8 @@ class Runtime:
 
     def enter_backward(self, record: ForwardRecord) -> None:
         """A gradient of a group's outputs came."""
-        self.begin_backward()
+        if not self._backward_running:
+            self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
             self._makes_graph = True
             self.schedule.hold(on=True)
@@ -421,6 +425,8 @@ class Runtime:
 
     def _complete(self, group: Group) -> None:
         group.is_complete = True
+        if group.gradients.is_local:
+            return
         if not group.settings.sync:
             group.gradients.write_held(self.lanes, self.slots)
         for index in self.reduce_order.complete(group.index):

@@ -95,18 +95,21 @@ class UnshardSchedule:
     Args:
         prefetch_depth: Groups gathered ahead of use; 0 gathers each when it is entered.
         nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
-            `BATCH_NBYTES`. Empty: none is small. All 0 (one rank, no casts): uses are noted, and
-            there is nothing to do.
+            `BATCH_NBYTES`. Empty: none is small.
+        is_idle: No group needs memory of its own (one rank, no casts): uses are noted, and there
+            is nothing to do.
 
     Attributes:
         options: What users chose.
     """
 
-    def __init__(self, *, prefetch_depth: int = 1, nbytes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, prefetch_depth: int = 1, nbytes: Sequence[int] = (), is_idle: bool = False
+    ) -> None:
         self.prefetch_depth = prefetch_depth
         self.batch_nbytes = BATCH_NBYTES if nbytes else 0
         self._nbytes = nbytes
-        self._has_nothing_to_gather = bool(nbytes) and not any(nbytes)
+        self._is_idle = is_idle
         self.options = ScheduleOptions()
         self._live: dict[int, None] = {}
         self._in_forward: dict[int, int] = {}
@@ -173,7 +176,7 @@ class UnshardSchedule:
         """A group's forward starts: gather it if need be, then the one expected next."""
         actions = self._use(group)
         self._in_forward[group] = self._in_forward.get(group, 0) + 1
-        if self._has_nothing_to_gather:
+        if self._is_idle:
             return actions
         self._order.append(group)
         expected = self._expect_next(group)
@@ -240,7 +243,7 @@ class UnshardSchedule:
         """The first gradient of a group's outputs came: gather it, then the one before it."""
         actions = [] if group in self.options.idle_in_backward else self._use(group)
         self._in_backward.add(group)
-        if self._has_nothing_to_gather:
+        if self._is_idle:
             return actions
         if group in self.options.next_in_backward:
             return actions + self._prefetch_all(self.options.next_in_backward[group])
@@ -258,7 +261,7 @@ class UnshardSchedule:
         self._in_backward.discard(group)
         self._in_recompute.discard(group)
         self._by_hand.discard(group)
-        if self._has_nothing_to_gather:
+        if self._is_idle:
             return []
         before = self._before(group)
         for position in range(len(self._tape) - 1, -1, -1):
@@ -343,7 +346,7 @@ class UnshardSchedule:
     # --- parts ---
 
     def _use(self, group: int) -> list[Action]:
-        if self._has_nothing_to_gather:
+        if self._is_idle:
             return []
         actions = [] if group in self._live else self._gather(group)
         self._prefetched.discard(group)

@@ -825,3 +825,21 @@ def test_each_root_remembers_what_came_next_in_its_own_passes() -> None:
         schedule.end_pass(needs_backward=False)
     schedule.begin_pass(outstanding=False, root="a")
     assert "prefetch 1" in line("in", schedule.enter_forward(0))
+
+
+def test_an_idle_schedule_notes_uses_and_does_nothing() -> None:
+    schedule = UnshardSchedule(nbytes=[0, 0], is_idle=True)
+    for _ in range(2):
+        schedule.begin_pass(outstanding=False)
+        for group in (0, 1):
+            assert schedule.enter_forward(group) == []
+            assert schedule.in_use(group)
+            assert schedule.exit_forward(group, needs_backward=True) == []
+            assert not schedule.in_use(group)
+        assert schedule.end_pass(needs_backward=True) == []
+        for group in (1, 0):
+            assert schedule.enter_backward(group) == []
+            assert schedule.in_use(group)
+            assert schedule.exit_backward(group, outstanding=False) == []
+        assert schedule.end_backward() == []
+        assert schedule.live == ()
