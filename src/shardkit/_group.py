@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardkit import _compat
 from shardkit._bucket import FoundParam
 from shardkit._buckets import make_buckets, rebuild, restore
 from shardkit._errors import StateError
@@ -17,7 +18,7 @@ from shardkit._sharded import user_attributes
 from shardkit._state_dict import install_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -29,7 +30,17 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
 
 
-_REMADE = ("mesh", "shard_axis", "replicate_axis", "kept_axis", "gradients", "grad_buckets")
+_REMADE = (
+    "mesh",
+    "shard_axis",
+    "replicate_axis",
+    "kept_axis",
+    "gradients",
+    "grad_buckets",
+    "takes_at_once",
+    "_arrived",
+    "_positions",
+)
 """Attributes of a group that are not pickled."""
 
 
@@ -259,15 +270,48 @@ class Group:
             receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
             comm=self.settings.comm,
         )
+        # With one rank and no casts nothing waits for a gradient: all are taken at the end of
+        # backward, and what runs for each of them until then is not even Python.
+        self._arrived: list[Tensor] = []
+        self.takes_at_once = self.needs_memory or not self.gradients.is_local
         for i, bucket in enumerate(self.grad_buckets):
             for index, param in enumerate(bucket.unsharded):
-                was_frozen = not param.requires_grad
-                param.requires_grad_(True)
-                param.register_post_accumulate_grad_hook(
-                    functools.partial(_take_grad, weakref.ref(self), i, index)
-                )
-                if was_frozen:
-                    param.requires_grad_(False)
+                hook = functools.partial(_take_grad, weakref.ref(self), i, index)
+                _add_hook(param, hook if self.takes_at_once else self._arrived.append)
+        self._positions = {
+            id(param): (i, index)
+            for i, bucket in enumerate(self.grad_buckets)
+            for index, param in enumerate(bucket.unsharded)
+        }
+
+    def take_at_once(self) -> None:
+        """Take gradients when they come from now on, rather than at the end of backward."""
+        if not self.takes_at_once:
+            self.takes_at_once = True
+            for i, bucket in enumerate(self.grad_buckets):
+                for index, param in enumerate(bucket.unsharded):
+                    _add_hook(param, functools.partial(_take_grad, weakref.ref(self), i, index))
+
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether users want to be told of gradients as they come."""
+        return any(
+            _compat.post_accumulate_grad_hooks(param)
+            for bucket in self.grad_buckets
+            for param in bucket.sharded
+        )
+
+    def take_arrived(self) -> None:
+        """Take the gradients that came and have not been taken."""
+        for param in self._arrived:
+            _take_grad(weakref.ref(self), *self._positions[id(param)], param)
+        self._arrived.clear()
+
+    def drop_arrived(self) -> None:
+        """Forget them."""
+        for param in self._arrived:
+            param.grad = None
+        self._arrived.clear()
 
     # --- adopting the user's parameters ---
 
@@ -438,6 +482,15 @@ class Group:
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)
         ]
+
+
+def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a post-accumulate-grad hook, also on a parameter that is frozen for now."""
+    was_frozen = not param.requires_grad
+    param.requires_grad_(True)
+    param.register_post_accumulate_grad_hook(hook)
+    if was_frozen:
+        param.requires_grad_(False)
 
 
 def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, param: Tensor) -> None:

@@ -264,6 +264,8 @@ class Runtime:
             self.reduce_order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
+        if not is_watched:
+            group.take_at_once()  # Else nobody would: no output tells that backward has begun.
         if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
@@ -364,6 +366,8 @@ class Runtime:
         group.records.add(record)
         group.num_active += 1
         group.num_watched += record.has_input_grads
+        if not group.takes_at_once and group.has_user_hooks:
+            group.take_at_once()
         self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index))
         if group.settings.unshard_in_backward:
@@ -488,6 +492,8 @@ class Runtime:
 
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
+        for group in self.groups:
+            group.take_arrived()
         if self._any_fired:
             self._reduce_rest()
         else:
@@ -563,6 +569,7 @@ class Runtime:
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
+            group.drop_arrived()
             group.records.clear()
             group.forget_backward()
             group.gradients.reset(self.slots)
