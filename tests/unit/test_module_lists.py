@@ -1,0 +1,71 @@
+"""Modules sharded as a list are one group, gathered once for all of them; also in copies."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import torch
+from torch import nn
+
+from shardkit import fully_shard
+from shardkit.backends.recording import recording_mesh
+
+GATHER = "start all_gather"
+
+
+def make() -> tuple[typing.Any, list[tuple[str, int]]]:
+    """Return a model whose first and last layer are one group, and what is communicated."""
+    mesh, log = recording_mesh((2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4))
+    fully_shard([model[0], model[2]], mesh)
+    fully_shard(model[1], mesh)
+    return fully_shard(model, mesh), log
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_the_group_is_gathered_once_in_forward() -> None:
+    model, log = make()
+    for _ in range(3):
+        log.clear()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        assert sum(numel for what, numel in log if what == GATHER) == (20 + 36) + 40
+
+
+def test_it_is_freed_when_the_pass_ends_although_a_module_did_not_run() -> None:
+    model, _ = make()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        model[0](torch.ones(2, 4))
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+
+
+def test_a_copy_has_a_group_of_its_own() -> None:
+    model, _ = make()
+    step(model)
+    twin = copy.deepcopy(model)
+    groups = [twin[0].memory_stats()["shard_nbytes"], twin[2].memory_stats()["shard_nbytes"]]
+    assert groups[0] == groups[1] == model[0].memory_stats()["shard_nbytes"]
+    model.zero_grad()
+    twin.zero_grad()
+    step(twin)
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    before = [p.to_local().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1)
+    step(model)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), value)
+
+
+def test_a_copy_of_one_of_them_takes_the_others_along() -> None:
+    model, _ = make()
+    part = copy.deepcopy(model[0])
+    assert part.memory_stats()["shard_nbytes"] == model[0].memory_stats()["shard_nbytes"]
+    assert type(part) is type(model[0])
