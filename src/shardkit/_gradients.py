@@ -269,6 +269,11 @@ class GroupGradients:
         """Whether gradients came that have not been sent."""
         return any(self._held) or any(b.written for b in self._buffers if b is not None)
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits: gradients, or sums that were not all-reduced."""
+        return self.has_collected or bool(self._partials)
+
     def _buffer(self, bucket_index: int) -> SendBuffer:
         buffer = self._buffers[bucket_index]
         if buffer is None:

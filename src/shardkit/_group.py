@@ -47,6 +47,9 @@ _REMADE = (
 class GradListener(Protocol):
     """Who wants to know that gradients came: the runtime."""
 
+    def begin_backward(self) -> None:
+        """A backward has begun; its end is to be told."""
+
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
         """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
 
@@ -271,13 +274,14 @@ class Group:
             comm=self.settings.comm,
         )
         # With one rank and no casts nothing waits for a gradient: all are taken at the end of
-        # backward, and what runs for each of them until then is not even Python.
+        # backward, and next to nothing runs for each of them until then.
         self._arrived: list[Tensor] = []
         self.takes_at_once = self.needs_memory or not self.gradients.is_local
+        note = _notes_arrival(weakref.ref(self), self._arrived)
         for i, bucket in enumerate(self.grad_buckets):
             for index, param in enumerate(bucket.unsharded):
                 hook = functools.partial(_take_grad, weakref.ref(self), i, index)
-                _add_hook(param, hook if self.takes_at_once else self._arrived.append)
+                _add_hook(param, hook if self.takes_at_once else note)
         self._positions = {
             id(param): (i, index)
             for i, bucket in enumerate(self.grad_buckets)
@@ -382,6 +386,23 @@ class Group:
         """Whether a shard changed since the group was gathered."""
         return any(bucket.is_stale for bucket in self.buckets)
 
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether a forward waits for a backward that would compute with the weights it used."""
+        versions = self.shard_versions
+        return any(not record.done and record.versions == versions for record in self.records)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a reduction of now would carry anything."""
+        gradients = self.gradients
+        return gradients.has_pending if self.settings.all_reduce else gradients.has_collected
+
+    @property
+    def has_reduce_hook(self) -> bool:
+        """Whether the user does something to reduced gradients, which may be collective."""
+        return self.settings.comm.all_reduce_hook is not None
+
     # --- unshard and reshard ---
 
     def attach(self, pool: SlotPool) -> tuple[list[Gather], list[Any]]:
@@ -415,7 +436,7 @@ class Group:
         self.wait_unshard()
         self.show(unsharded=False)
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
-        is_awaited = any(not record.done for record in self.records)
+        is_awaited = self.has_outstanding
         for bucket in buckets:
             if self.kept_axis is None or not is_awaited or bucket.is_stale:
                 bucket.drop_part()
@@ -482,6 +503,21 @@ class Group:
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)
         ]
+
+
+def _notes_arrival(
+    reference: weakref.ref[Group], arrived: list[Tensor]
+) -> Callable[[Tensor], None]:
+    """Return a hook that notes a parameter; the first one asks for the end of backward."""
+
+    def note(param: Tensor) -> None:
+        if not arrived:
+            group = reference()
+            if group is not None and group.listener is not None:
+                group.listener.begin_backward()
+        arrived.append(param)
+
+    return note
 
 
 def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:

@@ -154,11 +154,19 @@ class Runtime:
             group.show(unsharded=False)
         return [self.groups[index] for index in self.reduce_order.entered]
 
+    def _read_sizes(self) -> None:
+        """Tell the schedule how large the groups are now: they may have been converted."""
+        self.schedule.set_sizes(
+            [group.unsharded_nbytes for group in self.groups],
+            is_idle=not any(group.needs_memory for group in self.groups),
+        )
+
     def update_options(self) -> None:
         """Read the settings of all groups anew."""
         options = self.schedule.options
         groups = self.groups
         options.kept = {g.index for g in groups if not g.reshards_after_forward}
+        options.several_modules = {g.index for g in groups if len(g.modules) > 1}
         options.resting = {g.index for g in groups if not g.settings.reshard_after_backward}
         options.idle_in_backward = {g.index for g in groups if not g.settings.unshard_in_backward}
         options.next_in_forward = {
@@ -171,10 +179,13 @@ class Runtime:
             for g in groups
             if g.settings.backward_prefetch is not None
         }
+        for axis in dict.fromkeys(group.shard_axis for group in groups):
+            on_axis = [group for group in groups if group.shard_axis is axis]
+            wanted = any(group.settings.separate_reduce for group in on_axis)
+            self.lanes.separate_reduce(axis, enable=wanted)
         for group in groups:
             if group.settings.comm_memory:
                 self.lanes.allocate_from(group.shard_axis)
-            self.lanes.separate_reduce(group.shard_axis, enable=group.settings.separate_reduce)
 
     def _indices_of(self, wanted: Sequence[Group], by: Group) -> list[int]:
         for group in wanted:
@@ -207,12 +218,14 @@ class Runtime:
                 self.reshard(group)
                 group.refresh()
             group.modules_run.clear()
+        self._read_sizes()
         if self._optimizer_event is not None:
             event, self._optimizer_event = self._optimizer_event, None
             self.lanes.after_optimizer(event)
+        self.lanes.follow_compute()
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
-        outstanding = any(not record.done for group in self.groups for record in group.records)
+        outstanding = any(group.has_outstanding for group in self.groups)
         self.schedule.begin_pass(outstanding=outstanding, root=id(root))
 
     def end_pass(self, *, needs_backward: bool) -> None:
@@ -342,6 +355,8 @@ class Runtime:
         self._backward_running = True
         self._any_fired = False
         self._makes_graph = False
+        if any(g.replicate_axis is not None or g.has_reduce_hook for g in self._reducing):
+            self._finish_reducing()  # They communicate once more when waited for: in one order.
         self.reduce_order.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
@@ -383,7 +398,7 @@ class Runtime:
         group.num_watched -= record.has_input_grads
         if group.num_active > 0:
             return
-        others = any(not other.done for other in group.records)
+        others = group.has_outstanding
         self._leave(group, outstanding=others)
         # What has not fired by now is not used. Where nothing has fired at all this may be
         # ``autograd.grad``, which reduces nothing; if it is not, the end of backward reduces.
@@ -444,7 +459,7 @@ class Runtime:
         if not group.settings.sync:
             gradients.write_held(self.lanes, self.slots)
             return
-        if not (group.settings.reduce_unused or gradients.has_collected):
+        if not (group.settings.reduce_unused or group.has_pending):
             return
         if group in self._queued:
             return  # It completed again, by a graph retained from before: it is sent with the rest.
@@ -480,7 +495,7 @@ class Runtime:
         """Carry out the prefetch that was put off."""
         if self._put_off:
             groups, self._put_off = self._put_off, []
-            self._finish_reducing()
+            self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
             self._gather(groups)
 
     @staticmethod
@@ -518,7 +533,7 @@ class Runtime:
         late = [
             group.index
             for group in self.groups
-            if group.settings.sync and group.gradients.has_collected and group.index not in known
+            if group.settings.sync and group.has_pending and group.index not in known
         ]
         for index in (*rest, *late):
             self._reduce(self.groups[index])
@@ -543,6 +558,7 @@ class Runtime:
 
     def unshard(self, group: Group) -> None:
         """Start to unshard a group for the user."""
+        self.lanes.follow_compute()
         if group.is_stale:
             self._carry_out(self.schedule.refresh(group.index))
         self._carry_out(self.schedule.unshard(group.index))

@@ -69,6 +69,7 @@ class ScheduleOptions:
 
     Attributes:
         kept: Not resharded after forward.
+        several_modules: Of more than one module: not given back between them in backward either.
         resting: Not resharded after backward.
         idle_in_backward: Backward does not need their parameters.
         forward_prefetch: Whether forward gathers ahead.
@@ -79,6 +80,7 @@ class ScheduleOptions:
     """
 
     kept: set[int] = field(default_factory=set)
+    several_modules: set[int] = field(default_factory=set)
     resting: set[int] = field(default_factory=set)
     idle_in_backward: set[int] = field(default_factory=set)
     forward_prefetch: bool = True
@@ -126,6 +128,11 @@ class UnshardSchedule:
         self._position = 0
         self._tape: list[int] = []
         self._hold = False
+
+    def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
+        """Take other sizes, between passes."""
+        self._nbytes = nbytes
+        self._is_idle = is_idle
 
     # --- state ---
 
@@ -178,7 +185,8 @@ class UnshardSchedule:
         self._in_forward[group] = self._in_forward.get(group, 0) + 1
         if self._is_idle:
             return actions
-        self._order.append(group)
+        if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
+            self._order.append(group)
         expected = self._expect_next(group)
         if group in self.options.next_in_forward:
             return actions + self._prefetch_all(self.options.next_in_forward[group])
@@ -276,6 +284,10 @@ class UnshardSchedule:
     def _leave_backward(self, group: int, *, outstanding: bool) -> list[Action]:
         if self._hold or group in self._in_forward or group not in self._live:
             return []
+        if group in self.options.several_modules and group in self._tape:
+            self._unfinished.add(group)
+            return []
+        self._unfinished.discard(group)
         if outstanding:
             return self._trim_spare()
         if group in self.options.resting:
@@ -288,6 +300,7 @@ class UnshardSchedule:
         self._in_backward.clear()
         self._in_recompute.clear()
         self._unwatched.clear()
+        self._unfinished.clear()
         if self._hold:
             return []
         self._resting.update(g for g in self._live if g in self.options.resting)
@@ -426,8 +439,8 @@ class UnshardSchedule:
         if position >= len(order):
             return []
         self._position = position + 1
-        following = order[position + 1 : position + 1 + self._longest_batch]
-        return list(dict.fromkeys(following))
+        following = dict.fromkeys(order[position + 1 :])
+        return list(itertools.islice(following, self._longest_batch))
 
     def _before(self, group: int) -> list[int]:
         """Return the groups whose forward ended before `group`'s last one, nearest first."""
@@ -442,7 +455,7 @@ class UnshardSchedule:
     def _nearest(self, groups: Iterable[int]) -> list[int]:
         """Return the first few different groups that backward needs."""
         needed = (g for g in groups if g not in self.options.idle_in_backward)
-        return list(dict.fromkeys(itertools.islice(needed, self._longest_batch)))
+        return list(itertools.islice(dict.fromkeys(needed), self._longest_batch))
 
     @property
     def _longest_batch(self) -> int:

@@ -501,3 +501,44 @@ def embedding_idle_in_backward() -> Differences:
 
 def test_an_embedding_need_not_be_gathered_in_backward(spawn: Spawn) -> None:
     assert_within(spawn(embedding_idle_in_backward, 2), grad=TOLERANCE)
+
+
+# --- sums that wait for an all-reduce -----------------------------------------------------------
+
+
+class Either(nn.Module):
+    """Uses both layers or the second one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        return self.second(self.first(x) if both else x)
+
+
+def late_all_reduce() -> Differences:
+    """The group that has sums waiting is not used by the micro-batch that all-reduces."""
+    torch.manual_seed(2)
+    reference = Either()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((2, 2))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    differences = Differences()
+    for step in range(2):
+        for micro, both in enumerate((True, False)):
+            model.set_requires_all_reduce(micro == 1)
+            xs = [torch.full((2, 4), float(rank + micro + step)) for rank in range(4)]
+            model(xs[dist.get_rank()], both=both).square().mean().backward()
+            reference(torch.cat(xs), both=both).square().mean().backward()
+        differences.note_grads(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    return differences
+
+
+def test_sums_that_wait_are_reduced_although_nobody_uses_the_group(spawn: Spawn) -> None:
+    assert_within(spawn(late_all_reduce, 4), grad=1e-5)

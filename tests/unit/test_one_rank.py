@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import fully_shard
+from shardkit import MixedPrecisionPolicy, fully_shard
 from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
@@ -187,3 +187,54 @@ def test_a_hook_on_reduced_buffers_runs_with_one_rank_too() -> None:
         compare(model, plain)
         model.zero_grad()
         plain.zero_grad()
+
+
+class Penalized(nn.Module):
+    """Keeps a penalty on its weight, made in forward and never returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.penalty = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.linear.weight.square().mean()
+        return self.linear(x)
+
+
+def test_a_backward_that_passes_through_no_output() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Penalized(), nn.Linear(4, 4))
+    model: typing.Any = copy.deepcopy(plain)
+    mesh, _ = recording_mesh((1,))
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    for each in (model, plain):
+        each(torch.ones(2, 4))
+        each[0].penalty.backward()
+    compare(model, plain)
+
+
+def test_a_weight_used_by_hand() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    mesh, _ = recording_mesh((1,))
+    model: typing.Any = fully_shard(copy.deepcopy(plain), mesh)
+    x = torch.ones(2, 4)
+    model.unshard()
+    nn.functional.linear(x, model.weight).sum().backward()
+    model.reshard()
+    nn.functional.linear(x, plain.weight).sum().backward()
+    compare(model, plain)
+
+
+def test_a_conversion_after_which_memory_is_needed() -> None:
+    mesh, _ = recording_mesh((1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(nn.Linear(4, 4).bfloat16(), mesh, policy)
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    model.float()
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

@@ -205,3 +205,47 @@ def test_batches_hold_every_run_once(limit: int) -> None:
     for batch in found:
         assert len(batch) == 1 or sum(numels[index] for index in batch) <= limit
     assert len(found) == {1: 5, 3: 5, 10: 4, 100: 1}[limit]
+
+
+class TestOtherLists:
+    """Where every run is one tensor nothing else would notice that a list is another one."""
+
+    def vectors(self, *values: float) -> list[ShardedTensor]:
+        mesh, _ = recording_mesh((1,))
+        layers = [fully_shard(nn.Linear(1, 1, bias=False), mesh) for _ in values]
+        tensors = [layer.weight.detach() for layer in layers]
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.to_local().fill_(value)
+        return tensors
+
+    def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
+        return [tensor.to_local().item() for tensor in tensors]  # type: ignore[attr-defined]
+
+    def test_a_part(self) -> None:
+        x, roots = self.vectors(0, 0), torch._foreach_sqrt(self.vectors(4, 16))
+        torch._foreach_add_([x[1]], [roots[1]])
+        assert self.numbers(x) == [0, 4]
+
+    def test_another_order(self) -> None:
+        x, roots = self.vectors(0, 0), torch._foreach_sqrt(self.vectors(4, 16))
+        torch._foreach_add_([x[1], x[0]], [roots[1], roots[0]])
+        assert self.numbers(x) == [2, 4]
+
+    def test_of_two_lists(self) -> None:
+        x = self.vectors(0, 0)
+        roots, others = (torch._foreach_sqrt(self.vectors(*v)) for v in ((4, 16), (9, 100)))
+        torch._foreach_add_(x, [roots[0], others[1]])
+        assert self.numbers(x) == [2, 10]
+
+    def test_changed_one_by_one(self) -> None:
+        roots = torch._foreach_sqrt(self.vectors(4, 16))
+        for root in roots:
+            torch._foreach_add_([root], 1.0)
+        assert self.numbers(roots) == [3, 5]
+
+    def test_a_number_in_a_tensor_is_the_one_of_now(self) -> None:
+        roots = torch._foreach_sqrt(self.vectors(4, 16))
+        factor = torch.tensor(2.0)
+        torch._foreach_mul_(roots, factor)
+        factor.fill_(100)
+        assert self.numbers(roots) == [4, 8]

@@ -843,3 +843,24 @@ def test_an_idle_schedule_notes_uses_and_does_nothing() -> None:
             assert schedule.exit_backward(group, outstanding=False) == []
         assert schedule.end_backward() == []
         assert schedule.live == ()
+
+
+def test_a_list_stays_in_backward_until_all_its_modules_have_left() -> None:
+    """Whatever is prefetched meanwhile: ranks that use other modules of it must gather alike."""
+    schedule = UnshardSchedule()
+    schedule.options.several_modules = {0}
+    for _ in range(2):
+        schedule.begin_pass(outstanding=False)
+        for group in (0, 1, 0):
+            schedule.enter_forward(group)
+            schedule.exit_forward(group, needs_backward=True)
+        schedule.end_pass(needs_backward=True)
+        schedule.enter_backward(0)
+        assert line("first", schedule.exit_backward(0, outstanding=True)) == "first: -"
+        schedule.enter_backward(1)
+        schedule.exit_backward(1, outstanding=False)
+        assert 0 in schedule.live
+        schedule.enter_backward(0)
+        assert line("last", schedule.exit_backward(0, outstanding=False)) == "last: free 0"
+        schedule.end_backward()
+        assert schedule.live == ()

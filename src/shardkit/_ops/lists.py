@@ -59,7 +59,7 @@ def _change_runs(
 ) -> Any:
     first, *others = args
     roots = first[0].put_off
-    if roots is not None and not kwargs and not any(map(_has_tensors, others)):
+    if roots is not None and not kwargs and all(map(_is_number, others)):
         roots.add(func, [join(arg, runs) for arg in others])
         return None
     changed = join(first, runs)
@@ -92,6 +92,11 @@ def _first_list(args: tuple[Any, ...]) -> Any:
 
 def _has_tensors(arg: Any) -> bool:
     return isinstance(arg, (list, tuple)) and isinstance(arg[0], Tensor)
+
+
+def _is_number(arg: Any) -> bool:
+    """Whether an argument is a number or a list of them: nobody can change it later."""
+    return not isinstance(arg, Tensor) and not _has_tensors(arg)
 
 
 def _foreach_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -108,6 +108,9 @@ def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[Ru
     put_off = items[0].put_off
     if put_off is not None and put_off.stands_for(items, runs):
         return True
+    for item in items:
+        if item.put_off is not None:
+            item.put_off.settle()  # Another list than the one that was put off.
     for run in runs:
         if len(run.positions) > 1:
             flat = items[run.positions[0]].flat

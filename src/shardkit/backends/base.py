@@ -167,6 +167,9 @@ class Lanes(Protocol):
     def after_optimizer(self, event: Any) -> None:
         """Let gathers issued from now on wait for a user's event as well."""
 
+    def follow_compute(self) -> None:
+        """Let gathers issued from now on see all that compute has written so far."""
+
     def fence(self) -> Any:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
 

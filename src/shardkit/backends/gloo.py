@@ -372,6 +372,9 @@ class HostLanes:
         """Wait for the event now: the host is what runs the gathers."""
         event.synchronize()
 
+    def follow_compute(self) -> None:
+        """Nothing runs behind the host's back."""
+
     def fence(self) -> None:
         """Nothing runs behind the host's back."""
 

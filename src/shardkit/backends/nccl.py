@@ -37,11 +37,13 @@ class NcclAxis(ProcessGroupAxis):
 
     Attributes:
         reduce_group: For reduce-scatters; the gathers' own unless it was separated.
+        separate_group: Made once, when it was first wanted.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.reduce_group = group
+        self.separate_group: dist.ProcessGroup | None = None
 
     def all_gather(self, full: Tensor, own: Tensor) -> None:
         """See `AxisComm.all_gather`."""
@@ -142,11 +144,10 @@ class CudaLanes:
 
     def separate_reduce(self, axis: NcclAxis, *, enable: bool) -> None:
         """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
-        if axis.size > 1 and enable != (axis.reduce_group is not axis.group):
+        if axis.size > 1 and enable and axis.separate_group is None:
             ranks = dist.get_process_group_ranks(axis.group)
-            axis.reduce_group = (
-                dist.new_group(ranks, use_local_synchronization=True) if enable else axis.group
-            )
+            axis.separate_group = dist.new_group(ranks, use_local_synchronization=True)
+        axis.reduce_group = axis.separate_group if enable and axis.separate_group else axis.group
 
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory of the device."""
@@ -159,6 +160,10 @@ class CudaLanes:
     def after_optimizer(self, event: torch.cuda.Event) -> None:
         """Let the gather stream wait for a user's event."""
         self._gather.wait_event(event)
+
+    def follow_compute(self) -> None:
+        """Let the gather stream wait for writes to shards, whatever slots it will use."""
+        self._gather.wait_event(self.fence())
 
     def fence(self) -> torch.cuda.Event:
         """Mark the compute stream."""
@@ -202,7 +207,7 @@ class CudaLanes:
             for r in reductions
         ]
         self._reduce.wait_event(self.fence())
-        stream = self._reduce
+        others: dict[torch.cuda.Stream, None] = {}
         for reduction, out in zip(reductions, outs, strict=True):
             with torch.cuda.stream(self._reduce):
                 partial = _reduce_scatter(reduction)
@@ -210,6 +215,7 @@ class CudaLanes:
                     partial.add_(reduction.carry)
             if reduction.replicate_axis is not None:
                 stream = self._all_reduce
+                others.setdefault(stream)
                 stream.wait_event(self._reduce.record_event())
                 with torch.cuda.stream(stream):
                     assert isinstance(reduction.replicate_axis, ProcessGroupAxis)
@@ -217,14 +223,15 @@ class CudaLanes:
                     _finish(reduction, partial, out)
             elif reduction.hook_stream is not None:
                 stream = reduction.hook_stream
+                others.setdefault(stream)
                 stream.wait_event(self._reduce.record_event())
                 with torch.cuda.stream(stream):
                     _finish(reduction, partial, out)
             else:
                 with torch.cuda.stream(self._reduce):
                     _finish(reduction, partial, out)
-        if stream is not self._reduce:
-            # Reduce-scatters come back to their own stream, so that one event covers both.
+        for stream in others:
+            # All come back to the reduce stream, so that one event covers them.
             self._reduce.wait_event(stream.record_event())
         return ReduceEventHandle(self._reduce.record_event(), outs)
 

@@ -98,6 +98,9 @@ class RecordingLanes:
         del event
         self._log.append(("after optimizer", 0))
 
+    def follow_compute(self) -> None:
+        """Nothing runs behind the host's back."""
+
     def fence(self) -> None:
         """Nothing runs behind the host's back."""
 
