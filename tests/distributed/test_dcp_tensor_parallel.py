@@ -75,7 +75,7 @@ class Uneven(nn.Module):
 
     def __init__(self, tp: DeviceMesh | None) -> None:
         super().__init__()
-        rows, copied, plain = torch.randn(5, 2), torch.randn(33), torch.randn(64)
+        rows, copied, plain = torch.randn(5, 8), torch.randn(33), torch.randn(64)
         self.rows = nn.Parameter(rows if tp is None else distribute_tensor(rows, tp, [Shard(0)]))
         self.copied = nn.Parameter(
             copied if tp is None else distribute_tensor(copied, tp, [Replicate()])
