@@ -220,6 +220,7 @@ def read_from_torch(folder: str) -> dict[str, typing.Any]:
     return whole(model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9's own
 def test_converted_to_a_torch_file_and_back(spawn: Spawn, tmp_path: Path) -> None:
     expected, *_ = spawn(write_for_torch, 2, str(tmp_path / "sharded"))
     format_utils.dcp_to_torch_save(tmp_path / "sharded", tmp_path / "whole.pt")
