@@ -63,8 +63,7 @@ class Group:
         gradients: Of the trainable buckets.
         index: Position among the groups of the root; its name in schedules.
         listener: The root's runtime.
-        records: Forwards that may have a backward (`_runtime.ForwardRecord`).
-        num_active: Forwards that backward is inside of.
+        records: Forwards that backward is inside of (`_runtime.ForwardRecord`).
         num_watched: Those of them that tell when backward leaves.
         num_arrived: Gradients that came in this backward.
         num_expected: Gradients that come if this backward uses every parameter.
@@ -116,8 +115,8 @@ class Group:
         """Belong to no root, with no step under way."""
         self.index = -1
         self.listener: GradListener | None = None
-        self.records: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.num_active = 0
+        self.records: list[Any] = []
+        self._noted_versions: tuple[int, ...] = ()
         self.num_watched = 0
         self.num_arrived = 0
         self.num_expected = 0
@@ -386,11 +385,10 @@ class Group:
         """Whether a shard changed since the group was gathered."""
         return any(bucket.is_stale for bucket in self.buckets)
 
-    @property
-    def has_outstanding(self) -> bool:
-        """Whether a forward waits for a backward that would compute with the weights it used."""
-        versions = self.shard_versions
-        return any(not record.done and record.versions == versions for record in self.records)
+    def note_versions(self) -> bool:
+        """Return whether a shard was written to since the last call."""
+        last, self._noted_versions = self._noted_versions, self.shard_versions
+        return last != self._noted_versions
 
     @property
     def has_pending(self) -> bool:
@@ -419,9 +417,13 @@ class Group:
         parts = [bucket.kept_part for bucket in self.buckets if not bucket.aliases_shard]
         if self.kept_axis is not None and parts and all(part is not None for part in parts):
             return self.kept_axis
+        self.drop_parts()
+        return self.shard_axis
+
+    def drop_parts(self) -> None:
+        """Forget what was kept for a gather over `kept_axis`."""
         for bucket in self.buckets:
             bucket.drop_part()
-        return self.shard_axis
 
     def wait_unshard(self) -> None:
         """Let compute issued from now on see the gathered parameters."""
@@ -431,14 +433,19 @@ class Group:
             for bucket in self.buckets:
                 bucket.finish_gather()
 
-    def free(self, lanes: Lanes, pool: SlotPool) -> None:
-        """Give the memory back and show the sharded parameters."""
+    def free(self, lanes: Lanes, pool: SlotPool, *, keep_parts: bool) -> None:
+        """Give the memory back and show the sharded parameters.
+
+        Args:
+            lanes: Mark the compute that reads the memory.
+            pool: Where the memory goes.
+            keep_parts: Keep what a gather over `kept_axis` needs: a backward may follow.
+        """
         self.wait_unshard()
         self.show(unsharded=False)
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
-        is_awaited = self.has_outstanding
         for bucket in buckets:
-            if self.kept_axis is None or not is_awaited or bucket.is_stale:
+            if self.kept_axis is None or not keep_parts or bucket.is_stale:
                 bucket.drop_part()
             else:
                 bucket.keep_part(self.kept_axis, lanes.fence)
@@ -483,9 +490,22 @@ class Group:
         self.num_arrived += 1
         return self.num_arrived == self.num_expected
 
+    @property
+    def has_all_arrived(self) -> bool:
+        """Whether a gradient came for every parameter that wants one."""
+        return 0 < self.num_expected <= self.num_arrived
+
+    def close_records(self) -> None:
+        """Backward needs the parameters no more for the forwards that it is inside of."""
+        for record in self.records:
+            record.active = False
+        self.records.clear()
+        self.num_watched = 0
+
     def forget_backward(self) -> None:
         """A backward is over."""
-        self.num_active = self.num_watched = self.num_arrived = 0
+        self.close_records()
+        self.num_arrived = self.num_expected = 0
         self.is_complete = False
 
     def describe(self) -> Any:

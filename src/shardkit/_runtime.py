@@ -33,31 +33,30 @@ class ForwardRecord:
 
     Attributes:
         group: The group.
+        in_pass: The schedule's number of the pass; None for one that runs inside backward.
         versions: Of the shards, when the forward used them.
         has_input_grads: Backward will tell when the gradients of the inputs have come.
         active: Backward is inside.
-        done: Backward is over.
         is_first: No forward had entered the group since the last backward.
         may_lack_outputs: That it returns nothing to differentiate is no mistake.
     """
 
     __slots__ = (
-        "__weakref__",
         "active",
-        "done",
         "group",
         "has_input_grads",
+        "in_pass",
         "is_first",
         "may_lack_outputs",
         "versions",
     )
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, in_pass: int | None) -> None:
         self.group = group
+        self.in_pass = in_pass
         self.versions = group.shard_versions
         self.has_input_grads = False
         self.active = False
-        self.done = False
         self.is_first = False
         self.may_lack_outputs = False
 
@@ -212,11 +211,14 @@ class Runtime:
         """A root forward starts."""
         if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
+        has_changed = False
         for group in self.groups:
             if group.was_replaced or group.is_on_meta:
                 group.check_materialized()
                 self.reshard(group)
                 group.refresh()
+                has_changed = True
+            has_changed = group.note_versions() or has_changed
             group.modules_run.clear()
         self._read_sizes()
         if self._optimizer_event is not None:
@@ -225,8 +227,7 @@ class Runtime:
         self.lanes.follow_compute()
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
-        outstanding = any(group.has_outstanding for group in self.groups)
-        self.schedule.begin_pass(outstanding=outstanding, root=id(root))
+        self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
     def end_pass(self, *, needs_backward: bool) -> None:
         """The root forward ends."""
@@ -244,7 +245,7 @@ class Runtime:
         group.show(unsharded=True)
         if not torch.is_grad_enabled():
             return None
-        record = ForwardRecord(group)
+        record = ForwardRecord(group, self.schedule.current_pass)
         if group.is_trainable:
             record.is_first = self.reduce_order.enter_forward(group.index)
         return record
@@ -270,10 +271,7 @@ class Runtime:
             for output in outputs:
                 needs_backward = True
                 output.register_hook(hook)
-        if needs_backward:
-            assert record is not None
-            group.records.add(record)
-        elif record is not None and record.is_first:
+        if not needs_backward and record is not None and record.is_first:
             self.reduce_order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
@@ -326,7 +324,7 @@ class Runtime:
         self.begin_backward()
         self._carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
-        return ForwardRecord(group) if torch.is_grad_enabled() else None
+        return ForwardRecord(group, None) if torch.is_grad_enabled() else None
 
     def exit_recompute(
         self,
@@ -377,14 +375,13 @@ class Runtime:
                 f"backward before optimizer.step(), or run the forward again."
             )
             raise StateError(msg)
-        record.active, record.done = True, False
-        group.records.add(record)
-        group.num_active += 1
+        record.active = True
+        group.records.append(record)
         group.num_watched += record.has_input_grads
         if not group.takes_at_once and group.has_user_hooks:
             group.take_at_once()
         self._in_trained_layer = record.has_input_grads and group.is_trainable
-        self._carry_out(self.schedule.enter_backward(group.index))
+        self._carry_out(self.schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
             group.show(unsharded=True)
 
@@ -392,21 +389,25 @@ class Runtime:
         """The gradients of a group's inputs came: backward is done with this forward of it."""
         if not record.active:
             return
-        record.active, record.done = False, True
+        record.active = False
         group = record.group
-        group.num_active -= 1
+        group.records.remove(record)
         group.num_watched -= record.has_input_grads
-        if group.num_active > 0:
+        if group.records:
             return
-        others = group.has_outstanding
-        self._leave(group, outstanding=others)
+        # A gradient comes after all uses of its parameter in a run of the engine. Inside of a
+        # reentrant checkpoint that is a run of its own.
+        is_last = group.has_all_arrived and record.in_pass is not None
+        self._leave(group, record.in_pass, is_last=is_last)
         # What has not fired by now is not used. Where nothing has fired at all this may be
         # ``autograd.grad``, which reduces nothing; if it is not, the end of backward reduces.
-        if not others and not group.is_complete and group.is_trainable and self._any_fired:
+        if group.is_complete or not group.is_trainable or not self._any_fired:
+            return
+        if is_last or not self.schedule.awaits_backward(group.index):
             self._complete(group)
 
-    def _leave(self, group: Group, *, outstanding: bool) -> None:
-        self._carry_out(self.schedule.exit_backward(group.index, outstanding=outstanding))
+    def _leave(self, group: Group, in_pass: int | None, *, is_last: bool) -> None:
+        self._carry_out(self.schedule.exit_backward(group.index, in_pass, is_last=is_last))
         if not self.schedule.in_use(group.index):
             group.show(unsharded=False)
 
@@ -426,10 +427,11 @@ class Runtime:
             self._prefetch_put_off()
         if not is_last or is_layer:
             return  # A layer is complete when backward leaves it, so that its memory is free.
-        if group.num_active and group.is_innermost:
+        if group.records and group.is_innermost:
             # Nothing before these parameters wants a gradient, so backward needs them no more.
-            self._close_records(group)
-            self._leave(group, outstanding=False)
+            in_pass = group.records[-1].in_pass
+            group.close_records()
+            self._leave(group, in_pass, is_last=True)
         self._complete(group)
 
     def _collect(
@@ -498,13 +500,6 @@ class Runtime:
             self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
             self._gather(groups)
 
-    @staticmethod
-    def _close_records(group: Group) -> None:
-        for record in group.records:
-            if record.active:
-                record.active, record.done = False, True
-        group.num_active = group.num_watched = 0
-
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
         for group in self.groups:
@@ -515,14 +510,14 @@ class Runtime:
             self.reduce_order.cancel()
         self._backward_running = False  # Not after an error: the next forward cleans up then.
         for group in self.groups:
-            if group.num_active:
-                self._close_records(group)
             group.forget_backward()
         self.schedule.hold(on=self._makes_graph)
         self._carry_out(self.schedule.end_backward())
         for group in self.groups:
             if not self._makes_graph and not self.schedule.in_use(group.index):
                 group.show(unsharded=False)
+            if group.kept_axis is not None and not self.schedule.awaits_backward(group.index):
+                group.drop_parts()  # On a rank whose backward did not come to the group.
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
 
@@ -586,7 +581,6 @@ class Runtime:
         for group in self.groups:
             group.show(unsharded=False)
             group.drop_arrived()
-            group.records.clear()
             group.forget_backward()
             group.gradients.reset(self.slots)
         self._reducing.clear()
@@ -612,7 +606,8 @@ class Runtime:
                 self._put_off.remove(group)
             else:
                 self.unsharded_nbytes -= group.unsharded_nbytes
-                group.free(self.lanes, self.slots)
+                keeps = group.kept_axis is not None and self.schedule.awaits_backward(index)
+                group.free(self.lanes, self.slots, keep_parts=keeps)
         if ahead:
             self._prefetch(ahead)
 

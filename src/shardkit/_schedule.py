@@ -23,6 +23,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shardkit._tape import Tape
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
@@ -126,7 +128,7 @@ class UnshardSchedule:
         self._last_orders: dict[Hashable, list[int]] = {}
         self._pass: Hashable = None
         self._position = 0
-        self._tape: list[int] = []
+        self._tape = Tape()
         self._hold = False
 
     def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
@@ -164,11 +166,11 @@ class UnshardSchedule:
 
     # --- forward ---
 
-    def begin_pass(self, *, outstanding: bool, root: Hashable = None) -> None:
+    def begin_pass(self, *, has_changed: bool = False, root: Hashable = None) -> None:
         """A root forward starts.
 
         Args:
-            outstanding: An earlier one still waits for its backward.
+            has_changed: Shards were written to since the last one.
             root: Which module's: what comes next is taken from the last pass of the same one.
         """
         self._order = []
@@ -176,8 +178,7 @@ class UnshardSchedule:
         self._position = 0
         self._unwatched.clear()
         self._unfinished.clear()
-        if not outstanding:
-            self._tape.clear()
+        self._tape.begin_pass(has_changed=has_changed)
 
     def enter_forward(self, group: int) -> list[Action]:
         """A group's forward starts: gather it if need be, then the one expected next."""
@@ -221,7 +222,7 @@ class UnshardSchedule:
         else:
             self._unfinished.discard(group)
         if needs_backward:
-            self._tape.append(group)
+            self._tape.add(group)
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
@@ -247,8 +248,23 @@ class UnshardSchedule:
 
     # --- backward ---
 
-    def enter_backward(self, group: int) -> list[Action]:
-        """The first gradient of a group's outputs came: gather it, then the one before it."""
+    @property
+    def current_pass(self) -> int:
+        """The pass that began last, to be given to `enter_backward` of a forward in it."""
+        return self._tape.number
+
+    def awaits_backward(self, group: int) -> bool:
+        """Whether a forward of the group may still have its backward."""
+        return self._tape.awaits(group)
+
+    def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
+        """The first gradient of a group's outputs came: gather it, then the one before it.
+
+        Args:
+            group: The group.
+            in_pass: Of its forward. None: not known, the last one that it is on.
+        """
+        self._tape.reach(group, in_pass)
         actions = [] if group in self.options.idle_in_backward else self._use(group)
         self._in_backward.add(group)
         if self._is_idle:
@@ -256,39 +272,38 @@ class UnshardSchedule:
         if group in self.options.next_in_backward:
             return actions + self._prefetch_all(self.options.next_in_backward[group])
         if self.options.backward_prefetch is BackwardPrefetch.PRE:
-            return actions + self._prefetch(self._before(group))
+            return actions + self._prefetch(self._before(group, in_pass))
         return actions
 
-    def exit_backward(self, group: int, *, outstanding: bool) -> list[Action]:
+    def exit_backward(
+        self, group: int, in_pass: int | None = None, *, is_last: bool = False
+    ) -> list[Action]:
         """The gradients of a group's inputs came for all that is under way.
 
         Args:
             group: The group.
-            outstanding: Another forward of it waits for its backward.
+            in_pass: As in `enter_backward`.
+            is_last: No other forward of it has its backward in this run of the engine. False: not
+                known; one that may have stays if there is room.
         """
         self._in_backward.discard(group)
         self._in_recompute.discard(group)
         self._by_hand.discard(group)
+        is_late = self.options.backward_prefetch is BackwardPrefetch.POST and not self._is_idle
+        before = self._before(group, in_pass) if is_late else []
+        self._tape.remove(group, in_pass)
         if self._is_idle:
             return []
-        before = self._before(group)
-        for position in range(len(self._tape) - 1, -1, -1):
-            if self._tape[position] == group:
-                del self._tape[position]
-                break
-        actions = self._leave_backward(group, outstanding=outstanding)
-        if self.options.backward_prefetch is BackwardPrefetch.POST:
-            actions += self._prefetch(before)
-        return actions
+        return self._leave_backward(group, in_pass, is_last=is_last) + self._prefetch(before)
 
-    def _leave_backward(self, group: int, *, outstanding: bool) -> list[Action]:
+    def _leave_backward(self, group: int, in_pass: int | None, *, is_last: bool) -> list[Action]:
         if self._hold or group in self._in_forward or group not in self._live:
             return []
-        if group in self.options.several_modules and group in self._tape:
+        if group in self.options.several_modules and self._tape.awaits_in(group, in_pass):
             self._unfinished.add(group)
             return []
         self._unfinished.discard(group)
-        if outstanding:
+        if not is_last and self._tape.awaits(group):
             return self._trim_spare()
         if group in self.options.resting:
             self._resting.add(group)
@@ -297,6 +312,7 @@ class UnshardSchedule:
 
     def end_backward(self) -> list[Action]:
         """The engine is done: free all that no forward is using."""
+        self._tape.end_backward()
         self._in_backward.clear()
         self._in_recompute.clear()
         self._unwatched.clear()
@@ -442,15 +458,9 @@ class UnshardSchedule:
         following = dict.fromkeys(order[position + 1 :])
         return list(itertools.islice(following, self._longest_batch))
 
-    def _before(self, group: int) -> list[int]:
+    def _before(self, group: int, in_pass: int | None) -> list[int]:
         """Return the groups whose forward ended before `group`'s last one, nearest first."""
-        for position in range(len(self._tape) - 1, 0, -1):
-            if self._tape[position] == group:
-                before = [
-                    g for g in self._tape[:position] if g not in self.options.idle_in_backward
-                ]
-                return list(dict.fromkeys(reversed(before[-self._longest_batch :])))
-        return []
+        return self._nearest(self._tape.before(group, in_pass))
 
     def _nearest(self, groups: Iterable[int]) -> list[int]:
         """Return the first few different groups that backward needs."""
