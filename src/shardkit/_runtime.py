@@ -147,6 +147,8 @@ class Runtime:
         if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # They ended in an exception.
             return []
+        while self._reducing:
+            self._finish_first()
         self.check.finish()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
@@ -442,6 +444,8 @@ class Runtime:
             # The last group's send buffer becomes this one's.
             for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
                 reducing.gradients.wait_sent(self.slots)
+        if is_layer and group.gradients.is_reducing:
+            self._finish_through(group)  # The send buffer is on the wire.
         group.gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
 
     def _complete(self, group: Group) -> None:
@@ -449,7 +453,7 @@ class Runtime:
         if group.gradients.is_local:
             return
         if not group.settings.sync:
-            group.gradients.write_held(self.lanes, self.slots)
+            self._write_held(group)
         for index in self.reduce_order.complete(group.index):
             self._reduce(self.groups[index])
 
@@ -459,7 +463,7 @@ class Runtime:
         if gradients.is_local or not group.is_trainable:
             return
         if not group.settings.sync:
-            gradients.write_held(self.lanes, self.slots)
+            self._write_held(group)
             return
         if not (group.settings.reduce_unused or group.has_pending):
             return
@@ -480,6 +484,7 @@ class Runtime:
         groups, self._queued = self._queued, []
         self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
         for group in groups:
+            self._finish_through(group)
             self.check.note(_step_check.REDUCE, group.index)
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
         start_reduce(many, self.lanes, self.slots)
@@ -489,9 +494,26 @@ class Runtime:
 
     def _finish_reducing(self, *, leave: int = 0) -> None:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
-        if self._host_reads_are_free:
-            while len(self._reducing) > leave:
-                self._reducing.pop(0).gradients.finish_reduce(self.slots)
+        while self._host_reads_are_free and len(self._reducing) > leave:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the reduction that was started first.
+
+        Never for another one: waiting may be an all-reduce, and ranks that use different parameters
+        may have come to different groups.
+        """
+        self._reducing.pop(0).gradients.finish_reduce(self.slots)
+
+    def _finish_through(self, group: Group) -> None:
+        """Wait for the reduction of a group, if one is under way, and those before it."""
+        while group.gradients.is_reducing:
+            self._finish_first()
+
+    def _write_held(self, group: Group) -> None:
+        """Write the group's held gradients to its send buffer, which may be on the wire."""
+        self._finish_through(group)
+        group.gradients.write_held(self.lanes, self.slots)
 
     def _prefetch_put_off(self) -> None:
         """Carry out the prefetch that was put off."""
@@ -539,9 +561,8 @@ class Runtime:
         if not all(group.settings.is_last_backward for group in self.groups):
             return  # The next backwards overlap with what was started; the last one waits for it.
         self.check.start(self.lanes)
-        for group in synced:
-            group.gradients.finish_reduce(self.slots)
-        self._reducing.clear()
+        while self._reducing:
+            self._finish_first()
         if self._host_reads_are_free or any(g.gradients.needs_settling for g in synced):
             used = self.check.used_anywhere()
             for group in synced:
@@ -582,6 +603,7 @@ class Runtime:
             group.show(unsharded=False)
             group.drop_arrived()
             group.forget_backward()
+        for group in dict.fromkeys((*self._reducing, *self.groups)):
             group.gradients.reset(self.slots)
         self._reducing.clear()
         self._queued.clear()
