@@ -311,7 +311,7 @@ def test_hybrid_sharding_waits_for_reductions_in_the_order_of_their_start(*, is_
     recorded.model.set_is_last_backward(is_last)
     layers = recorded.model.layers
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_()
         for _ in range(2):
             x = torch.tanh(checkpoint(layers[0], x, use_reentrant=True))

@@ -93,8 +93,9 @@ class Reduction:
         scale: Multiplies the sum.
         shard_axis: Reduce-scatter over it.
         replicate_axis: Then all-reduce over it; None: do not.
-        carry: 1-D, `out_numel`, a partial sum over the shard axis of earlier backwards that is
-            added before the all-reduce; None: nothing.
+        carry: 1-D, `out_numel`, fp32 or wider, a partial sum over the shard axis of earlier
+            backwards that is added before the all-reduce, in its dtype; may be written. None:
+            nothing.
         out_device: Where the result is wanted.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         hook: Called with the reduced and scaled result, which it may change; or None.
