@@ -393,7 +393,7 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
         """Take buffers from the memory that the process group offers, if it does (NCCL).
 
-        Buffers are shared by all modules of a root, so it holds for all of them.
+        Buffers are shared by all modules of a root, so it holds for all of them while any has it.
 
         Raises:
             StateError: The module has an all-gather or reduce-scatter of the user's.

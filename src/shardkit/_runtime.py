@@ -134,6 +134,7 @@ class Runtime:
         self._queued: list[Group] = []
         self._in_trained_layer = False
         self._optimizer_event: Any = None
+        self._memory_axes: list[AxisComm] = []
         self.update_options()
         self.check = _step_check.StepCheck(self.groups, axes)
         self.lanes.watch(self.check)
@@ -184,9 +185,11 @@ class Runtime:
             on_axis = [group for group in groups if group.shard_axis is axis]
             wanted = any(group.settings.separate_reduce for group in on_axis)
             self.lanes.separate_reduce(axis, enable=wanted)
-        for group in groups:
-            if group.settings.comm_memory:
-                self.lanes.allocate_from(group.shard_axis)
+        memory_axes = dict.fromkeys(g.shard_axis for g in groups if g.settings.comm_memory)
+        if [*memory_axes] != self._memory_axes:
+            self._memory_axes = [*memory_axes]
+            self.lanes.allocate_from(self._memory_axes)
+            self.slots.trim()  # What is free now is of the other kind.
 
     def _indices_of(self, wanted: Sequence[Group], by: Group) -> list[int]:
         for group in wanted:

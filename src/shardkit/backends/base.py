@@ -156,8 +156,11 @@ class Lanes(Protocol):
     def watch(self, progress: Any) -> None:
         """Take what can explain a hang (`hang_watch.Progress`); may be ignored."""
 
-    def allocate_from(self, axis: AxisComm) -> None:
-        """Take the memory of buffers from the engine that serves `axis`, if it offers any."""
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
+        """Take the memory of buffers from an engine that serves one of `axes` and offers any.
+
+        Of none: ordinary memory, from now on.
+        """
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
         """Reduce over `axis` on a communicator of its own, or not. Collective."""

@@ -358,7 +358,7 @@ class HostLanes:
         """Look into long waits."""
         self._hang_watch.progress = progress
 
-    def allocate_from(self, axis: AxisComm) -> None:
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
         """Keep to ordinary memory: gloo has no allocator of its own."""
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:

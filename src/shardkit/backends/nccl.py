@@ -141,11 +141,11 @@ class CudaLanes:
     def watch(self, progress: Any) -> None:
         """NCCL has a watchdog of its own."""
 
-    def allocate_from(self, axis: ProcessGroupAxis) -> None:
+    def allocate_from(self, axes: Sequence[ProcessGroupAxis]) -> None:
         """Take the memory of buffers from NCCL's allocator, which registers it with the network."""
-        backend = _compat.process_group_backend(axis.group, self._device)
-        if backend.supports_tensor_alloc(self._device):
-            self._allocator = backend
+        backends = (_compat.process_group_backend(axis.group, self._device) for axis in axes)
+        offered = (backend for backend in backends if backend.supports_tensor_alloc(self._device))
+        self._allocator = next(offered, None)
 
     def separate_reduce(self, axis: NcclAxis, *, enable: bool) -> None:
         """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
