@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._runtime import Runtime
-from shardkit._schedule import BackwardPrefetch
+from shardkit._schedule_options import BackwardPrefetch
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._hooks import ModuleState, get_state
-from shardkit._schedule import BackwardPrefetch
+from shardkit._schedule_options import BackwardPrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

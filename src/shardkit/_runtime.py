@@ -17,7 +17,8 @@ from shardkit._errors import StateError
 from shardkit._gradients import start_reduce
 from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
-from shardkit._schedule import Action, BackwardPrefetch, Op, ReduceOrder, UnshardSchedule
+from shardkit._reduce_order import ReduceOrder
+from shardkit._schedule import Action, Op, UnshardSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._group import Group
+    from shardkit._schedule_options import BackwardPrefetch
     from shardkit.backends.base import AxisComm, Lanes
 
 

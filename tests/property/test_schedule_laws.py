@@ -15,7 +15,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shardkit._schedule import BATCH_NBYTES, Op, ReduceOrder, UnshardSchedule
+from shardkit._reduce_order import ReduceOrder
+from shardkit._schedule import BATCH_NBYTES, Op, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

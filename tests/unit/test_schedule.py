@@ -9,7 +9,9 @@ import typing
 
 import pytest
 
-from shardkit._schedule import BATCH_NBYTES, BackwardPrefetch, ReduceOrder, UnshardSchedule
+from shardkit._reduce_order import ReduceOrder
+from shardkit._schedule import BATCH_NBYTES, UnshardSchedule
+from shardkit._schedule_options import BackwardPrefetch
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
