@@ -12,11 +12,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
-from shardkit._bucket import FoundParam, is_unsharded
 from shardkit._errors import MeshError, WrapError
+from shardkit._freed import is_unsharded
 from shardkit._group import Group
 from shardkit._hooks import ModuleState, get_state
 from shardkit._module import own_class, swap_class
+from shardkit._places import FoundParam
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._settings import GroupSettings
 from shardkit._sharded import ShardedTensor

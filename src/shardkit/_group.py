@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardkit import _compat
-from shardkit._bucket import FoundParam
 from shardkit._buckets import make_buckets, rebuild, restore
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
+from shardkit._places import FoundParam
 from shardkit._sharded import user_attributes
 from shardkit._state_dict import install_hooks
 
@@ -457,7 +457,7 @@ class Group:
     def show(self, *, unsharded: bool) -> None:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         for bucket in self.buckets:
-            bucket.show(unsharded=unsharded)
+            bucket.places.show(unsharded=unsharded)
 
     def is_unfinished(self, module: nn.Module) -> bool:
         """Note that one of the group's modules ran; return whether others have not in this pass."""
