@@ -283,7 +283,8 @@ class Runtime:
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
         if not is_watched:
-            group.take_at_once()  # Else nobody would: no output tells that backward has begun.
+            # Else nobody would: no output tells that backward has begun.
+            group.arrivals.take_at_once()
         if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
@@ -385,8 +386,8 @@ class Runtime:
         record.active = True
         group.records.append(record)
         group.num_watched += record.has_input_grads
-        if not group.takes_at_once and group.has_user_hooks:
-            group.take_at_once()
+        if not group.arrivals.at_once and group.arrivals.has_user_hooks:
+            group.arrivals.take_at_once()
         self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
@@ -530,7 +531,7 @@ class Runtime:
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
         for group in self.groups:
-            group.take_arrived()
+            group.arrivals.take_noted()
         if self._any_fired:
             self._reduce_rest()
         else:
@@ -606,7 +607,7 @@ class Runtime:
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
-            group.drop_arrived()
+            group.arrivals.drop_noted()
             group.forget_backward()
         for group in dict.fromkeys((*self._reducing, *self.groups)):
             group.gradients.reset(self.slots)
