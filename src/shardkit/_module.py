@@ -494,7 +494,7 @@ class FSDPModule:
             "shard_nbytes": sum(group.shard_nbytes for group in groups),
             "unsharded_nbytes": runtime.unsharded_nbytes if runtime else 0,
             "peak_unsharded_nbytes": runtime.peak_unsharded_nbytes if runtime else 0,
-            "reduce_buffer_nbytes": runtime.peak_reduce_nbytes if runtime else 0,
+            "reduce_buffer_nbytes": runtime.reductions.peak_nbytes if runtime else 0,
             "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }
 
