@@ -86,8 +86,7 @@ class FSDPModule:
         result: Any = nn.Module.__new__(original)
         memo[id(self)] = result
         for name, value in state.without_own_hooks(self.__dict__).items():
-            if name != _compat.COMPILED_CALL:
-                result.__dict__[name] = copy.deepcopy(value, memo)
+            result.__dict__[name] = copy.deepcopy(value, memo)
         copied = ModuleState(result, None, state.policy)
         copied.forward_prefetch = state.forward_prefetch
         copied.backward_prefetch = state.backward_prefetch
@@ -552,18 +551,23 @@ def _groups(module: Any, *, recurse: bool) -> Iterable[Group]:
 
 def _groups_of(modules: Sequence[Any]) -> list[Group]:
     """Return the groups of sharded modules."""
-    found: dict[Group, None] = {}
+    refusal = (
+        "{} cannot be prefetched: it is not sharded. Call fully_shard on it first, or name the "
+        "sharded module that holds it."
+    )
+    states = _states_of(modules, refusal)
+    return list(dict.fromkeys(state.group for state in states if state.group is not None))
+
+
+def _states_of(modules: Sequence[Any], refusal: str) -> list[ModuleState]:
+    """Return the states of sharded modules; raise `refusal`, about its class, of another."""
+    states = []
     for module in modules:
         state = get_state(module) if isinstance(module, nn.Module) else None
         if state is None:
-            msg = (
-                f"{type(module).__name__} cannot be prefetched: it is not sharded. Call "
-                f"fully_shard on it first, or name the sharded module that holds it."
-            )
-            raise StateError(msg)
-        if state.group is not None:
-            found.setdefault(state.group)
-    return list(found)
+            raise StateError(refusal.format(type(module).__name__))
+        states.append(state)
+    return states
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
@@ -575,13 +579,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     Raises:
         StateError: One of them is not sharded, or has run.
     """
-    states = []
-    for module in modules:
-        state = get_state(module) if isinstance(module, nn.Module) else None
-        if state is None:
-            msg = f"share_comm_ctx takes sharded modules, got {type(module).__name__}."
-            raise StateError(msg)
-        states.append(state)
+    states = _states_of(modules, "share_comm_ctx takes sharded modules, got {}.")
     for state in states[1:]:
         if state.runtime is not None:
             msg = (
