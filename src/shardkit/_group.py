@@ -365,8 +365,9 @@ class Group(CopiedGroup):
 
     def forget_backward(self) -> None:
         """A backward is over."""
-        self.close_records()
-        self.num_arrived = self.num_expected = 0
+        if self.records:
+            self.close_records()
+        self.num_watched = self.num_arrived = self.num_expected = 0
         self.is_complete = False
 
     def describe(self) -> Any:
