@@ -14,7 +14,6 @@ Where no cast and no other rank is involved the unsharded buffer IS the shard.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat
-from shardkit._errors import FreedParameterError, StateError, WrapError
+from shardkit._errors import WrapError
+from shardkit._freed import NAME_ATTRIBUTE, class_without_memory
 from shardkit._layout import FlatLayout
 from shardkit._memory import Buffer
 from shardkit._ops import FlatMaker
+from shardkit._places import Places
 from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
-from shardkit._tree import iter_tensors
 from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
@@ -38,112 +38,9 @@ if TYPE_CHECKING:
 
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
+    from shardkit._places import FoundParam
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit.backends.base import AllGather, AxisComm
-
-
-NAME_ATTRIBUTE = "_shardkit_fqn"
-"""Where an unsharded parameter keeps its name; no other parameter has it."""
-
-_READ_MEMORY = ("T", "mT", "H", "mH", "data", "real", "imag")
-"""Attributes that are tensors over the same memory."""
-_NEED_NO_MEMORY = (
-    "__set__",
-    "__delete__",
-    "__len__",
-    "dim",
-    "element_size",
-    "is_complex",
-    "is_floating_point",
-    "nelement",
-    "numel",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "size",
-    "stride",
-)
-
-
-def is_unsharded(param: nn.Parameter) -> bool:
-    """Whether a parameter is the unsharded one that a bucket shows while it is in use."""
-    return NAME_ATTRIBUTE in param.__dict__
-
-
-def _needs_no_memory(func: Any) -> bool:
-    """Whether a torch function can be called on a parameter without memory."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _READ_MEMORY
-    return name in _NEED_NO_MEMORY
-
-
-class _Freed:
-    """What the classes of parameters without memory have in common."""
-
-    __slots__ = ()
-
-    def __repr__(self: Any) -> str:
-        """Show the name; there are no values to show."""
-        shape = tuple(self.shape)
-        return f"{type(self).__name__}({self.__dict__[NAME_ATTRIBUTE]!r}, shape={shape})"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Let attributes be read and hooks work; refuse everything else."""
-        del types
-        if _needs_no_memory(func):
-            with _compat.plain_torch_functions():
-                return func(*args, **(kwargs or {}))
-        given = iter_tensors([args, kwargs or {}])
-        raise _freed_error(next((a for a in given if isinstance(a, _Freed)), None))
-
-
-def _freed_error(param: Any) -> FreedParameterError:
-    name = "?" if param is None else param.__dict__[NAME_ATTRIBUTE]
-    return FreedParameterError(
-        f"unsharded parameter {name!r} is used outside its module's forward and backward: its "
-        f"memory has been given back. Do not keep it; take the sharded one from "
-        f"module.parameters(), or call unshard() on its module around the use."
-    )
-
-
-class FreedParameter(_Freed, nn.Parameter):  # type: ignore[misc]  # Tensor.__repr__ takes more.
-    """Class of an unsharded parameter whose memory is gone: any use raises, with its name.
-
-    Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
-    which costs nothing, rather than its contents.
-    """
-
-
-@functools.cache
-def _class_without_memory(cls: type) -> type:
-    """Return what the class of an unsharded parameter is exchanged with, e.g. a DTensor's."""
-    if cls is nn.Parameter:
-        return FreedParameter
-
-    def refuse(self: Any, *args: object, **kwargs: object) -> Any:
-        del args, kwargs
-        raise _freed_error(self)
-
-    methods = ("to_local", "full_tensor", "redistribute")  # No functions of torch: not seen above.
-    return type(f"Freed{cls.__name__}", (_Freed, cls), dict.fromkeys(methods, refuse))
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class FoundParam:
-    """A parameter to shard.
-
-    Attributes:
-        name: For errors: relative to the group's module until the root's first forward.
-        param: The user's object.
-        sites: Every (module, attribute) that holds it.
-    """
-
-    name: str
-    param: nn.Parameter
-    sites: list[tuple[nn.Module, str]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -162,8 +59,6 @@ class _KeptPart:
     version: int
     fence: Any
 
-
-_Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
 _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
 """Buckets by the id of their unsharded parameters, which live at least as long."""
@@ -241,9 +136,7 @@ class Bucket:
                 for i, f in enumerate(found)
             ]
             self._make_unsharded()
-        self._visible = False
-        self._places: list[_Place] = []
-        self._rnn_places: list[tuple[nn.RNNBase, str]] = []
+        self.places = Places(self.found, self.unsharded)
 
     # --- construction ---
 
@@ -362,7 +255,7 @@ class Bucket:
     def _hide_freed(self) -> None:
         """Let any use of the unsharded parameters raise."""
         for param, cls in zip(self.unsharded, self._classes, strict=True):
-            param.__class__ = _class_without_memory(cls)
+            param.__class__ = class_without_memory(cls)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> Tensor:
         strides, step = [], 1
@@ -516,59 +409,6 @@ class Bucket:
 
     def _range_of(self, axis: AxisComm) -> Tensor:
         return self.full.view(axis.size, -1)[axis.rank]
-
-    # --- what the modules see ---
-
-    def show(self, *, unsharded: bool) -> None:
-        """Let the modules hold the unsharded parameters, or the sharded ones.
-
-        Raises:
-            StateError: A module holds neither, but a parameter that was put in its place.
-        """
-        if unsharded == self._visible:
-            return
-        if not self._places:
-            self._places = self._find_places()
-        if unsharded:
-            for params, attribute, sharded, whole in self._places:
-                if params.get(attribute) is not sharded:
-                    self._refuse_replaced(sharded)
-                if sharded.requires_grad != whole.requires_grad:
-                    whole.requires_grad_(sharded.requires_grad)
-        self._visible = unsharded
-        for params, attribute, sharded, whole in self._places:
-            params[attribute] = whole if unsharded else sharded
-        for module, attribute in self._rnn_places:
-            # It keeps a list of its weights as well.
-            setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
-            _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
-
-    def _find_places(self) -> list[_Place]:
-        """Return every place of a parameter: whose dict, the attribute, what is put there."""
-        sites = [
-            (module, attribute, found.param, whole)
-            for found, whole in zip(self.found, self.unsharded, strict=True)
-            for module, attribute in found.sites
-        ]
-        self._rnn_places = [(m, name) for m, name, _, _ in sites if isinstance(m, nn.RNNBase)]
-        # As torch's own FSDP does, past the checks of `setattr`.
-        return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
-
-    def _refuse_replaced(self, sharded: nn.Parameter) -> None:
-        found = next(item for item in self.found if item.param is sharded)
-        module, attribute = next(
-            (module, attribute)
-            for module, attribute in found.sites
-            if module._parameters.get(attribute) is not sharded  # noqa: SLF001
-        )
-        msg = (
-            f"{attribute!r} of a {type(module).__name__} is no longer the parameter "
-            f"{found.name!r} that fully_shard took: it was replaced, removed or "
-            f"parametrized since. Tie, prune, parametrize (weight norm, ...) and "
-            f"exchange parameters before fully_shard; new values go into the sharded "
-            f"parameter by copy_() or load_state_dict()."
-        )
-        raise StateError(msg)
 
 
 def _tensor_parallel_of(param: Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardkit._bucket import Bucket, FoundParam
+from shardkit._bucket import Bucket
 from shardkit._errors import StateError
 from shardkit._subclass_bucket import SubclassBucket, subclass_of
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shardkit._layout import FlatLayout
     from shardkit._mesh import DeviceMesh
+    from shardkit._places import FoundParam
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
 
 

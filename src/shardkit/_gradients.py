@@ -219,6 +219,9 @@ class GroupGradients:
     ) -> None:
         """Take the unsharded gradient of one parameter, to be reduced.
 
+        Unless `hold` no reduction may be under way: `finish_reduce` comes before, after those of
+        groups whose reductions were started before.
+
         Args:
             bucket_index: Which bucket.
             index: Which parameter.
@@ -236,8 +239,7 @@ class GroupGradients:
             held = self._held[bucket_index]
             held[index] = held[index] + grad if index in held else grad
         else:
-            if self.is_reducing:
-                self.finish_reduce(pool)  # The send buffer is on the wire.
+            assert not self.is_reducing, "the send buffer is on the wire"
             self._buffer(bucket_index).write(index, grad, lanes, pool)
 
     def assign(self, bucket_index: int, index: int, grad: Tensor) -> None:
@@ -293,8 +295,7 @@ class GroupGradients:
         Returns:
             What the backend has to do, one per bucket; tell `started` the handle.
         """
-        if self.is_reducing:
-            self.finish_reduce(pool)
+        assert not self.is_reducing, "the send buffer is on the wire"
         self.write_held(lanes, pool)
         self._is_partial = self._replicate_axis is not None and not all_reduce
         self._sending, reductions = [], []

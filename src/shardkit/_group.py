@@ -2,69 +2,44 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from shardkit import _compat
-from shardkit._bucket import FoundParam
-from shardkit._buckets import make_buckets, rebuild, restore
+from shardkit._arrivals import Arrivals
+from shardkit._buckets import make_buckets, rebuild
 from shardkit._errors import StateError
 from shardkit._gradients import GroupGradients
+from shardkit._group_copies import CopiedGroup
 from shardkit._sharded import user_attributes
 from shardkit._state_dict import install_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    import torch
+    from torch import nn
 
+    from shardkit._arrivals import BackwardListener
     from shardkit._bucket import Bucket
+    from shardkit._forward_record import ForwardRecord
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
+    from shardkit._places import FoundParam
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._settings import GroupSettings
     from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
 
 
-_REMADE = (
-    "mesh",
-    "shard_axis",
-    "replicate_axis",
-    "kept_axis",
-    "gradients",
-    "grad_buckets",
-    "takes_at_once",
-    "_arrived",
-    "_positions",
-)
-"""Attributes of a group that are not pickled."""
-
-
-class GradListener(Protocol):
-    """Who wants to know that gradients came: the runtime."""
-
-    def begin_backward(self) -> None:
-        """A backward has begun; its end is to be told."""
-
-    def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
-        """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
-
-
-class Group:
+class Group(CopiedGroup):
     """Parameters that are gathered and reduced together.
 
     Attributes:
         name: Names of the modules, for errors.
         buckets: All parameters.
         gradients: Of the trainable buckets.
+        arrivals: Where they come from.
         index: Position among the groups of the root; its name in schedules.
         listener: The root's runtime.
-        records: Forwards that may have a backward (`_runtime.ForwardRecord`).
-        num_active: Forwards that backward is inside of.
+        records: Forwards that backward is inside of.
         num_watched: Those of them that tell when backward leaves.
         num_arrived: Gradients that came in this backward.
         num_expected: Gradients that come if this backward uses every parameter.
@@ -115,9 +90,9 @@ class Group:
     def _reset_place(self) -> None:
         """Belong to no root, with no step under way."""
         self.index = -1
-        self.listener: GradListener | None = None
-        self.records: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.num_active = 0
+        self.listener: BackwardListener | None = None
+        self.records: list[ForwardRecord] = []
+        self._noted_versions: tuple[int, ...] = ()
         self.num_watched = 0
         self.num_arrived = 0
         self.num_expected = 0
@@ -125,80 +100,6 @@ class Group:
         self.has_warned = False
         self.modules_run: set[nn.Module] = set()
         self.gathering: Handle | None = None
-
-    def copy_for(self, memo: dict[int, Any]) -> Group:
-        """Return a group for deep copies of the modules and parameters, found in `memo`."""
-        result = copy.copy(self)
-        result._reset_place()  # noqa: SLF001 - own class
-        result.modules = [memo[id(module)] for module in self.modules]
-        result.settings = self.settings.copy()
-        result.buckets = [
-            rebuild(
-                bucket,
-                [
-                    FoundParam(
-                        found.name,
-                        memo[id(found.param)],
-                        [(memo[id(module)], attribute) for module, attribute in found.sites],
-                    )
-                    for found in bucket.found
-                ],
-            )
-            for bucket in self.buckets
-        ]
-        result._make_gradients()  # noqa: SLF001
-        return result
-
-    def __copy__(self) -> Group:
-        """Return a group with the same attributes; `copy_for` makes it independent."""
-        result = Group.__new__(Group)
-        result.__dict__.update(self.__dict__)
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is written of the group: settings, modules, parameters and their layouts."""
-        transient = Group.__new__(Group)
-        transient._reset_place()  # noqa: SLF001 - own class
-        left_out = {*_REMADE, *transient.__dict__}
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        state["settings"] = self.settings.copy()
-        state["buckets"] = [
-            (bucket.found, bucket.layout, bucket.offload) for bucket in self.buckets
-        ]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was written; modules of the group may have been unpickled before or not."""
-        self.__dict__.update(state)
-        self._restore_if_complete()
-
-    def note_restored(self) -> None:
-        """Another of its modules has been unpickled."""
-        self.__dict__["num_restored"] = self.__dict__.get("num_restored", 0) + 1
-        self._restore_if_complete()
-
-    def _restore_if_complete(self) -> None:
-        modules = self.__dict__.get("modules")
-        if modules is not None and self.__dict__.get("num_restored") == len(modules):
-            del self.__dict__["num_restored"]
-            self._restore()
-
-    def _restore(self) -> None:
-        """Make anew what is not pickled, when modules and parameters have been unpickled.
-
-        On the mesh that the parameters were bound to. With a number as `reshard_after_forward`
-        this makes a process group, so all ranks must load.
-        """
-        self._reset_place()
-        written: Any = self.buckets
-        self.mesh = written[0][0][0].param.spec.mesh
-        self.buckets = [
-            restore(found, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
-            for found, layout, offload in written
-        ]
-        self._find_axes()
-        self._make_gradients()
-        self.set_reshard_after_forward(self.settings.reshard_after_forward)
 
     @property
     def was_replaced(self) -> bool:
@@ -260,7 +161,7 @@ class Group:
                     raise StateError(msg)
 
     def _make_gradients(self) -> None:
-        """Put a hook on every parameter that can be trained, also on those frozen for now."""
+        """Make what takes gradients from the unsharded parameters and what reduces them."""
         self.grad_buckets = [
             bucket
             for bucket in self.buckets
@@ -273,49 +174,8 @@ class Group:
             receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
             comm=self.settings.comm,
         )
-        # With one rank and no casts nothing waits for a gradient: all are taken at the end of
-        # backward, and next to nothing runs for each of them until then.
-        self._arrived: list[Tensor] = []
-        self.takes_at_once = self.needs_memory or not self.gradients.is_local
-        note = _notes_arrival(weakref.ref(self), self._arrived)
-        for i, bucket in enumerate(self.grad_buckets):
-            for index, param in enumerate(bucket.unsharded):
-                hook = functools.partial(_take_grad, weakref.ref(self), i, index)
-                _add_hook(param, hook if self.takes_at_once else note)
-        self._positions = {
-            id(param): (i, index)
-            for i, bucket in enumerate(self.grad_buckets)
-            for index, param in enumerate(bucket.unsharded)
-        }
-
-    def take_at_once(self) -> None:
-        """Take gradients when they come from now on, rather than at the end of backward."""
-        if not self.takes_at_once:
-            self.takes_at_once = True
-            for i, bucket in enumerate(self.grad_buckets):
-                for index, param in enumerate(bucket.unsharded):
-                    _add_hook(param, functools.partial(_take_grad, weakref.ref(self), i, index))
-
-    @property
-    def has_user_hooks(self) -> bool:
-        """Whether users want to be told of gradients as they come."""
-        return any(
-            _compat.post_accumulate_grad_hooks(param)
-            for bucket in self.grad_buckets
-            for param in bucket.sharded
-        )
-
-    def take_arrived(self) -> None:
-        """Take the gradients that came and have not been taken."""
-        for param in self._arrived:
-            _take_grad(weakref.ref(self), *self._positions[id(param)], param)
-        self._arrived.clear()
-
-    def drop_arrived(self) -> None:
-        """Forget them."""
-        for param in self._arrived:
-            param.grad = None
-        self._arrived.clear()
+        at_once = self.needs_memory or not self.gradients.is_local
+        self.arrivals = Arrivals(self, self.grad_buckets, at_once=at_once)
 
     # --- adopting the user's parameters ---
 
@@ -386,11 +246,10 @@ class Group:
         """Whether a shard changed since the group was gathered."""
         return any(bucket.is_stale for bucket in self.buckets)
 
-    @property
-    def has_outstanding(self) -> bool:
-        """Whether a forward waits for a backward that would compute with the weights it used."""
-        versions = self.shard_versions
-        return any(not record.done and record.versions == versions for record in self.records)
+    def note_versions(self) -> bool:
+        """Return whether a shard was written to since the last call."""
+        last, self._noted_versions = self._noted_versions, self.shard_versions
+        return last != self._noted_versions
 
     @property
     def has_pending(self) -> bool:
@@ -419,9 +278,13 @@ class Group:
         parts = [bucket.kept_part for bucket in self.buckets if not bucket.aliases_shard]
         if self.kept_axis is not None and parts and all(part is not None for part in parts):
             return self.kept_axis
+        self.drop_parts()
+        return self.shard_axis
+
+    def drop_parts(self) -> None:
+        """Forget what was kept for a gather over `kept_axis`."""
         for bucket in self.buckets:
             bucket.drop_part()
-        return self.shard_axis
 
     def wait_unshard(self) -> None:
         """Let compute issued from now on see the gathered parameters."""
@@ -431,14 +294,19 @@ class Group:
             for bucket in self.buckets:
                 bucket.finish_gather()
 
-    def free(self, lanes: Lanes, pool: SlotPool) -> None:
-        """Give the memory back and show the sharded parameters."""
+    def free(self, lanes: Lanes, pool: SlotPool, *, keep_parts: bool) -> None:
+        """Give the memory back and show the sharded parameters.
+
+        Args:
+            lanes: Mark the compute that reads the memory.
+            pool: Where the memory goes.
+            keep_parts: Keep what a gather over `kept_axis` needs: a backward may follow.
+        """
         self.wait_unshard()
         self.show(unsharded=False)
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
-        is_awaited = self.has_outstanding
         for bucket in buckets:
-            if self.kept_axis is None or not is_awaited or bucket.is_stale:
+            if self.kept_axis is None or not keep_parts or bucket.is_stale:
                 bucket.drop_part()
             else:
                 bucket.keep_part(self.kept_axis, lanes.fence)
@@ -450,7 +318,7 @@ class Group:
     def show(self, *, unsharded: bool) -> None:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         for bucket in self.buckets:
-            bucket.show(unsharded=unsharded)
+            bucket.places.show(unsharded=unsharded)
 
     def is_unfinished(self, module: nn.Module) -> bool:
         """Note that one of the group's modules ran; return whether others have not in this pass."""
@@ -483,9 +351,23 @@ class Group:
         self.num_arrived += 1
         return self.num_arrived == self.num_expected
 
+    @property
+    def has_all_arrived(self) -> bool:
+        """Whether a gradient came for every parameter that wants one."""
+        return 0 < self.num_expected <= self.num_arrived
+
+    def close_records(self) -> None:
+        """Backward needs the parameters no more for the forwards that it is inside of."""
+        for record in self.records:
+            record.active = False
+        self.records.clear()
+        self.num_watched = 0
+
     def forget_backward(self) -> None:
         """A backward is over."""
-        self.num_active = self.num_watched = self.num_arrived = 0
+        if self.records:
+            self.close_records()
+        self.num_watched = self.num_arrived = self.num_expected = 0
         self.is_complete = False
 
     def describe(self) -> Any:
@@ -503,50 +385,6 @@ class Group:
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)
         ]
-
-
-def _notes_arrival(
-    reference: weakref.ref[Group], arrived: list[Tensor]
-) -> Callable[[Tensor], None]:
-    """Return a hook that notes a parameter; the first one asks for the end of backward."""
-
-    def note(param: Tensor) -> None:
-        if not arrived:
-            group = reference()
-            if group is not None and group.listener is not None:
-                group.listener.begin_backward()
-        arrived.append(param)
-
-    return note
-
-
-def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Register a post-accumulate-grad hook, also on a parameter that is frozen for now."""
-    was_frozen = not param.requires_grad
-    param.requires_grad_(True)
-    param.register_post_accumulate_grad_hook(hook)
-    if was_frozen:
-        param.requires_grad_(False)
-
-
-def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, param: Tensor) -> None:
-    """Take a gradient from an unsharded parameter: its hook.
-
-    Weak: the hook is kept by C++, where the garbage collector sees no cycle to break.
-    """
-    group, grad = reference(), param.grad
-    if group is not None and grad is not None:
-        param.grad = None
-        if grad.layout is not torch.strided:
-            name = group.grad_buckets[bucket_index].found[index].name
-            msg = (
-                f"parameter {name!r} got a sparse gradient ({grad.layout}), which cannot be cut "
-                f"into flat ranges and averaged: expected a dense one. Look it up with "
-                f"sparse=False, or pass it in ignored_params of fully_shard."
-            )
-            raise StateError(msg)
-        assert group.listener is not None
-        group.listener.on_grad(group, bucket_index, index, grad)
 
 
 def start_unshard(groups: Sequence[Group], axis: AxisComm, lanes: Lanes, pool: SlotPool) -> None:

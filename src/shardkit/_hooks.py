@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._runtime import Runtime
-from shardkit._schedule import BackwardPrefetch
+from shardkit._schedule_options import BackwardPrefetch
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
+    from shardkit._forward_record import ForwardRecord
     from shardkit._group import Group
     from shardkit._policy import MixedPrecisionPolicy
-    from shardkit._runtime import ForwardRecord
 
 STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
@@ -130,7 +130,7 @@ class ModuleState:
         runtime = Runtime(groups, share)
         runtime.set_prefetch(forward=self.forward_prefetch, backward=self.backward_prefetch)
         for group in entered:
-            runtime.reduce_order.enter_forward(group.index)
+            runtime.reductions.order.enter_forward(group.index)
         for state in states:
             state.runtime = runtime
         self._num_known = _num_installed

@@ -6,7 +6,6 @@ knows a backend.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,11 @@ import torch
 
 from shardkit import _compat, _step_check
 from shardkit._errors import StateError
-from shardkit._gradients import start_reduce
+from shardkit._forward_record import ForwardRecord, InputGrads
 from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
-from shardkit._schedule import Action, BackwardPrefetch, Op, ReduceOrder, UnshardSchedule
+from shardkit._reductions import Reductions
+from shardkit._schedule import Action, Op, UnshardSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,71 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._group import Group
+    from shardkit._schedule_options import BackwardPrefetch
     from shardkit.backends.base import AxisComm, Lanes
-
-
-class ForwardRecord:
-    """One forward of one group; autograd's graph keeps it alive until its backward.
-
-    Attributes:
-        group: The group.
-        versions: Of the shards, when the forward used them.
-        has_input_grads: Backward will tell when the gradients of the inputs have come.
-        active: Backward is inside.
-        done: Backward is over.
-        is_first: No forward had entered the group since the last backward.
-        may_lack_outputs: That it returns nothing to differentiate is no mistake.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "active",
-        "done",
-        "group",
-        "has_input_grads",
-        "is_first",
-        "may_lack_outputs",
-        "versions",
-    )
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.versions = group.shard_versions
-        self.has_input_grads = False
-        self.active = False
-        self.done = False
-        self.is_first = False
-        self.may_lack_outputs = False
-
-    @property
-    def runtime(self) -> Runtime:
-        """The group's runtime of now: another than at the forward, if a larger root ran since."""
-        listener = self.group.listener
-        assert isinstance(listener, Runtime)
-        return listener
-
-
-def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
-    """Hook of a group's outputs."""
-    del grad
-    record.runtime.enter_backward(record)
-
-
-class InputGrads(torch.autograd.Function):
-    """Identity on a group's inputs; its backward runs when backward is done with the group."""
-
-    @staticmethod
-    def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
-        """Pass the inputs through."""
-        ctx.record = record
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Tell the runtime, pass the gradients through."""
-        ctx.record.runtime.exit_backward(ctx.record)
-        return (None, *grads)
 
 
 class Runtime:
@@ -118,25 +55,28 @@ class Runtime:
         self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
-        self.peak_reduce_nbytes = 0
-        self.schedule = UnshardSchedule(
-            nbytes=[group.unsharded_nbytes for group in self.groups],
-            is_idle=not any(group.needs_memory for group in self.groups),
-        )
-        self.reduce_order = ReduceOrder()
+        nbytes, is_idle = self._sizes()
+        self.schedule = UnshardSchedule(nbytes=nbytes, is_idle=is_idle)
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
         self._interrupted = False
         self._any_fired = False
         self._makes_graph = False
-        self._reducing: list[Group] = []
         self._put_off: list[Group] = []
-        self._queued: list[Group] = []
         self._in_trained_layer = False
         self._optimizer_event: Any = None
+        self._memory_axes: list[AxisComm] = []
         self.update_options()
         self.check = _step_check.StepCheck(self.groups, axes)
+        self.reductions = Reductions(
+            self.groups,
+            self.lanes,
+            self.slots,
+            self.check,
+            batch_nbytes=self.schedule.batch_nbytes,
+            before_start=self._prefetch_put_off,
+        )
         self.lanes.watch(self.check)
 
     def hand_over(self) -> list[Group]:
@@ -148,18 +88,17 @@ class Runtime:
         if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # They ended in an exception.
             return []
+        self.reductions.finish_all()
         self.check.finish()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
-        return [self.groups[index] for index in self.reduce_order.entered]
+        return [self.groups[index] for index in self.reductions.order.entered]
 
-    def _read_sizes(self) -> None:
-        """Tell the schedule how large the groups are now: they may have been converted."""
-        self.schedule.set_sizes(
-            [group.unsharded_nbytes for group in self.groups],
-            is_idle=not any(group.needs_memory for group in self.groups),
-        )
+    def _sizes(self) -> tuple[list[int], bool]:
+        """Return the unsharded bytes of every group, and whether none needs memory of its own."""
+        nbytes = [group.unsharded_nbytes for group in self.groups]
+        return nbytes, not any(group.needs_memory for group in self.groups)
 
     def update_options(self) -> None:
         """Read the settings of all groups anew."""
@@ -183,9 +122,11 @@ class Runtime:
             on_axis = [group for group in groups if group.shard_axis is axis]
             wanted = any(group.settings.separate_reduce for group in on_axis)
             self.lanes.separate_reduce(axis, enable=wanted)
-        for group in groups:
-            if group.settings.comm_memory:
-                self.lanes.allocate_from(group.shard_axis)
+        memory_axes = dict.fromkeys(g.shard_axis for g in groups if g.settings.comm_memory)
+        if [*memory_axes] != self._memory_axes:
+            self._memory_axes = [*memory_axes]
+            self.lanes.allocate_from(self._memory_axes)
+            self.slots.trim()  # What is free now is of the other kind.
 
     def _indices_of(self, wanted: Sequence[Group], by: Group) -> list[int]:
         for group in wanted:
@@ -212,21 +153,24 @@ class Runtime:
         """A root forward starts."""
         if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # The last forward or backward ended in an exception.
+        has_changed = False
         for group in self.groups:
             if group.was_replaced or group.is_on_meta:
                 group.check_materialized()
                 self.reshard(group)
                 group.refresh()
+                has_changed = True
+            has_changed = group.note_versions() or has_changed
             group.modules_run.clear()
-        self._read_sizes()
+        nbytes, is_idle = self._sizes()  # They may have been converted.
+        self.schedule.set_sizes(nbytes, is_idle=is_idle)
         if self._optimizer_event is not None:
             event, self._optimizer_event = self._optimizer_event, None
             self.lanes.after_optimizer(event)
         self.lanes.follow_compute()
         self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
         self.pass_root = root
-        outstanding = any(group.has_outstanding for group in self.groups)
-        self.schedule.begin_pass(outstanding=outstanding, root=id(root))
+        self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
     def end_pass(self, *, needs_backward: bool) -> None:
         """The root forward ends."""
@@ -244,9 +188,9 @@ class Runtime:
         group.show(unsharded=True)
         if not torch.is_grad_enabled():
             return None
-        record = ForwardRecord(group)
+        record = ForwardRecord(group, self.schedule.current_pass)
         if group.is_trainable:
-            record.is_first = self.reduce_order.enter_forward(group.index)
+            record.is_first = self.reductions.order.enter_forward(group.index)
         return record
 
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -264,21 +208,14 @@ class Runtime:
     ) -> None:
         """The forward of a group's module ends with `outputs`, those that require gradients."""
         group.check_trainability()
-        needs_backward = False
-        if record is not None:
-            hook = functools.partial(_enter_backward, record)
-            for output in outputs:
-                needs_backward = True
-                output.register_hook(hook)
-        if needs_backward:
-            assert record is not None
-            group.records.add(record)
-        elif record is not None and record.is_first:
-            self.reduce_order.withdraw(group.index)
+        needs_backward = record is not None and record.watch_outputs(outputs)
+        if not needs_backward and record is not None and record.is_first:
+            self.reductions.order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
         if not is_watched:
-            group.take_at_once()  # Else nobody would: no output tells that backward has begun.
+            # Else nobody would: no output tells that backward has begun.
+            group.arrivals.take_at_once()
         if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
@@ -305,7 +242,7 @@ class Runtime:
             return  # Or non-reentrant checkpointing has what it wants; backward goes on.
         if group is not None:
             if record is not None and record.is_first:
-                self.reduce_order.withdraw(group.index)
+                self.reductions.order.withdraw(group.index)
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self._carry_out(actions)
@@ -326,7 +263,7 @@ class Runtime:
         self.begin_backward()
         self._carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
-        return ForwardRecord(group) if torch.is_grad_enabled() else None
+        return ForwardRecord(group, None) if torch.is_grad_enabled() else None
 
     def exit_recompute(
         self,
@@ -338,9 +275,7 @@ class Runtime:
         """The repeated forward ends."""
         del module
         if record is not None:
-            hook = functools.partial(_enter_backward, record)
-            for output in outputs:
-                output.register_hook(hook)
+            record.watch_outputs(outputs)
         actions = self.schedule.exit_recompute(group.index)
         if not self.schedule.in_use(group.index):
             group.show(unsharded=False)
@@ -355,9 +290,7 @@ class Runtime:
         self._backward_running = True
         self._any_fired = False
         self._makes_graph = False
-        if any(g.replicate_axis is not None or g.has_reduce_hook for g in self._reducing):
-            self._finish_reducing()  # They communicate once more when waited for: in one order.
-        self.reduce_order.begin_backward()
+        self.reductions.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
     def enter_backward(self, record: ForwardRecord) -> None:
@@ -377,14 +310,13 @@ class Runtime:
                 f"backward before optimizer.step(), or run the forward again."
             )
             raise StateError(msg)
-        record.active, record.done = True, False
-        group.records.add(record)
-        group.num_active += 1
+        record.active = True
+        group.records.append(record)
         group.num_watched += record.has_input_grads
-        if not group.takes_at_once and group.has_user_hooks:
-            group.take_at_once()
+        if not group.arrivals.at_once and group.arrivals.has_user_hooks:
+            group.arrivals.take_at_once()
         self._in_trained_layer = record.has_input_grads and group.is_trainable
-        self._carry_out(self.schedule.enter_backward(group.index))
+        self._carry_out(self.schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
             group.show(unsharded=True)
 
@@ -392,26 +324,30 @@ class Runtime:
         """The gradients of a group's inputs came: backward is done with this forward of it."""
         if not record.active:
             return
-        record.active, record.done = False, True
+        record.active = False
         group = record.group
-        group.num_active -= 1
+        group.records.remove(record)
         group.num_watched -= record.has_input_grads
-        if group.num_active > 0:
+        if group.records:
             return
-        others = group.has_outstanding
-        self._leave(group, outstanding=others)
+        # A gradient comes after all uses of its parameter in a run of the engine. Inside of a
+        # reentrant checkpoint that is a run of its own.
+        is_last = group.has_all_arrived and record.in_pass is not None
+        self._leave(group, record.in_pass, is_last=is_last)
         # What has not fired by now is not used. Where nothing has fired at all this may be
         # ``autograd.grad``, which reduces nothing; if it is not, the end of backward reduces.
-        if not others and not group.is_complete and group.is_trainable and self._any_fired:
-            self._complete(group)
+        if group.is_complete or not group.is_trainable or not self._any_fired:
+            return
+        if is_last or not self.schedule.awaits_backward(group.index):
+            self.reductions.complete(group)
 
-    def _leave(self, group: Group, *, outstanding: bool) -> None:
-        self._carry_out(self.schedule.exit_backward(group.index, outstanding=outstanding))
+    def _leave(self, group: Group, in_pass: int | None, *, is_last: bool) -> None:
+        self._carry_out(self.schedule.exit_backward(group.index, in_pass, is_last=is_last))
         if not self.schedule.in_use(group.index):
             group.show(unsharded=False)
 
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
-        """An unsharded gradient came (`GradListener`)."""
+        """An unsharded gradient came (`BackwardListener`)."""
         if not self._backward_running:
             self.begin_backward()
         self._any_fired = True
@@ -420,139 +356,46 @@ class Runtime:
         if gradients.is_local:
             gradients.assign(bucket_index, index, grad)
         else:
-            self._collect(group, bucket_index, index, grad, is_layer=is_layer)
+            self.reductions.collect(group, bucket_index, index, grad, is_layer=is_layer)
         is_last = group.count_arrival()
         if is_layer and 2 * group.num_arrived >= group.num_expected:
             self._prefetch_put_off()
         if not is_last or is_layer:
             return  # A layer is complete when backward leaves it, so that its memory is free.
-        if group.num_active and group.is_innermost:
+        if group.records and group.is_innermost:
             # Nothing before these parameters wants a gradient, so backward needs them no more.
-            self._close_records(group)
-            self._leave(group, outstanding=False)
-        self._complete(group)
-
-    def _collect(
-        self, group: Group, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
-    ) -> None:
-        """Take a gradient that is to be reduced."""
-        if is_layer and self._reducing and self._host_reads_are_free:
-            # The last group's send buffer becomes this one's.
-            for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
-                reducing.gradients.wait_sent(self.slots)
-        group.gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
-
-    def _complete(self, group: Group) -> None:
-        group.is_complete = True
-        if group.gradients.is_local:
-            return
-        if not group.settings.sync:
-            group.gradients.write_held(self.lanes, self.slots)
-        for index in self.reduce_order.complete(group.index):
-            self._reduce(self.groups[index])
-
-    def _reduce(self, group: Group) -> None:
-        """Reduce a group's gradients now, or a little later together with small neighbours."""
-        gradients = group.gradients
-        if gradients.is_local or not group.is_trainable:
-            return
-        if not group.settings.sync:
-            gradients.write_held(self.lanes, self.slots)
-            return
-        if not (group.settings.reduce_unused or group.has_pending):
-            return
-        if group in self._queued:
-            return  # It completed again, by a graph retained from before: it is sent with the rest.
-        if self._queued and self._queued[0].shard_axis is not group.shard_axis:
-            self._start_queued()
-        self._queued.append(group)
-        batch_nbytes = self.schedule.batch_nbytes
-        if sum(queued.gradients.send_nbytes for queued in self._queued) >= batch_nbytes:
-            self._start_queued()
-
-    def _start_queued(self) -> None:
-        """Start the reductions that wait for company."""
-        if not self._queued:
-            return
-        self._prefetch_put_off()
-        groups, self._queued = self._queued, []
-        self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
-        for group in groups:
-            self.check.note(_step_check.REDUCE, group.index)
-        many = [(group.gradients, group.settings.all_reduce) for group in groups]
-        start_reduce(many, self.lanes, self.slots)
-        self._reducing += groups
-        nbytes = sum(group.gradients.reduce_nbytes for group in groups)
-        self.peak_reduce_nbytes = max(self.peak_reduce_nbytes, nbytes)
-
-    def _finish_reducing(self, *, leave: int = 0) -> None:
-        """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
-        if self._host_reads_are_free:
-            while len(self._reducing) > leave:
-                self._reducing.pop(0).gradients.finish_reduce(self.slots)
+            in_pass = group.records[-1].in_pass
+            group.close_records()
+            self._leave(group, in_pass, is_last=True)
+        self.reductions.complete(group)
 
     def _prefetch_put_off(self) -> None:
         """Carry out the prefetch that was put off."""
         if self._put_off:
             groups, self._put_off = self._put_off, []
-            self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
+            self.reductions.finish(leave=groups[0].settings.max_send_buffers - 1)
             self._gather(groups)
-
-    @staticmethod
-    def _close_records(group: Group) -> None:
-        for record in group.records:
-            if record.active:
-                record.active, record.done = False, True
-        group.num_active = group.num_watched = 0
 
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
         for group in self.groups:
-            group.take_arrived()
+            group.arrivals.take_noted()
         if self._any_fired:
-            self._reduce_rest()
+            self.reductions.finish_backward()
         else:
-            self.reduce_order.cancel()
+            self.reductions.order.cancel()
         self._backward_running = False  # Not after an error: the next forward cleans up then.
         for group in self.groups:
-            if group.num_active:
-                self._close_records(group)
             group.forget_backward()
         self.schedule.hold(on=self._makes_graph)
         self._carry_out(self.schedule.end_backward())
         for group in self.groups:
             if not self._makes_graph and not self.schedule.in_use(group.index):
                 group.show(unsharded=False)
+            if group.kept_axis is not None and not self.schedule.awaits_backward(group.index):
+                group.drop_parts()  # On a rank whose backward did not come to the group.
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
-
-    def _reduce_rest(self) -> None:
-        rest = self.reduce_order.end_backward()
-        # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
-        known = {*rest, *(group.index for group in self._queued)}
-        late = [
-            group.index
-            for group in self.groups
-            if group.settings.sync and group.has_pending and group.index not in known
-        ]
-        for index in (*rest, *late):
-            self._reduce(self.groups[index])
-        synced = [g for g in self.groups if g.settings.sync and not g.gradients.is_local]
-        if not synced:
-            return
-        self._start_queued()
-        if not all(group.settings.is_last_backward for group in self.groups):
-            return  # The next backwards overlap with what was started; the last one waits for it.
-        self.check.start(self.lanes)
-        for group in synced:
-            group.gradients.finish_reduce(self.slots)
-        self._reducing.clear()
-        if self._host_reads_are_free or any(g.gradients.needs_settling for g in synced):
-            used = self.check.used_anywhere()
-            for group in synced:
-                group.gradients.settle(used[group.index])
-        for group in synced:
-            group.gradients.forget_fired()
 
     # --- by hand ---
 
@@ -581,16 +424,12 @@ class Runtime:
         self._backward_running = False
         self._interrupted = False
         self.pass_root = None
-        self.reduce_order.reset()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
-            group.drop_arrived()
-            group.records.clear()
+            group.arrivals.drop_noted()
             group.forget_backward()
-            group.gradients.reset(self.slots)
-        self._reducing.clear()
-        self._queued.clear()
+        self.reductions.reset()
         self._put_off.clear()
         self.check.reset()
 
@@ -612,7 +451,8 @@ class Runtime:
                 self._put_off.remove(group)
             else:
                 self.unsharded_nbytes -= group.unsharded_nbytes
-                group.free(self.lanes, self.slots)
+                keeps = group.kept_axis is not None and self.schedule.awaits_backward(index)
+                group.free(self.lanes, self.slots, keep_parts=keeps)
         if ahead:
             self._prefetch(ahead)
 

@@ -1,7 +1,7 @@
-"""When groups are gathered, freed and reduced: decisions only, no torch, no communication.
+"""When groups are gathered and freed: decisions only, no torch, no communication.
 
-`UnshardSchedule` and `ReduceOrder` are state machines: an event in, a list of actions out. The
-runtime carries the actions out; tests compare the lists.
+`UnshardSchedule` is a state machine: an event in, a list of actions out. The runtime carries the
+actions out; tests compare the lists.
 
 Live groups (those whose unsharded memory exists) are bounded: besides the groups in use and the
 kept ones there are at most `prefetch_depth` spare ones, a prefetched group or one whose use is
@@ -19,9 +19,11 @@ over but whose memory nobody has needed since::
 from __future__ import annotations
 
 import enum
-import itertools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from shardkit._forward_order import ForwardOrder
+from shardkit._schedule_options import BackwardPrefetch, ScheduleOptions
+from shardkit._tape import Tape
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -32,6 +34,9 @@ BATCH_NBYTES = 1 << 20
 
 Latency, not bandwidth, is what a small collective costs; below this size it is most of it.
 """
+
+_MAX_BATCH = 16
+"""Groups that travel together at the most."""
 
 
 class Op(enum.Enum):
@@ -48,45 +53,6 @@ class Op(enum.Enum):
 
 
 Action = tuple[Op, int]
-
-
-class BackwardPrefetch(enum.Enum):
-    """When backward gathers the group that it needs next.
-
-    PRE: Before the gradients of the current group are computed: full overlap, two groups alive.
-    POST: After them: one group less alive, less overlap.
-    NONE: When it is entered.
-    """
-
-    PRE = "pre"
-    POST = "post"
-    NONE = "none"
-
-
-@dataclass(slots=True)
-class ScheduleOptions:
-    """What users chose, by group number; may change between passes.
-
-    Attributes:
-        kept: Not resharded after forward.
-        several_modules: Of more than one module: not given back between them in backward either.
-        resting: Not resharded after backward.
-        idle_in_backward: Backward does not need their parameters.
-        forward_prefetch: Whether forward gathers ahead.
-        backward_prefetch: When backward gathers ahead.
-        next_in_forward: What to gather when a group is entered, instead of what came next in the
-            last pass.
-        next_in_backward: The same in backward.
-    """
-
-    kept: set[int] = field(default_factory=set)
-    several_modules: set[int] = field(default_factory=set)
-    resting: set[int] = field(default_factory=set)
-    idle_in_backward: set[int] = field(default_factory=set)
-    forward_prefetch: bool = True
-    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
-    next_in_forward: dict[int, list[int]] = field(default_factory=dict)
-    next_in_backward: dict[int, list[int]] = field(default_factory=dict)
 
 
 class UnshardSchedule:
@@ -122,11 +88,8 @@ class UnshardSchedule:
         self._unfinished: set[int] = set()
         self._resting: set[int] = set()
         self._prefetched: set[int] = set()
-        self._order: list[int] = []
-        self._last_orders: dict[Hashable, list[int]] = {}
-        self._pass: Hashable = None
-        self._position = 0
-        self._tape: list[int] = []
+        self._order = ForwardOrder()
+        self._tape = Tape()
         self._hold = False
 
     def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
@@ -164,20 +127,17 @@ class UnshardSchedule:
 
     # --- forward ---
 
-    def begin_pass(self, *, outstanding: bool, root: Hashable = None) -> None:
+    def begin_pass(self, *, has_changed: bool = False, root: Hashable = None) -> None:
         """A root forward starts.
 
         Args:
-            outstanding: An earlier one still waits for its backward.
+            has_changed: Shards were written to since the last one.
             root: Which module's: what comes next is taken from the last pass of the same one.
         """
-        self._order = []
-        self._pass = root
-        self._position = 0
+        self._order.begin_pass(root)
         self._unwatched.clear()
         self._unfinished.clear()
-        if not outstanding:
-            self._tape.clear()
+        self._tape.begin_pass(has_changed=has_changed)
 
     def enter_forward(self, group: int) -> list[Action]:
         """A group's forward starts: gather it if need be, then the one expected next."""
@@ -185,12 +145,12 @@ class UnshardSchedule:
         self._in_forward[group] = self._in_forward.get(group, 0) + 1
         if self._is_idle:
             return actions
-        if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
-            self._order.append(group)
-        expected = self._expect_next(group)
+        following = self._order.enter(group)
         if group in self.options.next_in_forward:
             return actions + self._prefetch_all(self.options.next_in_forward[group])
-        return actions + (self._prefetch(expected) if self.options.forward_prefetch else [])
+        if self.options.forward_prefetch:
+            return actions + self._prefetch(self._nearest(following))
+        return actions
 
     def exit_forward(
         self,
@@ -221,12 +181,12 @@ class UnshardSchedule:
         else:
             self._unfinished.discard(group)
         if needs_backward:
-            self._tape.append(group)
+            self._tape.add(group)
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
-        self._last_orders[self._pass] = self._order
+        self._order.end_pass()
         self._unfinished.clear()
         self._in_forward.clear()  # The root may have caught what a layer raised.
         if self._hold:
@@ -247,8 +207,23 @@ class UnshardSchedule:
 
     # --- backward ---
 
-    def enter_backward(self, group: int) -> list[Action]:
-        """The first gradient of a group's outputs came: gather it, then the one before it."""
+    @property
+    def current_pass(self) -> int:
+        """The pass that began last, to be given to `enter_backward` of a forward in it."""
+        return self._tape.number
+
+    def awaits_backward(self, group: int) -> bool:
+        """Whether a forward of the group may still have its backward."""
+        return self._tape.awaits(group)
+
+    def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
+        """The first gradient of a group's outputs came: gather it, then the one before it.
+
+        Args:
+            group: The group.
+            in_pass: Of its forward. None: not known, the last one that it is on.
+        """
+        self._tape.reach(group, in_pass)
         actions = [] if group in self.options.idle_in_backward else self._use(group)
         self._in_backward.add(group)
         if self._is_idle:
@@ -256,39 +231,38 @@ class UnshardSchedule:
         if group in self.options.next_in_backward:
             return actions + self._prefetch_all(self.options.next_in_backward[group])
         if self.options.backward_prefetch is BackwardPrefetch.PRE:
-            return actions + self._prefetch(self._before(group))
+            return actions + self._prefetch(self._before(group, in_pass))
         return actions
 
-    def exit_backward(self, group: int, *, outstanding: bool) -> list[Action]:
+    def exit_backward(
+        self, group: int, in_pass: int | None = None, *, is_last: bool = False
+    ) -> list[Action]:
         """The gradients of a group's inputs came for all that is under way.
 
         Args:
             group: The group.
-            outstanding: Another forward of it waits for its backward.
+            in_pass: As in `enter_backward`.
+            is_last: No other forward of it has its backward in this run of the engine. False: not
+                known; one that may have stays if there is room.
         """
         self._in_backward.discard(group)
         self._in_recompute.discard(group)
         self._by_hand.discard(group)
+        is_late = self.options.backward_prefetch is BackwardPrefetch.POST and not self._is_idle
+        before = self._before(group, in_pass) if is_late else []
+        self._tape.remove(group, in_pass)
         if self._is_idle:
             return []
-        before = self._before(group)
-        for position in range(len(self._tape) - 1, -1, -1):
-            if self._tape[position] == group:
-                del self._tape[position]
-                break
-        actions = self._leave_backward(group, outstanding=outstanding)
-        if self.options.backward_prefetch is BackwardPrefetch.POST:
-            actions += self._prefetch(before)
-        return actions
+        return self._leave_backward(group, in_pass, is_last=is_last) + self._prefetch(before)
 
-    def _leave_backward(self, group: int, *, outstanding: bool) -> list[Action]:
+    def _leave_backward(self, group: int, in_pass: int | None, *, is_last: bool) -> list[Action]:
         if self._hold or group in self._in_forward or group not in self._live:
             return []
-        if group in self.options.several_modules and group in self._tape:
+        if group in self.options.several_modules and self._tape.awaits_in(group, in_pass):
             self._unfinished.add(group)
             return []
         self._unfinished.discard(group)
-        if outstanding:
+        if not is_last and self._tape.awaits(group):
             return self._trim_spare()
         if group in self.options.resting:
             self._resting.add(group)
@@ -297,6 +271,7 @@ class UnshardSchedule:
 
     def end_backward(self) -> list[Action]:
         """The engine is done: free all that no forward is using."""
+        self._tape.end_backward()
         self._in_backward.clear()
         self._in_recompute.clear()
         self._unwatched.clear()
@@ -350,9 +325,7 @@ class UnshardSchedule:
             state.clear()
         self._in_forward.clear()
         self._tape.clear()
-        self._order = []
-        self._last_orders.clear()  # Ranks may have recorded different ones.
-        self._position = 0
+        self._order.clear()
         self._hold = False
         return actions
 
@@ -431,109 +404,17 @@ class UnshardSchedule:
             actions.append((Op.FREE, group))
         return actions
 
-    def _expect_next(self, group: int) -> list[int]:
-        """Follow the last pass: return what came after `group` there, nearest first."""
-        order, position = self._last_orders.get(self._pass, []), self._position
-        while position < len(order) and order[position] != group:
-            position += 1
-        if position >= len(order):
-            return []
-        self._position = position + 1
-        following = dict.fromkeys(order[position + 1 :])
-        return list(itertools.islice(following, self._longest_batch))
-
-    def _before(self, group: int) -> list[int]:
-        """Return the groups whose forward ended before `group`'s last one, nearest first."""
-        for position in range(len(self._tape) - 1, 0, -1):
-            if self._tape[position] == group:
-                before = [
-                    g for g in self._tape[:position] if g not in self.options.idle_in_backward
-                ]
-                return list(dict.fromkeys(reversed(before[-self._longest_batch :])))
-        return []
+    def _before(self, group: int, in_pass: int | None) -> list[int]:
+        """Return what backward needs after `group`, nearest first."""
+        idle = self.options.idle_in_backward
+        return self._nearest(g for g in self._tape.before(group, in_pass) if g not in idle)
 
     def _nearest(self, groups: Iterable[int]) -> list[int]:
-        """Return the first few different groups that backward needs."""
-        needed = (g for g in groups if g not in self.options.idle_in_backward)
-        return list(itertools.islice(dict.fromkeys(needed), self._longest_batch))
-
-    @property
-    def _longest_batch(self) -> int:
-        return max(self.prefetch_depth, _MAX_BATCH if self.batch_nbytes else 0)
-
-
-_MAX_BATCH = 16
-"""Groups that travel together at the most."""
-
-
-class ReduceOrder:
-    """Decides when groups are reduced: in one order on all ranks, each once per backward.
-
-    Ranks may use different parameters, so which group completes first may differ between them,
-    and one may not complete at all; collectives of one process group must be issued in one order
-    everywhere all the same. So groups are reduced in the reverse of the order in which forward
-    entered them, a complete one waiting for those before it; what has not completed when the
-    engine is done is reduced then, with zeros for what is missing.
-    """
-
-    def __init__(self) -> None:
-        self._entered: dict[int, None] = {}
-        self._waiting: list[int] = []
-        self._complete: set[int] = set()
-        self._issued: set[int] = set()
-
-    @property
-    def entered(self) -> tuple[int, ...]:
-        """Groups that forwards entered since the last backward, in order."""
-        return tuple(self._entered)
-
-    def enter_forward(self, group: int) -> bool:
-        """A forward that may have a backward enters the group; return whether it is the first."""
-        is_first = group not in self._entered
-        self._entered[group] = None
-        return is_first
-
-    def withdraw(self, group: int) -> None:
-        """The first forward that entered the group has no backward after all."""
-        self._entered.pop(group, None)
-
-    def begin_backward(self) -> None:
-        """A backward starts: fix the order."""
-        self._waiting = list(reversed(self._entered))
-        self._complete.clear()
-        self._issued.clear()
-
-    def complete(self, group: int) -> list[int]:
-        """All gradients of a group have come; return the groups to reduce now.
-
-        One that was reduced already in this backward, or that no forward entered, is reduced at
-        once.
-        """
-        if group in self._issued or group not in self._waiting:
-            return [group]
-        self._complete.add(group)
-        return self._issue_complete()
-
-    def end_backward(self) -> list[int]:
-        """The engine is done; return the rest, in order."""
-        rest = self._waiting
-        self._waiting = []
-        self._entered.clear()
-        return rest
-
-    def cancel(self) -> None:
-        """No gradient came in this backward (``autograd.grad``): nothing is reduced."""
-        self._waiting = []
-
-    def reset(self) -> None:
-        """Forget everything after an exception."""
-        self.cancel()
-        self._entered.clear()
-
-    def _issue_complete(self) -> list[int]:
-        ready = []
-        while self._waiting and self._waiting[0] in self._complete:
-            group = self._waiting.pop(0)
-            self._issued.add(group)
-            ready.append(group)
-        return ready
+        """Return the first few different ones."""
+        longest = max(self.prefetch_depth, _MAX_BATCH if self.batch_nbytes else 0)
+        few: dict[int, None] = {}
+        for group in groups:
+            if len(few) == longest:
+                break
+            few[group] = None
+        return list(few)

@@ -54,7 +54,7 @@ def load_into_sharded(
     for param in list(params.values()):
         bucket = bucket_showing(param)
         if bucket is not None:
-            bucket.show(unsharded=False)
+            bucket.places.show(unsharded=False)
     if not local_metadata.get("assign_to_params_buffers"):
         return
     errors = rest[-1]

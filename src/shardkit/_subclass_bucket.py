@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat
-from shardkit._bucket import NAME_ATTRIBUTE, Bucket, FoundParam
+from shardkit._bucket import Bucket
 from shardkit._errors import WrapError
+from shardkit._freed import NAME_ATTRIBUTE
 from shardkit._layout import FlatLayout
 from shardkit._sharded import ShardedTensor, user_attributes
 from shardkit.backends.base import Gather
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardkit._memory import SlotPool
+    from shardkit._places import FoundParam
     from shardkit.backends.base import AllGather, AxisComm
 
 

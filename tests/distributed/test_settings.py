@@ -26,6 +26,7 @@ from reference import (
 from shardkit import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -542,3 +543,32 @@ def late_all_reduce() -> Differences:
 
 def test_sums_that_wait_are_reduced_although_nobody_uses_the_group(spawn: Spawn) -> None:
     assert_within(spawn(late_all_reduce, 4), grad=1e-5)
+
+
+def sum_in_bf16(mesh_shape: tuple[int, int]) -> float:
+    """Return the largest relative error of gradients that waited as partial sums.
+
+    Against sums in fp64 of gradients that were rounded to bf16 one by one. They are small beside
+    their sum: added up in bf16 it would stay at 32, half of what it should be.
+    """
+    num_micro = 500
+    mesh = make_mesh(mesh_shape)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    model = fully_shard(nn.Linear(6, 8, bias=False), mesh, mp_policy=policy)
+    world_size = dist.get_world_size()
+    generator = torch.Generator().manual_seed(5)
+    xs = torch.rand(num_micro, world_size, 1, 6, generator=generator) * 0.02 + 0.1
+    for micro, by_rank in enumerate(xs):
+        model.set_requires_all_reduce(micro == num_micro - 1)
+        model(by_rank[dist.get_rank()]).sum().backward()
+    rounded = xs.bfloat16().double().sum(dim=(0, 1, 2)) / world_size
+    found = model.weight.grad.full_tensor().double()
+    return float(((found - rounded) / rounded).abs().max())
+
+
+@pytest.mark.parametrize(("world_size", "mesh_shape"), [(2, (2, 1)), (4, (2, 2))])
+def test_sums_that_wait_for_an_all_reduce_are_not_rounded(
+    spawn: Spawn, world_size: int, mesh_shape: tuple[int, int]
+) -> None:
+    """The whole sum is, once before the wire and once by the sum on it: by 2 ** -8 each."""
+    assert max(spawn(sum_in_bf16, world_size, mesh_shape)) <= 2**-7

@@ -15,7 +15,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shardkit._schedule import BATCH_NBYTES, Op, ReduceOrder, UnshardSchedule
+from shardkit._reduce_order import ReduceOrder
+from shardkit._schedule import BATCH_NBYTES, Op, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +47,10 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.freed: collections.Counter[int] = collections.Counter()
         self.stack: list[int] = []  # forwards that have begun
         self.with_grad = False
-        self.outstanding: collections.Counter[int] = collections.Counter()  # wait for backward
-        self.in_backward: collections.Counter[int] = collections.Counter()
+        # Groups of forwards that wait for backward, with their passes.
+        self.outstanding: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.in_backward: dict[int, list[int]] = {}  # passes of its forwards, by group
+        self.reached: set[int] = set()  # passes
         self.in_recompute: list[int] = []
         self.backward_runs = False
         self.by_hand: set[int] = set()
@@ -93,10 +96,11 @@ class ScheduleMachine(RuleBasedStateMachine):
     # --- forward ---
 
     @precondition(lambda self: not self.stack and not self.backward_runs)
-    @rule(with_grad=st.booleans())
-    def begin_pass(self, *, with_grad: bool) -> None:
-        outstanding = any(self.outstanding.values())
-        self.schedule.begin_pass(outstanding=outstanding)
+    @rule(with_grad=st.booleans(), has_changed=st.booleans())
+    def begin_pass(self, *, with_grad: bool, has_changed: bool = False) -> None:
+        if has_changed:
+            self.outstanding.clear()
+        self.schedule.begin_pass(has_changed=has_changed)
         self.with_grad = with_grad
         self.enter(ROOT)
 
@@ -116,7 +120,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         needs_backward = self.with_grad and output_requires_grad
         if group not in self.stack:
             self.by_hand.discard(group)
-        self.outstanding[group] += needs_backward
+        self.outstanding[group, self.schedule.current_pass] += needs_backward
         self.carry_out(self.schedule.exit_forward(group, needs_backward=needs_backward))
         if self.stack:
             return
@@ -130,29 +134,30 @@ class ScheduleMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.outstanding.values()))
     @rule(data=st.data())
     def enter_backward(self, data: st.DataObject) -> None:
-        self.enter_backward_of(data.draw(st.sampled_from(sorted(self.outstanding.elements()))))
+        self.enter_backward_of(*data.draw(st.sampled_from(sorted(self.outstanding.elements()))))
 
-    def enter_backward_of(self, group: int) -> None:
+    def enter_backward_of(self, group: int, in_pass: int) -> None:
         self.backward_runs = True
-        self.outstanding[group] -= 1
-        self.in_backward[group] += 1
-        self.carry_out_use(self.schedule.enter_backward(group), group)
+        self.outstanding[group, in_pass] -= 1
+        self.in_backward.setdefault(group, []).append(in_pass)
+        self.reached.add(in_pass)
+        self.carry_out_use(self.schedule.enter_backward(group, in_pass), group)
 
     @precondition(lambda self: set(self.in_backward) - set(self.in_recompute))
-    @rule(data=st.data())
-    def exit_backward(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_last=st.booleans())
+    def exit_backward(self, data: st.DataObject, *, is_last: bool) -> None:
         can_exit = set(self.in_backward) - set(self.in_recompute)
-        self.exit_backward_of(data.draw(st.sampled_from(sorted(can_exit))))
+        self.exit_backward_of(data.draw(st.sampled_from(sorted(can_exit))), is_last=is_last)
 
-    def exit_backward_of(self, group: int) -> None:
-        self.in_backward[group] -= 1
+    def exit_backward_of(self, group: int, *, is_last: bool = False) -> None:
+        in_pass = self.in_backward[group].pop()
         if self.in_backward[group]:
             return  # the runtime tells the schedule of the last one only
         del self.in_backward[group]
         self.by_hand.discard(group)
-        outstanding = self.outstanding[group] > 0
-        self.carry_out(self.schedule.exit_backward(group, outstanding=outstanding))
-        assert outstanding or group in self.stack or group not in self.live
+        self.carry_out(self.schedule.exit_backward(group, in_pass, is_last=is_last))
+        may_stay = not is_last and self.schedule.awaits_backward(group)
+        assert may_stay or group in self.stack or group not in self.live
 
     @precondition(lambda self: any(self.outstanding.values()))
     @rule(group=groups)
@@ -173,8 +178,14 @@ class ScheduleMachine(RuleBasedStateMachine):
     def end_backward(self) -> None:
         self.in_backward.clear()
         self.backward_runs = False
+        for entry in [entry for entry in self.outstanding if entry[1] in self.reached]:
+            del self.outstanding[entry]
+        self.reached.clear()
         self.carry_out(self.schedule.end_backward())
         assert self.live == self.in_use
+        for group in range(5):
+            waits = any(count for (other, _), count in self.outstanding.items() if other == group)
+            assert self.schedule.awaits_backward(group) == waits
 
     # --- by hand, and exceptions ---
 
@@ -207,6 +218,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.in_recompute.clear()
         self.in_backward.clear()
         self.outstanding.clear()
+        self.reached.clear()
         self.by_hand.clear()
         self.backward_runs = False
         self.carry_out(self.schedule.reset())
@@ -267,9 +279,10 @@ def test_steps_through_other_layers_each_time(
         machine.exit_forward(output_requires_grad=True)
         machine.check_laws()
         if with_backward:
-            machine.enter_backward_of(ROOT)
+            in_pass = machine.schedule.current_pass
+            machine.enter_backward_of(ROOT, in_pass)
             for group in reversed(order):
-                machine.enter_backward_of(group)
+                machine.enter_backward_of(group, in_pass)
                 machine.check_laws()
                 machine.exit_backward_of(group)
                 machine.check_laws()

@@ -300,6 +300,35 @@ def test_hybrid_sharding_without_all_reduce_keeps_partial_sums() -> None:
     assert recorded.model.memory_stats()["unsynced_grad_nbytes"] == 0
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_hybrid_sharding_waits_for_reductions_in_the_order_of_their_start(*, is_last: bool) -> None:
+    """Each wait is an all-reduce, of which ranks may have different numbers before them.
+
+    The gradients of layer 0 come twice, a second time while three reductions are under way.
+    """
+    recorded = Recorded((2, 4))
+    recorded.model.set_reduce_scatter_max_input_buffers(3)
+    recorded.model.set_is_last_backward(is_last)
+    layers = recorded.model.layers
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = torch.tanh(checkpoint(layers[0], x, use_reentrant=True))
+        return layers[2](layers[1](x)) * recorded.model.scale.sum()
+
+    recorded.model.forward = forward
+    for _ in range(2):
+        words = recorded.step()
+        if not is_last:
+            recorded.model.set_is_last_backward(True)
+            words += recorded.step()
+        started = [word.removeprefix("reduce ") for word in words if word.startswith("reduce ")]
+        finished = [word.removeprefix("reduced ") for word in words if word.startswith("reduced ")]
+        assert started[:5] == ["2", "1", "root", "0", "0"]
+        assert finished == started
+
+
 def test_hybrid_sharding_without_sync_communicates_on_no_axis() -> None:
     recorded = Recorded((2, 4))
     recorded.step()

@@ -9,7 +9,9 @@ import typing
 
 import pytest
 
-from shardkit._schedule import BATCH_NBYTES, BackwardPrefetch, ReduceOrder, UnshardSchedule
+from shardkit._reduce_order import ReduceOrder
+from shardkit._schedule import BATCH_NBYTES, UnshardSchedule
+from shardkit._schedule_options import BackwardPrefetch
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +31,11 @@ def forward(
     schedule: UnshardSchedule,
     layers: Sequence[int] = LAYERS,
     *,
-    outstanding: bool = False,
+    has_changed: bool = False,
     needs_backward: bool = True,
 ) -> list[str]:
     """Run a pass of the root and these layers; return its lines."""
-    schedule.begin_pass(outstanding=outstanding)
+    schedule.begin_pass(has_changed=has_changed)
     lines = [line("enter 0", schedule.enter_forward(0))]
     for layer in layers:
         lines.append(line(f"enter {layer}", schedule.enter_forward(layer)))
@@ -49,9 +51,9 @@ def backward(schedule: UnshardSchedule, layers: Sequence[int] = LAYERS) -> list[
     lines = [line("enter 0", schedule.enter_backward(0))]
     for layer in reversed(layers):
         lines.append(line(f"enter {layer}", schedule.enter_backward(layer)))
-        actions = schedule.exit_backward(layer, outstanding=False)
+        actions = schedule.exit_backward(layer, is_last=True)
         lines.append(line(f"exit {layer}", actions))
-    lines.append(line("exit 0", schedule.exit_backward(0, outstanding=False)))
+    lines.append(line("exit 0", schedule.exit_backward(0, is_last=True)))
     lines.append(line("end", schedule.end_backward()))
     return lines
 
@@ -187,17 +189,56 @@ def test_two_passes_before_their_backwards() -> None:
     schedule = trained()
     assert forward(schedule) == FORWARD
     taken_back = "enter 0: gather 0, wait 0, free 3, prefetch 1"
-    assert forward(schedule, outstanding=True) == [taken_back, *FORWARD[1:]]
+    assert forward(schedule) == [taken_back, *FORWARD[1:]]
     assert backward(schedule) == BACKWARD
     assert backward(schedule) == ["enter 0: gather 0, wait 0, prefetch 3", *BACKWARD[1:]]
     assert schedule.live == ()
 
 
-def test_a_pass_without_outstanding_ones_forgets_forwards_that_had_no_backward() -> None:
+def test_a_pass_over_changed_shards_forgets_forwards_that_had_no_backward() -> None:
     schedule = trained()
     forward(schedule)
-    forward(schedule, [1])
+    forward(schedule, [1], has_changed=True)
     assert line("enter 1", schedule.enter_backward(1)) == "enter 1: gather 1, wait 1"
+
+
+def test_a_forward_that_had_no_backward_counts_until_shards_change() -> None:
+    """Whether its graph is still there only one rank may know."""
+    schedule = trained()
+    forward(schedule)
+    forward(schedule)
+    backward(schedule)
+    assert schedule.awaits_backward(3)
+    schedule.begin_pass(has_changed=True)
+    assert not schedule.awaits_backward(3)
+
+
+def test_a_backward_goes_back_through_the_pass_of_its_forwards() -> None:
+    """Pipelines go backward through the first of several passes first."""
+    schedule = trained()
+    forward(schedule, [1, 2, 3])
+    first = schedule.current_pass
+    forward(schedule, [2, 1, 3])
+    shown = line("enter 3", schedule.enter_backward(3, first))
+    assert shown == "enter 3: wait 3, prefetch 2"
+    schedule.exit_backward(3, first)
+    schedule.end_backward()
+    assert not list(schedule._tape.before(3, first)), "the first pass is over"  # noqa: SLF001
+    shown = line("enter 3", schedule.enter_backward(3, schedule.current_pass))
+    assert shown == "enter 3: gather 3, wait 3, prefetch 1"
+
+
+def test_a_group_that_this_rank_went_around_is_over_with_its_pass() -> None:
+    """Other ranks' backwards came to it, and ranks must go on alike."""
+    schedule = trained()
+    forward(schedule)
+    for group in (0, 3, 1):
+        schedule.enter_backward(group, schedule.current_pass)
+        schedule.exit_backward(group, schedule.current_pass, is_last=True)
+    schedule.end_backward()
+    assert not schedule.awaits_backward(2)
+    forward(schedule)
+    assert backward(schedule) == BACKWARD
 
 
 def test_the_end_frees_what_backward_did_not_leave() -> None:
@@ -243,7 +284,7 @@ def test_depth_2_makes_room_for_two() -> None:
     """Layers 3 and 4 are spare when another pass begins before their backward."""
     schedule = UnshardSchedule(prefetch_depth=2)
     forward(schedule, [1, 2, 3, 4])
-    assert forward(schedule, [1, 2, 3, 4], outstanding=True)[0] == (
+    assert forward(schedule, [1, 2, 3, 4])[0] == (
         "enter 0: gather 0, wait 0, free 3, free 4, prefetch 1, prefetch 2"
     )
 
@@ -349,11 +390,11 @@ def test_a_group_with_another_forward_to_come_back_to_stays_while_there_is_room(
     schedule = UnshardSchedule()
     forward(schedule, [1, 2, 1])
     lines = [line("enter 1", schedule.enter_backward(1))]
-    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=True)))
+    lines.append(line("exit 1", schedule.exit_backward(1)))
     lines.append(line("enter 2", schedule.enter_backward(2)))
-    lines.append(line("exit 2", schedule.exit_backward(2, outstanding=False)))
+    lines.append(line("exit 2", schedule.exit_backward(2)))
     lines.append(line("enter 1", schedule.enter_backward(1)))
-    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=False)))
+    lines.append(line("exit 1", schedule.exit_backward(1)))
     assert lines == [
         "enter 1: wait 1, prefetch 2",
         "exit 1: free 1",  # 2 was prefetched: there is no room
@@ -368,15 +409,15 @@ def test_a_group_with_another_forward_right_before_is_not_gathered_again() -> No
     schedule = UnshardSchedule()
     forward(schedule, [1, 1])
     lines = [line("enter 1", schedule.enter_backward(1))]
-    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=True)))
+    lines.append(line("exit 1", schedule.exit_backward(1)))
     lines.append(line("enter 1", schedule.enter_backward(1)))
-    lines.append(line("exit 1", schedule.exit_backward(1, outstanding=False)))
+    lines.append(line("exit 1", schedule.exit_backward(1)))
     assert lines == ["enter 1: wait 1", "exit 1: -", "enter 1: wait 1", "exit 1: free 1"]
 
 
 def test_a_nested_group_does_not_free_the_one_around_it() -> None:
     schedule = UnshardSchedule()
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     lines = [line(f"enter {group}", schedule.enter_forward(group)) for group in (0, 1, 2)]
     lines.append(line("exit 2", schedule.exit_forward(2, needs_backward=True)))
     lines.append(line("enter 3", schedule.enter_forward(3)))
@@ -396,17 +437,24 @@ def test_a_nested_group_does_not_free_the_one_around_it() -> None:
 # --- recomputation (activation checkpointing) ---------------------------------------------------
 
 
+def recompute(schedule: UnshardSchedule, group: int) -> list[str]:
+    """Run a forward again inside backward; return its lines."""
+    return [
+        line(f"recompute {group}", schedule.enter_recompute(group)),
+        line(f"recomputed {group}", schedule.exit_recompute(group)),
+    ]
+
+
 def test_a_recomputed_group_is_gathered_once_for_recompute_and_backward() -> None:
     schedule = trained()
     forward(schedule)
     schedule.enter_backward(0)
     schedule.enter_backward(3)
-    schedule.exit_backward(3, outstanding=False)
+    schedule.exit_backward(3)
     lines = [
-        line("recompute 2", schedule.enter_recompute(2)),
-        line("recomputed 2", schedule.exit_recompute(2)),
+        *recompute(schedule, 2),
         line("enter 2", schedule.enter_backward(2)),
-        line("exit 2", schedule.exit_backward(2, outstanding=False)),
+        line("exit 2", schedule.exit_backward(2)),
     ]
     assert lines == [
         "recompute 2: wait 2",
@@ -420,13 +468,9 @@ def test_recompute_inside_backward_keeps_the_memory() -> None:
     schedule = trained()
     forward(schedule)
     schedule.enter_backward(3)
-    lines = [
-        line("recompute 3", schedule.enter_recompute(3)),
-        line("recomputed 3", schedule.exit_recompute(3)),
-    ]
-    assert lines == ["recompute 3: wait 3", "recomputed 3: -"]
+    assert recompute(schedule, 3) == ["recompute 3: wait 3", "recomputed 3: -"]
     assert schedule.in_use(3)
-    assert schedule.exit_backward(3, outstanding=False) == schedule_free(3)
+    assert schedule.exit_backward(3) == schedule_free(3)
     assert not schedule.in_use(3)
 
 
@@ -440,7 +484,7 @@ def schedule_free(group: int) -> list[Action]:
 def test_a_recomputed_group_nobody_prefetched_is_gathered() -> None:
     """Reentrant checkpointing ran its forward without grad, so it is not on the tape."""
     schedule = UnshardSchedule()
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(0)
     for layer in LAYERS:
         schedule.enter_forward(layer)
@@ -449,10 +493,9 @@ def test_a_recomputed_group_nobody_prefetched_is_gathered() -> None:
     schedule.end_pass(needs_backward=True)
     lines = []
     for layer in reversed(LAYERS):
-        lines.append(line(f"recompute {layer}", schedule.enter_recompute(layer)))
-        lines.append(line(f"recomputed {layer}", schedule.exit_recompute(layer)))
+        lines += recompute(schedule, layer)
         lines.append(line(f"enter {layer}", schedule.enter_backward(layer)))
-        lines.append(line(f"exit {layer}", schedule.exit_backward(layer, outstanding=False)))
+        lines.append(line(f"exit {layer}", schedule.exit_backward(layer)))
     lines.append(line("end", schedule.end_backward()))
     assert lines == [
         "recompute 3: wait 3",
@@ -511,7 +554,7 @@ def test_what_the_user_resharded_in_backward_is_not_freed_again() -> None:
     forward(schedule)
     schedule.enter_backward(3)
     assert line("reshard 3", schedule.reshard(3)) == "reshard 3: free 3"
-    assert schedule.exit_backward(3, outstanding=False) == []
+    assert schedule.exit_backward(3) == []
 
 
 def test_backward_gives_back_what_was_unsharded_by_hand() -> None:
@@ -547,7 +590,7 @@ def test_refresh_gathers_again_what_the_user_unsharded() -> None:
 
 def test_refresh_leaves_what_is_computed_with() -> None:
     schedule = UnshardSchedule()
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(1)
     assert schedule.refresh(1) == []
     schedule.exit_forward(1, needs_backward=True)
@@ -567,7 +610,7 @@ def test_reset_frees_all_and_forgets_the_order(kept: tuple[int, ...]) -> None:
     new.options.kept = set(kept)
     expected = forward(new)
     schedule = trained(kept=kept)
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(0)
     schedule.unshard(3)
     schedule.enter_forward(1)
@@ -612,7 +655,7 @@ def test_a_pass_without_backward_frees_nothing_while_held() -> None:
 
 def test_what_may_have_an_unwatched_backward_stays_until_the_end_of_one() -> None:
     schedule = trained()
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(0)
     for layer in LAYERS:
         schedule.enter_forward(layer)
@@ -622,7 +665,7 @@ def test_what_may_have_an_unwatched_backward_stays_until_the_end_of_one() -> Non
     assert set(schedule.live) == {2, 3}
     assert schedule.in_use(2)
     schedule.enter_backward(0)
-    schedule.exit_backward(0, outstanding=False)
+    schedule.exit_backward(0)
     assert 2 in schedule.live
     assert line("end", schedule.end_backward()) in ("end: free 2, free 3", "end: free 3, free 2")
 
@@ -630,13 +673,13 @@ def test_what_may_have_an_unwatched_backward_stays_until_the_end_of_one() -> Non
 @pytest.mark.parametrize("forget", ["next pass", "reshard", "reset"])
 def test_what_may_have_an_unwatched_backward_is_spare_after_all(forget: str) -> None:
     schedule = UnshardSchedule()
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(1)
     schedule.exit_forward(1, needs_backward=False, is_watched=False)
     schedule.end_pass(needs_backward=False)
     assert schedule.live == (1,)
     if forget == "next pass":
-        schedule.begin_pass(outstanding=False)
+        schedule.begin_pass()
     else:
         _ = schedule.reshard(1) if forget == "reshard" else schedule.reset()
     assert not schedule.in_use(1)
@@ -728,7 +771,7 @@ def test_a_cancelled_backward_leaves_the_order_for_the_next() -> None:
 def test_groups_named_by_the_user_are_gathered_instead_of_the_next_one() -> None:
     schedule = trained()
     schedule.options.next_in_forward = {0: [2, 3], 1: []}
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     assert line("0", schedule.enter_forward(0)) == "0: gather 0, wait 0, prefetch 2, prefetch 3"
     assert line("1", schedule.enter_forward(1)) == "1: gather 1, wait 1"
     assert line("2", schedule.enter_forward(2)) == "2: wait 2"
@@ -737,7 +780,7 @@ def test_groups_named_by_the_user_are_gathered_instead_of_the_next_one() -> None
 def test_forward_gathers_nothing_ahead_if_told_so() -> None:
     schedule = trained()
     schedule.options.forward_prefetch = False
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     assert line("0", schedule.enter_forward(0)) == "0: gather 0, wait 0"
 
 
@@ -755,7 +798,7 @@ def test_when_backward_gathers_ahead(when: BackwardPrefetch, entered: str, left:
     schedule.options.backward_prefetch = when
     schedule.enter_backward(0)
     assert line("in", schedule.enter_backward(3)) == f"in: {entered}"
-    assert line("out", schedule.exit_backward(3, outstanding=False)) == f"out: {left}"
+    assert line("out", schedule.exit_backward(3)) == f"out: {left}"
 
 
 def test_a_resting_group_stays_after_backward_and_goes_after_forward() -> None:
@@ -765,11 +808,11 @@ def test_a_resting_group_stays_after_backward_and_goes_after_forward() -> None:
     for group in (0, 3, 2, 1):
         schedule.enter_backward(group)
     for group in (3, 2, 1):
-        schedule.exit_backward(group, outstanding=False)
+        schedule.exit_backward(group)
     schedule.end_backward()
     assert schedule.live == (1,)
     assert not schedule.in_use(1)
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(0)
     assert line("in", schedule.enter_forward(1)).startswith("in: wait 1")
     schedule.exit_forward(1, needs_backward=False)
@@ -783,10 +826,10 @@ def test_a_resting_group_whose_shard_changed_is_gathered_again() -> None:
     forward(schedule)
     for group in (3, 2, 1):
         schedule.enter_backward(group)
-        schedule.exit_backward(group, outstanding=False)
+        schedule.exit_backward(group)
     schedule.end_backward()
     assert line("refresh", schedule.refresh(1)) == "refresh: free 1"
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     assert "gather 1" in line("in", schedule.enter_forward(1))
 
 
@@ -796,14 +839,14 @@ def test_backward_does_not_gather_an_idle_group() -> None:
     schedule.options.idle_in_backward = {2}
     schedule.enter_backward(0)
     assert line("3", schedule.enter_backward(3)) == "3: wait 3, prefetch 1"
-    schedule.exit_backward(3, outstanding=False)
+    schedule.exit_backward(3)
     assert line("2", schedule.enter_backward(2)).find("2") == 0
     assert 2 not in schedule.live
 
 
 def test_an_unfinished_group_stays_until_the_pass_ends() -> None:
     schedule = trained()
-    schedule.begin_pass(outstanding=False)
+    schedule.begin_pass()
     schedule.enter_forward(0)
     schedule.enter_forward(1)
     schedule.exit_forward(1, needs_backward=False, is_unfinished=True)
@@ -818,19 +861,19 @@ def test_an_unfinished_group_stays_until_the_pass_ends() -> None:
 def test_each_root_remembers_what_came_next_in_its_own_passes() -> None:
     schedule = UnshardSchedule()
     for root, order in (("a", (0, 1, 2)), ("b", (2, 0))):
-        schedule.begin_pass(outstanding=False, root=root)
+        schedule.begin_pass(root=root)
         for group in order:
             schedule.enter_forward(group)
             schedule.exit_forward(group, needs_backward=False)
         schedule.end_pass(needs_backward=False)
-    schedule.begin_pass(outstanding=False, root="a")
+    schedule.begin_pass(root="a")
     assert "prefetch 1" in line("in", schedule.enter_forward(0))
 
 
 def test_an_idle_schedule_notes_uses_and_does_nothing() -> None:
     schedule = UnshardSchedule(nbytes=[0, 0], is_idle=True)
     for _ in range(2):
-        schedule.begin_pass(outstanding=False)
+        schedule.begin_pass()
         for group in (0, 1):
             assert schedule.enter_forward(group) == []
             assert schedule.in_use(group)
@@ -840,7 +883,7 @@ def test_an_idle_schedule_notes_uses_and_does_nothing() -> None:
         for group in (1, 0):
             assert schedule.enter_backward(group) == []
             assert schedule.in_use(group)
-            assert schedule.exit_backward(group, outstanding=False) == []
+            assert schedule.exit_backward(group) == []
         assert schedule.end_backward() == []
         assert schedule.live == ()
 
@@ -850,17 +893,17 @@ def test_a_list_stays_in_backward_until_all_its_modules_have_left() -> None:
     schedule = UnshardSchedule()
     schedule.options.several_modules = {0}
     for _ in range(2):
-        schedule.begin_pass(outstanding=False)
+        schedule.begin_pass()
         for group in (0, 1, 0):
             schedule.enter_forward(group)
             schedule.exit_forward(group, needs_backward=True)
         schedule.end_pass(needs_backward=True)
         schedule.enter_backward(0)
-        assert line("first", schedule.exit_backward(0, outstanding=True)) == "first: -"
+        assert line("first", schedule.exit_backward(0)) == "first: -"
         schedule.enter_backward(1)
-        schedule.exit_backward(1, outstanding=False)
+        schedule.exit_backward(1)
         assert 0 in schedule.live
         schedule.enter_backward(0)
-        assert line("last", schedule.exit_backward(0, outstanding=False)) == "last: free 0"
+        assert line("last", schedule.exit_backward(0)) == "last: free 0"
         schedule.end_backward()
         assert schedule.live == ()

@@ -93,8 +93,9 @@ class Reduction:
         scale: Multiplies the sum.
         shard_axis: Reduce-scatter over it.
         replicate_axis: Then all-reduce over it; None: do not.
-        carry: 1-D, `out_numel`, a partial sum over the shard axis of earlier backwards that is
-            added before the all-reduce; None: nothing.
+        carry: 1-D, `out_numel`, fp32 or wider, a partial sum over the shard axis of earlier
+            backwards that is added before the all-reduce, in its dtype; may be written. None:
+            nothing.
         out_device: Where the result is wanted.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         hook: Called with the reduced and scaled result, which it may change; or None.
@@ -155,8 +156,11 @@ class Lanes(Protocol):
     def watch(self, progress: Any) -> None:
         """Take what can explain a hang (`hang_watch.Progress`); may be ignored."""
 
-    def allocate_from(self, axis: AxisComm) -> None:
-        """Take the memory of buffers from the engine that serves `axis`, if it offers any."""
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
+        """Take the memory of buffers from an engine that serves one of `axes` and offers any.
+
+        Of none: ordinary memory, from now on.
+        """
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
         """Reduce over `axis` on a communicator of its own, or not. Collective."""

@@ -332,7 +332,7 @@ def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
 def _finish(reduction: Reduction, total: Tensor) -> Tensor:
     """All-reduce over the replicate axis, scale."""
     if reduction.carry is not None:
-        total.add_(reduction.carry)
+        total = reduction.carry.add_(total)  # In its dtype: the sum of one piece is not widened.
     if reduction.replicate_axis is not None:
         # What crosses the axis travels in the dtype that the user chose for the wire.
         on_wire = total.to(reduction.send.dtype)
@@ -358,7 +358,7 @@ class HostLanes:
         """Look into long waits."""
         self._hang_watch.progress = progress
 
-    def allocate_from(self, axis: AxisComm) -> None:
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
         """Keep to ordinary memory: gloo has no allocator of its own."""
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:

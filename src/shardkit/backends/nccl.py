@@ -83,9 +83,13 @@ class EventHandle:
 class ReduceEventHandle:
     """Reductions on side streams, done at an event."""
 
-    def __init__(self, event: torch.cuda.Event, outs: list[Tensor]) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, outs: list[Tensor], reductions: Sequence[Reduction]
+    ) -> None:
         self.fence = event
         self._outs = outs
+        # The compute stream's, read by another: not to be allocated anew before that is done.
+        self._carries = [reduction.carry for reduction in reductions]
         self._is_on_host = any(out.device.type == "cpu" for out in outs)
 
     def wait_sent(self) -> None:
@@ -94,6 +98,7 @@ class ReduceEventHandle:
     def wait(self) -> list[Tensor]:
         """Let the compute stream wait; the host goes on, unless results are offloaded to it."""
         torch.cuda.current_stream().wait_event(self.fence)
+        self._carries.clear()
         if self._is_on_host:
             self.fence.synchronize()
         return self._outs
@@ -136,11 +141,11 @@ class CudaLanes:
     def watch(self, progress: Any) -> None:
         """NCCL has a watchdog of its own."""
 
-    def allocate_from(self, axis: ProcessGroupAxis) -> None:
+    def allocate_from(self, axes: Sequence[ProcessGroupAxis]) -> None:
         """Take the memory of buffers from NCCL's allocator, which registers it with the network."""
-        backend = _compat.process_group_backend(axis.group, self._device)
-        if backend.supports_tensor_alloc(self._device):
-            self._allocator = backend
+        backends = (_compat.process_group_backend(axis.group, self._device) for axis in axes)
+        offered = (backend for backend in backends if backend.supports_tensor_alloc(self._device))
+        self._allocator = next(offered, None)
 
     def separate_reduce(self, axis: NcclAxis, *, enable: bool) -> None:
         """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
@@ -210,9 +215,7 @@ class CudaLanes:
         others: dict[torch.cuda.Stream, None] = {}
         for reduction, out in zip(reductions, outs, strict=True):
             with torch.cuda.stream(self._reduce):
-                partial = _reduce_scatter(reduction)
-                if reduction.carry is not None:
-                    partial.add_(reduction.carry)
+                partial = _add_carry(reduction, _reduce_scatter(reduction))
             if reduction.replicate_axis is not None:
                 stream = self._all_reduce
                 others.setdefault(stream)
@@ -233,7 +236,7 @@ class CudaLanes:
         for stream in others:
             # All come back to the reduce stream, so that one event covers them.
             self._reduce.wait_event(stream.record_event())
-        return ReduceEventHandle(self._reduce.record_event(), outs)
+        return ReduceEventHandle(self._reduce.record_event(), outs, reductions)
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[ProcessGroupAxis]) -> Handle:
         """All-reduce a device copy on the reduce stream; `wait` brings it to the host."""
@@ -279,6 +282,17 @@ def _reduce_scatter(reduction: Reduction) -> Tensor:
     elif axis.size > 1:
         reduce_scatter_single(own, reduction.send, group=axis.reduce_group)
     return own
+
+
+def _add_carry(reduction: Reduction, own: Tensor) -> Tensor:
+    """Add sums of earlier backwards, in their dtype; what crosses another axis is narrow again."""
+    if reduction.carry is None:
+        return own
+    if (pre_scale := _pre_scale(reduction)) != 1.0:
+        reduction.carry.mul_(pre_scale)
+    total = reduction.carry.add_(own)
+    # No further memory: this rank's range of the send buffer is what goes on the wire.
+    return total if reduction.replicate_axis is None else own.copy_(total)
 
 
 class NcclBackend(ProcessGroupBackend):

@@ -83,7 +83,7 @@ class RecordingLanes:
     def __init__(self, log: list[tuple[str, int]]) -> None:
         self._log = log
 
-    def allocate_from(self, axis: AxisComm) -> None:
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
         """There is no engine."""
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:

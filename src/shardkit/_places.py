@@ -1,0 +1,98 @@
+"""Where modules hold the parameters of a bucket, and what is put there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardkit import _compat
+from shardkit._errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class FoundParam:
+    """A parameter to shard.
+
+    Attributes:
+        name: For errors: relative to the group's module until the root's first forward.
+        param: The user's object.
+        sites: Every (module, attribute) that holds it.
+    """
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]]
+
+
+class Places:
+    """Every place of a bucket's parameters.
+
+    Args:
+        found: The parameters, and who holds them.
+        unsharded: What is put there while they are in use.
+    """
+
+    def __init__(self, found: Sequence[FoundParam], unsharded: Sequence[nn.Parameter]) -> None:
+        self._found = found
+        self._unsharded = unsharded
+        self._visible = False
+        self._places: list[_Place] = []
+        self._rnn_places: list[tuple[nn.RNNBase, str]] = []
+
+    def show(self, *, unsharded: bool) -> None:
+        """Let the modules hold the unsharded parameters, or the sharded ones.
+
+        Raises:
+            StateError: A module holds neither, but a parameter that was put in its place.
+        """
+        if unsharded == self._visible:
+            return
+        if not self._places:  # Late: the user's Parameter objects may still be exchanged.
+            self._places = self._find_places()
+        if unsharded:
+            for params, attribute, sharded, whole in self._places:
+                if params.get(attribute) is not sharded:
+                    self._refuse_replaced(sharded)
+                if sharded.requires_grad != whole.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
+        self._visible = unsharded
+        for params, attribute, sharded, whole in self._places:
+            params[attribute] = whole if unsharded else sharded
+        for module, attribute in self._rnn_places:
+            # It keeps a list of its weights as well.
+            setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
+            _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
+
+    def _find_places(self) -> list[_Place]:
+        """Return every place of a parameter: whose dict, the attribute, what is put there."""
+        sites = [
+            (module, attribute, found.param, whole)
+            for found, whole in zip(self._found, self._unsharded, strict=True)
+            for module, attribute in found.sites
+        ]
+        self._rnn_places = [(m, name) for m, name, _, _ in sites if isinstance(m, nn.RNNBase)]
+        # As torch's own FSDP does, past the checks of `setattr`.
+        return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
+
+    def _refuse_replaced(self, sharded: nn.Parameter) -> None:
+        found = next(item for item in self._found if item.param is sharded)
+        module, attribute = next(
+            (module, attribute)
+            for module, attribute in found.sites
+            if module._parameters.get(attribute) is not sharded  # noqa: SLF001
+        )
+        msg = (
+            f"{attribute!r} of a {type(module).__name__} is no longer the parameter "
+            f"{found.name!r} that fully_shard took: it was replaced, removed or "
+            f"parametrized since. Tie, prune, parametrize (weight norm, ...) and "
+            f"exchange parameters before fully_shard; new values go into the sharded "
+            f"parameter by copy_() or load_state_dict()."
+        )
+        raise StateError(msg)

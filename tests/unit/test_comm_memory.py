@@ -1,0 +1,80 @@
+"""Memory that a process group offers: who asks for it, and that it can be given up."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from recorded import Recorded
+
+from shardkit import _compat
+from shardkit.backends import nccl
+from shardkit.backends.recording import RecordingLanes
+
+
+class Offers:
+    """A process group's backend that has memory to offer, or not."""
+
+    def __init__(self, *, any_memory: bool) -> None:
+        self.any_memory = any_memory
+        self.num_allocated = 0
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        del device
+        return self.any_memory
+
+    def allocate_tensor(self, nbytes: int, **kwargs: typing.Any) -> torch.Tensor:
+        self.num_allocated += 1
+        return torch.empty(nbytes, **kwargs)
+
+
+def nccl_axis(offers: Offers) -> nccl.NcclAxis:
+    axis = nccl.NcclAxis.__new__(nccl.NcclAxis)
+    axis.group = offers
+    return axis
+
+
+def test_memory_comes_from_an_axis_that_offers_any_until_none_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_compat, "process_group_backend", lambda group, _: group)
+    lanes = nccl.CudaLanes.__new__(nccl.CudaLanes)
+    lanes._device = torch.device("cpu")  # noqa: SLF001 - no GPU is needed to choose
+    poor, rich = Offers(any_memory=False), Offers(any_memory=True)
+    counts = []
+    for axes in ([rich], [poor], [poor, rich], []):
+        lanes.allocate_from([nccl_axis(offers) for offers in axes])
+        assert lanes.new_storage(64).nbytes() == 64
+        counts.append(rich.num_allocated)
+    assert counts == [1, 1, 2, 2]
+    assert poor.num_allocated == 0
+
+
+def test_switching_off_undoes_switching_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[int] = []
+    monkeypatch.setattr(RecordingLanes, "allocate_from", lambda _, axes: named.append(len(axes)))
+    recorded = Recorded()
+    first, second, *_ = recorded.model.layers
+    recorded.step()
+    assert named == []
+    first.set_allocate_memory_from_process_group_for_comm(True)
+    second.set_allocate_memory_from_process_group_for_comm(True)
+    recorded.step()
+    assert named == [1]
+    first.set_allocate_memory_from_process_group_for_comm(False)
+    assert named == [1], "the other module has it still, and they share buffers"
+    second.set_allocate_memory_from_process_group_for_comm(False)
+    recorded.step()
+    assert named == [1, 0]
+
+
+@pytest.mark.skipif(not _compat.HAS_STORAGE_SWAP, reason="no memory is kept for another use")
+def test_memory_of_the_other_kind_is_not_used_again() -> None:
+    recorded = Recorded()
+    with torch.no_grad():
+        recorded.run()  # Forward gives its slots back; only a backward trims them.
+    slots = recorded.model._shardkit_state.runtime.slots  # noqa: SLF001
+    assert slots._free  # noqa: SLF001
+    recorded.model.set_allocate_memory_from_process_group_for_comm(True)
+    assert not slots._free  # noqa: SLF001
