@@ -1,0 +1,1 @@
+"""Saving and loading training state: standard DCP checkpoints, verified and crash-safe."""
