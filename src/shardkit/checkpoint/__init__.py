@@ -1,1 +1,22 @@
-"""Saving and loading training state: standard DCP checkpoints, verified and crash-safe."""
+"""Saving and loading training state."""
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from shardkit.checkpoint._state import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
