@@ -11,7 +11,7 @@ fact that all ranks share is checked before anything is sent, so that all of the
     ├── FreedParameterError  an unsharded parameter was used after its memory was given back
     ├── RankMismatchError    ranks of one process group disagree about the model or the step
     ├── StateError           a call at a time when it cannot be carried out
-    └── CheckpointError      a checkpoint cannot be written or read; says which file and why
+    └── CheckpointError      a checkpoint that cannot be written, or cannot be loaded as it is
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ class StateError(ShardkitError, RuntimeError):
 
 
 class CheckpointError(ShardkitError, RuntimeError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint cannot be written, or what is on disk cannot be loaded."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError
 from shardkit._sharded import ShardedTensor
 from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
+from shardkit.checkpoint._names import plain_name
 from shardkit.checkpoint._raw import dtype_name
 from shardkit.checkpoint._state import TensorInfo
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _BUFFER_NBYTES = 2**24
 _EXTRA_STATE = "_extra_state"
-_COMPILED = "_orig_mod."
 _MAX_LISTED = 50
 
 
@@ -76,7 +76,7 @@ def load_full(
     or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
     """
     file = FullFile(path)
-    state = {name.replace(_COMPILED, ""): v for name, v in model.state_dict(keep_vars=True).items()}
+    state = _state_of(model)
     entries = _by_identity(state)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
@@ -94,10 +94,10 @@ def load_full(
         if names:
             # The last name is what torch's load_state_dict would leave in a tied tensor.
             loader.fill(entry.tensor, names[-1])
-    for name in extra:
-        if name in file.others:
-            owner, _, _ = name.rpartition(_EXTRA_STATE)
-            model.get_submodule(owner.removesuffix(".")).set_extra_state(file.others[name])
+    for name, module in model.named_modules():
+        key = f"{plain_name(model, name)}.{_EXTRA_STATE}".removeprefix(".")
+        if key in extra and key in file.others:
+            module.set_extra_state(file.others[key])
     return LoadedNames(missing, unexpected, _on_meta(model))
 
 
@@ -133,7 +133,7 @@ def save_full(
     Cost: a broadcast per piece and 16 MiB within the writer's shard axis, in sum the file's bytes,
     and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole tensor.
     """
-    state = {name.replace(_COMPILED, ""): v for name, v in model.state_dict(keep_vars=True).items()}
+    state = _state_of(model)
     mesh = _mesh_of(state, path)
     tied = {name: entry.names[0] for entry in _by_identity(state) for name in entry.names[1:]}
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
@@ -320,6 +320,12 @@ class _Loader:
             part = flat[first : first + typed.numel()]
             self._file.read_into(name, start + first, typed[: part.numel()])
             part.copy_(typed[: part.numel()])
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dict: the objects themselves, also sharded ones not shown now."""
+    state = model.state_dict(keep_vars=True)
+    return {plain_name(model, name): value for name, value in state.items()}
 
 
 def _by_identity(state: dict[str, Any]) -> list[_Entry]:
