@@ -44,7 +44,7 @@ class LoadedNames(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """A tensor of the model with all its names."""
 
     names: list[str]
@@ -76,8 +76,8 @@ def load_full(
     or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
     """
     file = FullFile(path)
-    state = _state_of(model)
-    entries = _by_identity(state)
+    state = state_of(model)
+    entries = by_identity(state)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
     missing += [name for name in extra if name not in file.others]
@@ -133,9 +133,9 @@ def save_full(
     Cost: a broadcast per piece and 16 MiB within the writer's shard axis, in sum the file's bytes,
     and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole tensor.
     """
-    state = _state_of(model)
-    mesh = _mesh_of(state, path)
-    tied = {name: entry.names[0] for entry in _by_identity(state) for name in entry.names[1:]}
+    state = state_of(model)
+    mesh = mesh_of(state, path)
+    tied = {name: entry.names[0] for entry in by_identity(state) for name in entry.names[1:]}
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
     others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
     infos = {n: TensorInfo(tuple(v.shape), _saved_dtype(v, dtype)) for n, v in tensors.items()}
@@ -322,22 +322,22 @@ class _Loader:
             part.copy_(typed[: part.numel()])
 
 
-def _state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's state dict: the objects themselves, also sharded ones not shown now."""
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 
 
-def _by_identity(state: dict[str, Any]) -> list[_Entry]:
+def by_identity(state: dict[str, Any]) -> list[Entry]:
     """Return the model's tensors, each once."""
-    entries: dict[int, _Entry] = {}
+    entries: dict[int, Entry] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            entries.setdefault(id(value), _Entry([], value)).names.append(name)
+            entries.setdefault(id(value), Entry([], value)).names.append(name)
     return list(entries.values())
 
 
-def _misfits(entries: list[_Entry], file: FullFile) -> Iterator[str]:
+def _misfits(entries: list[Entry], file: FullFile) -> Iterator[str]:
     """Yield what the file has under the model's names but cannot be loaded."""
     for entry in entries:
         for name in entry.names:
@@ -376,7 +376,7 @@ def _refused(path: object, complaints: list[str]) -> CheckpointError:
     )
 
 
-def _device_of(entries: list[_Entry]) -> torch.device:
+def _device_of(entries: list[Entry]) -> torch.device:
     """Return where tensors on meta belong that are not sharded."""
     for entry in entries:
         if isinstance(entry.tensor, ShardedTensor):
@@ -393,14 +393,14 @@ def _saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
-def _mesh_of(state: dict[str, Any], path: object) -> DeviceMesh:
+def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) -> DeviceMesh:
     """Return the mesh of all ranks that hold the model.
 
     Raises:
         CheckpointError: There is none, several, or the model is on meta.
     """
     on_meta = [name for name, value in state.items() if getattr(value, "is_meta", False)]
-    if on_meta:
+    if on_meta and not allow_meta:
         msg = f"{on_meta[0]!r} is on the meta device and has no values to write to {path}."
         raise CheckpointError(msg)
     meshes = [v.spec.mesh for v in state.values() if isinstance(v, ShardedTensor)]

@@ -1,0 +1,269 @@
+"""Checkpoints of many ranks made into whole files, in one process, tensor after tensor."""
+
+from __future__ import annotations
+
+import glob
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._dcp_files import DcpFiles
+from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
+from shardkit.checkpoint._local_source import LocalFiles
+from shardkit.checkpoint._metadata import METADATA_FILE
+from shardkit.checkpoint._raw import Checkpoint, info_nbytes
+from shardkit.checkpoint._state import TensorInfo
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from torch import Tensor
+
+DEFAULT_SUFFIX = "_rank-*-of-*.pth"
+"""Of per-rank files, after their common prefix."""
+
+_PART_NBYTES = 2**24
+_OPTIMIZERS = ("optim", "optimizer")
+
+
+class WholeFile(FullFile):
+    """A file of whole tensors as a checkpoint, to convert it."""
+
+    @property
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """See `Checkpoint`."""
+        return {name: (name,) for name in (*self.infos, *self.others)}
+
+    def read_other(self, key: str) -> Any:
+        """See `Checkpoint`."""
+        return self.others[key]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written where.
+
+    Attributes:
+        names: Key in the checkpoint by name in the file.
+        arrange: Makes the content of one torch file; None: it is flat.
+    """
+
+    names: dict[str, str]
+    others: dict[str, str] = field(default_factory=dict)
+    arrange: Callable[[dict[str, Tensor]], Any] | None = None
+
+
+def consolidate(  # noqa: PLR0913 - what there is to say of both sides
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: Format = "torch",  # noqa: A002 - the word for it
+    max_shard_size: int | str | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: bool = False,
+    model_key: str | None = None,
+    suffix: str = DEFAULT_SUFFIX,
+    progress: Callable[[int, int], object] | None = None,
+) -> Path:
+    """Write a checkpoint of any number of ranks as whole tensors. No process group, no GPU.
+
+    Args:
+        source: A checkpoint directory (shardkit's, FSDP2's or another of
+            torch.distributed.checkpoint's), the common prefix of per-rank files of
+            `local_state_dict`, or a file of whole tensors to convert.
+        out: A file; or a directory, see `FullWriter`.
+        format: ``"torch"`` or ``"safetensors"``.
+        max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `out` is a directory.
+        dtype: Of floating-point tensors of the model in the file; None: their own.
+        optimizer: Write ``{"model": ..., "optim": ...}`` with the optimizer's state by parameter
+            names. Default: the model's state dict alone.
+        model_key: Where in a checkpoint directory the model is, e.g. ``"app.model"``; None: under a
+            key ``model``, or all of it.
+        suffix: Pattern of what follows the prefix of per-rank files.
+        progress: Called with bytes done and bytes in all.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, incomplete (naming the missing ranks' files),
+            mixed or foreign, or `out` cannot hold it.
+
+    Cost: each byte read and written once; memory: the largest tensor, and one saved chunk of it
+    where that is not a run of it; 16 MiB for per-rank files.
+    """
+    checkpoint = open_checkpoint(source, suffix)
+    plan = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    if optimizer and (format != "torch" or max_shard_size is not None):
+        msg = "an optimizer's state fits one torch file only: leave out the other options."
+        raise CheckpointError(msg)
+    if plan.others and (format != "torch" or max_shard_size is not None):
+        msg = (
+            f"{source} has entries that are no tensors ({', '.join(plan.others)}): they fit one "
+            f"torch file only, without max_shard_size."
+        )
+        raise CheckpointError(msg)
+    infos = {name: _converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
+    by_key = {key: name for name, key in reversed(plan.names.items())}
+    tied = {
+        name: by_key[checkpoint.tied[key]]
+        for name, key in plan.names.items()
+        if checkpoint.tied.get(key) in by_key
+    }
+    others = {name: checkpoint.read_other(key) for name, key in plan.others.items()}
+
+    def arrange(tensors: dict[str, Tensor]) -> Any:
+        everything = {**tensors, **others}
+        return plan.arrange(everything) if plan.arrange is not None else everything
+
+    total = sum(info_nbytes(info) for name, info in infos.items() if name not in tied)
+    done = 0
+    with FullWriter(
+        out, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
+    ) as writer:
+        for name, key in plan.names.items():
+            if name in tied:
+                continue
+            for part in _parts(checkpoint, key):
+                part = part.to(infos[name].dtype)  # noqa: PLW2901 - the old one is not kept
+                writer.append(name, part)
+                done += part.nbytes
+                if progress is not None:
+                    progress(done, total)
+    return Path(out)
+
+
+def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Checkpoint:
+    """Open whatever there is under a path or prefix.
+
+    Raises:
+        CheckpointError: There is nothing that can be read, or it is damaged.
+    """
+    path = Path(source)
+    if (path / METADATA_FILE).exists():
+        return DcpFiles(path)
+    files = local_files(source, suffix)
+    if files:
+        return LocalFiles(files)
+    if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
+        return DcpFiles(path)  # Which says what is missing.
+    if not path.exists():
+        msg = (
+            f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
+            f"checkpoint directory, a file, or the prefix and suffix of per-rank files."
+        )
+        raise CheckpointError(msg)
+    return WholeFile(path)
+
+
+def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[Path]:
+    """Return the per-rank files of a prefix, in order."""
+    return [Path(name) for name in sorted(glob.glob(glob.escape(str(prefix)) + suffix))]  # noqa: PTH207 - a prefix is no directory
+
+
+def _parts(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
+    """Yield the flattened tensor in order: of a checkpoint directory whole, else in parts."""
+    info = checkpoint.infos[key]
+    numel = math.prod(info.shape)
+    step = numel if isinstance(checkpoint, DcpFiles) else _PART_NBYTES // info.dtype.itemsize
+    for start in range(0, numel, max(step, 1)):
+        yield checkpoint.read(key, start, min(start + step, numel))
+
+
+def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    keep = dtype is None or not info.dtype.is_floating_point
+    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
+
+
+# --- which entries --------------------------------------------------------------------------------
+
+
+def _plan(
+    checkpoint: Checkpoint, source: object, *, model_key: str | None, optimizer: bool
+) -> _Plan:
+    root = model_root(checkpoint, source, model_key)
+    keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
+    if not optimizer:
+        names = {_join(checkpoint.paths[key][len(root) :]): key for key in keys}
+        return _Plan(
+            {name: key for name, key in names.items() if key in checkpoint.infos},
+            {name: key for name, key in names.items() if key not in checkpoint.infos},
+        )
+    optim = next(
+        (
+            (*root[:-1], name)
+            for name in _OPTIMIZERS
+            if root and any(p[: len(root)] == (*root[:-1], name) for p in checkpoint.paths.values())
+        ),
+        None,
+    )
+    if optim is None:
+        msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
+        raise CheckpointError(msg)
+    places: dict[str, tuple[str | int, ...]] = {}
+    for key, path in checkpoint.paths.items():
+        if path[: len(root)] == root:
+            places[key] = ("model", _join(path[len(root) :]))
+        elif path[: len(optim)] == optim:
+            places[key] = ("optim", *path[len(optim) :])
+    return _Plan(
+        {key: key for key in places if key in checkpoint.infos},
+        {key: key for key in places if key not in checkpoint.infos},
+        lambda entries: _nested({places[key]: value for key, value in entries.items()}),
+    )
+
+
+def model_root(
+    checkpoint: Checkpoint, source: object, model_key: str | None = None
+) -> tuple[str | int, ...]:
+    """Return where in a checkpoint the model's state dict is.
+
+    Raises:
+        CheckpointError: It is not where it should be, or there are several.
+    """
+    parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
+    shown = ", ".join(sorted({_join(parent[:2]) or "(top)" for parent in parents}))
+    if model_key is not None:
+        root = tuple(model_key.split(".")) if model_key else ()
+        if root not in parents:
+            msg = f"{source} has no state dict under {model_key!r}; it has {shown}."
+            raise CheckpointError(msg)
+        return root
+    found = [parent for parent in parents if parent and parent[-1] == "model"]
+    if len(found) > 1:
+        names = ", ".join(map(_join, found))
+        msg = f"{source} has several models ({names}). Choose one by model_key."
+        raise CheckpointError(msg)
+    if found:
+        return found[0]
+    if parents == [()]:
+        return ()
+    msg = f"{source} has no state dict under a key 'model', but {shown}. Choose by model_key."
+    raise CheckpointError(msg)
+
+
+def _join(path: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _nested(entries: dict[tuple[str | int, ...], Any]) -> Any:
+    """Return nested dicts, and lists where parts of the paths are numbers."""
+    tree: dict[str | int, Any] = {}
+    for path, value in entries.items():
+        at = tree
+        for part in path[:-1]:
+            at = at.setdefault(part, {})
+        at[path[-1]] = value
+    return _with_lists(tree)
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(key, int) for key in tree):
+        return [_with_lists(tree[key]) for key in sorted(tree)]
+    return {key: _with_lists(value) for key, value in tree.items()}
