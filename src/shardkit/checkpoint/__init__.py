@@ -1,7 +1,12 @@
-"""Saving and loading training state."""
+"""Saving and loading training state: standard DCP checkpoints, verified and crash-safe."""
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from shardkit.checkpoint._background import SaveHandle
+from shardkit.checkpoint._directory import latest
+from shardkit.checkpoint._load import load
+from shardkit.checkpoint._reader import CheckpointReader
+from shardkit.checkpoint._save import async_save, release_staging_memory, save
 from shardkit.checkpoint._state import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -10,12 +15,21 @@ from shardkit.checkpoint._state import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from shardkit.checkpoint._writer import CheckpointWriter
 
 __all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
+    "SaveHandle",
     "StateDictOptions",
+    "async_save",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "latest",
+    "load",
+    "release_staging_memory",
+    "save",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
