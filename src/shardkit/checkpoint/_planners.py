@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from shardkit._errors import CheckpointError
+from shardkit._full_state import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,18 +36,33 @@ class Whole:
         """
         content = io.BytesIO()
         try:
-            torch.save(value, content)
+            torch.save(map_leaves(value, _alone), content)
             content.seek(0)
             torch.load(content, weights_only=True)
         except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
             msg = (
                 f"extra {name!r} ({type(value).__name__}) cannot be saved: "
-                f"{str(error).splitlines()[0] if str(error) else error!r} Save numbers, strings, "
-                f"tensors, lists and dicts of these, or an object with state_dict() and "
-                f"load_state_dict(), or declare its class by torch.serialization.add_safe_globals."
+                f"{_reason(error)}. Save numbers, strings, tensors, lists and dicts of these, or "
+                f"an object with state_dict() and load_state_dict(), or declare its class by "
+                f"torch.serialization.add_safe_globals."
             )
             raise CheckpointError(msg) from error
         self.content = content.getvalue()
+
+
+def _alone(leaf: Any) -> Any:
+    """Return a view of a larger tensor as one that does not bring all of it into a file."""
+    if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_meta:
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    return leaf
+
+
+def _reason(error: Exception) -> str:
+    """Return the part of torch's long messages that says what is wrong."""
+    found = re.search(r"([^\n:]*GLOBAL \S+[^\n]*?)\.?(?: Please|\n|$)", str(error))
+    if found:
+        return found[1].strip()
+    return (str(error).splitlines() or [repr(error)])[0].removesuffix(".")
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -124,7 +141,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self.loaded[name] = torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:
             msg = (
-                f"entry {name!r} is not loaded: {str(error).splitlines()[0]} If you trust the "
-                f"file, declare the classes in it by torch.serialization.add_safe_globals."
+                f"entry {name!r} is not loaded: {_reason(error)}. If you trust the file, declare "
+                f"what is in it by torch.serialization.add_safe_globals."
             )
             raise CheckpointError(msg) from error
