@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import _directory
 from shardkit.checkpoint._agreement import agreed, quote, rank_of
+from shardkit.checkpoint._full_models import load_full
+from shardkit.checkpoint._metadata import METADATA_FILE
 from shardkit.checkpoint._parts import ExtrasPart, Findings, ModelPart, OptimizerPart
 from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._reader import CheckpointReader
@@ -36,14 +38,14 @@ def load(
     progress: Progress = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote, or another of DCP; call it on all ranks.
+    """Load a checkpoint that `save` wrote, another of DCP, or a full file; call it on all ranks.
 
     The number of ranks, the mesh, and how parameters are grouped may be others than when it was
     saved: each rank reads what it holds. Nothing in the files is executed. What has a manifest is
     verified by checksums.
 
     Args:
-        path: The checkpoint's directory, see `latest`.
+        path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
         model: Gets its parameters and buffers in place; those on the meta device get memory.
         optimizer: One or several; they need not have been stepped.
         strict: Raise if entries are missing or left over. Entries of another shape are always an
@@ -69,6 +71,13 @@ def load(
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)
     with Meter(progress, f"loading {target.name}", rank=rank) as meter:
+        if is_full(target):
+            _check_arguments(model, optimizer, extra)
+            if model is None or optimizer is not None or extra:
+                msg = f"{what}: it holds a model only. Pass a model, no optimizer and no extras."
+                raise CheckpointError(msg)
+            agreed(process_group, what, lambda: load_full(target, model, strict=strict))
+            return {}
         agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
         def plan() -> _Plan:
@@ -76,6 +85,15 @@ def load(
 
         planned = agreed(process_group, what, plan)
         return agreed(process_group, what, planned.carry_out)
+
+
+def is_full(path: pathlib.Path) -> bool:
+    """Whether a path is that of whole tensors: a file, or a directory as Hugging Face's."""
+    return path.is_file() or (
+        path.is_dir()
+        and not (path / METADATA_FILE).exists()
+        and any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.index.json"))
+    )
 
 
 def _look(path: pathlib.Path) -> None:
