@@ -76,7 +76,8 @@ class FileStream:
             self._thread.shutdown()
             os.close(self._fd)
             for buffer in self._buffers:
-                buffer.close()
+                with contextlib.suppress(BufferError):  # An error's traceback refers to it.
+                    buffer.close()
 
     @property
     def nbytes(self) -> int:

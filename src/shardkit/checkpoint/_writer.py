@@ -49,6 +49,10 @@ class CheckpointWriter(FileSystemWriter):
     run that dies at any moment leaves what was under the name before.
 
     The directory must be one that all ranks see.
+
+    Attributes:
+        target: The name that the checkpoint gets.
+        layout: Kept in the manifest: how parameters are spread, for people to read.
     """
 
     def __init__(  # noqa: D417 - `path` needs no more
@@ -57,7 +61,6 @@ class CheckpointWriter(FileSystemWriter):
         *,
         overwrite: bool = False,
         step: int | None = None,
-        layout: Mapping[str, Any] | None = None,
         report: Callable[[int], None] | None = None,
     ) -> None:
         """Write nothing yet.
@@ -65,14 +68,14 @@ class CheckpointWriter(FileSystemWriter):
         Args:
             overwrite: Replace a checkpoint that has this name.
             step: Kept in the manifest.
-            layout: Kept in the manifest: how parameters are spread, for people to read.
             report: Called on each rank with the numbers of bytes that it has written.
         """
         self.target = _directory.normalized(path)
         super().__init__(_directory.incomplete(self.target), overwrite=overwrite)
         self._step = step
-        self._layout = dict(layout or {})
+        self.layout: Mapping[str, Any] = {}
         self._report = report
+        self._is_begun = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Refuse to save without a coordinator: nobody could say when all is there."""
@@ -97,6 +100,7 @@ class CheckpointWriter(FileSystemWriter):
             OSError: The directory cannot be made.
         """
         _directory.prepare(self.target, overwrite=self.overwrite)
+        self._is_begun = True
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -149,9 +153,14 @@ class CheckpointWriter(FileSystemWriter):
         header = Header(
             _directory.next_sequence(directory.parent), self._step, len(results), _own_version()
         )
-        manifest = Manifest(header, files, len(content), zlib.crc32(content), self._layout)
+        manifest = Manifest(header, files, len(content), zlib.crc32(content), self.layout)
         _directory.write_synced(_directory.manifest_path(directory), manifest.dump())
         _directory.commit(self.target)
+
+    def discard(self) -> None:
+        """Delete what has been written, if it has not been given its name."""
+        if self._is_begun:
+            _directory.remove(Path(self.path))
 
 
 def _write_item(stream: FileStream, content: torch.Tensor | io.BytesIO) -> Item:
