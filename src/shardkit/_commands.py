@@ -5,20 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -28,11 +19,11 @@ from shardkit.checkpoint._inspect import describe, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import Any
 
     from shardkit.checkpoint._inspect import Description, Entry
 
-_SHOW_PROGRESS_AFTER_S = 1.0
 _PIPE_WIDTH = 240
 _UNIT = 1024
 
@@ -112,20 +103,19 @@ def consolidate_command(  # noqa: PLR0913, PLR0917 - options of a command
         msg = "give CKPT and OUT, or --ckpt_prefix and OUT"
         raise typer.BadParameter(msg)
     source, out = [*sources, *paths]
-    with _Bar() as bar:
-        written = _or_exit(
-            consolidate,
-            source,
-            out,
-            format=file_format,
-            max_shard_size=max_shard_size,
-            dtype=_dtype(dtype),
-            optimizer=optimizer,
-            model_key=model_key,
-            suffix=ckpt_suffix,
-            progress=bar.update,
-        )
-    print(f"{written}: {_size(bar.total)}")
+    written: Path = _or_exit(
+        consolidate,
+        source,
+        out,
+        format=file_format,
+        max_shard_size=max_shard_size,
+        dtype=_dtype(dtype),
+        optimizer=optimizer,
+        model_key=model_key,
+        suffix=ckpt_suffix,
+    )
+    files = list(written.iterdir()) if written.is_dir() else [written]
+    print(f"{written}: {_size(sum(file.stat().st_size for file in files))}")
 
 
 @app.command(name="inspect")
@@ -206,36 +196,3 @@ def _where(entry: Entry) -> str:
     count = f"{len(entry.chunks)} chunks: " if len(entry.chunks) > len(files) else ""
     shown = files if len(files) <= 3 else [files[0], f"{len(files) - 2} more", files[-1]]  # noqa: PLR2004
     return count + ", ".join(shown)
-
-
-class _Bar:
-    """A progress bar on a terminal, for what takes longer than a second."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._begin = time.monotonic()
-        self._progress = Progress(
-            TextColumn("consolidating"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def update(self, done: int, total: int) -> None:
-        """Show how far it is."""
-        self.total = total
-        lasts = time.monotonic() - self._begin > _SHOW_PROGRESS_AFTER_S
-        if self._task is None and lasts and self._progress.console.is_terminal:
-            self._task = self._progress.add_task("", total=total)
-            self._progress.start()
-        if self._task is not None:
-            self._progress.update(self._task, completed=done)

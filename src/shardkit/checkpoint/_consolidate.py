@@ -8,20 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp_files import DcpFiles
 from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
 from shardkit.checkpoint._local_source import LocalFiles
 from shardkit.checkpoint._metadata import METADATA_FILE
+from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._raw import Checkpoint, info_nbytes
+from shardkit.checkpoint._sections import nested
 from shardkit.checkpoint._state import TensorInfo
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    import torch
     from torch import Tensor
+
+    from shardkit.checkpoint._progress import Progress
 
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
@@ -67,7 +72,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     optimizer: bool = False,
     model_key: str | None = None,
     suffix: str = DEFAULT_SUFFIX,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress = None,
 ) -> Path:
     """Write a checkpoint of any number of ranks as whole tensors. No process group, no GPU.
 
@@ -84,7 +89,8 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         model_key: Where in a checkpoint directory the model is, e.g. ``"app.model"``; None: under a
             key ``model``, or all of it.
         suffix: Pattern of what follows the prefix of per-rank files.
-        progress: Called with bytes done and bytes in all.
+        progress: By default a bar on the terminal if it takes longer than a second and rich is
+            installed; False: none; or a function of the bytes done and of all.
 
     Returns:
         `out`.
@@ -120,20 +126,20 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         everything = {**tensors, **others}
         return plan.arrange(everything) if plan.arrange is not None else everything
 
-    total = sum(info_nbytes(info) for name, info in infos.items() if name not in tied)
-    done = 0
-    with FullWriter(
-        out, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
-    ) as writer:
-        for name, key in plan.names.items():
-            if name in tied:
-                continue
-            for part in _parts(checkpoint, key):
-                part = part.to(infos[name].dtype)  # noqa: PLW2901 - the old one is not kept
-                writer.append(name, part)
-                done += part.nbytes
-                if progress is not None:
-                    progress(done, total)
+    kept = [name for name in plan.names if name not in tied]
+    with (
+        Meter(progress, f"consolidating {Path(source).name}", rank=0) as meter,
+        FullWriter(
+            out, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
+        ) as writer,
+    ):
+        meter.expect(sum(info_nbytes(infos[name]) for name in kept))
+        reader = _Parts(checkpoint, [plan.names[name] for name in kept])
+        for name in kept:
+            for part in reader.of(plan.names[name]):
+                converted = part.to(infos[name].dtype)
+                writer.append(name, converted)
+                meter.add(converted.nbytes)
     return Path(out)
 
 
@@ -165,13 +171,34 @@ def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) ->
     return [Path(name) for name in sorted(glob.glob(glob.escape(str(prefix)) + suffix))]  # noqa: PTH207 - a prefix is no directory
 
 
-def _parts(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
-    """Yield the flattened tensor in order: of a checkpoint directory whole, else in parts."""
-    info = checkpoint.infos[key]
-    numel = math.prod(info.shape)
-    step = numel if isinstance(checkpoint, DcpFiles) else _PART_NBYTES // info.dtype.itemsize
-    for start in range(0, numel, max(step, 1)):
-        yield checkpoint.read(key, start, min(start + step, numel))
+class _Parts:
+    """Reads tensors part after part into one buffer, so that none is there beside the next.
+
+    From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
+
+    Args:
+        checkpoint: What is read.
+        keys: All tensors that will be.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, keys: list[str]) -> None:
+        self._checkpoint = checkpoint
+        largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
+        is_whole = isinstance(checkpoint, DcpFiles)
+        self._room = torch.empty(
+            largest if is_whole else min(largest, _PART_NBYTES), dtype=torch.uint8
+        )
+
+    def of(self, key: str) -> Iterator[Tensor]:
+        """Yield a flattened tensor in order, in parts of 16 MiB, each good until the next."""
+        info = self._checkpoint.infos[key]
+        numel = math.prod(info.shape)
+        room_numel = self._room.numel() // info.dtype.itemsize
+        room = self._room[: room_numel * info.dtype.itemsize].view(info.dtype)
+        for start in range(0, numel, max(room_numel, 1)):
+            read = room[: min(room_numel, numel - start)]
+            self._checkpoint.read_into(key, start, read)
+            yield from read.split(_PART_NBYTES // info.dtype.itemsize)
 
 
 def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
@@ -213,7 +240,7 @@ def _plan(
     return _Plan(
         {key: key for key in places if key in checkpoint.infos},
         {key: key for key in places if key not in checkpoint.infos},
-        lambda entries: _nested({places[key]: value for key, value in entries.items()}),
+        lambda entries: nested({places[key]: value for key, value in entries.items()}),
     )
 
 
@@ -248,22 +275,3 @@ def model_root(
 
 def _join(path: tuple[str | int, ...]) -> str:
     return ".".join(map(str, path))
-
-
-def _nested(entries: dict[tuple[str | int, ...], Any]) -> Any:
-    """Return nested dicts, and lists where parts of the paths are numbers."""
-    tree: dict[str | int, Any] = {}
-    for path, value in entries.items():
-        at = tree
-        for part in path[:-1]:
-            at = at.setdefault(part, {})
-        at[path[-1]] = value
-    return _with_lists(tree)
-
-
-def _with_lists(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    if tree and all(isinstance(key, int) for key in tree):
-        return [_with_lists(tree[key]) for key in sorted(tree)]
-    return {key: _with_lists(value) for key, value in tree.items()}
