@@ -25,7 +25,8 @@ def there_and_back(name: str, folder: str) -> None:
     torch.manual_seed(dist.get_rank())  # Of which nothing is left after loading.
     plain = case.make()
     if dist.get_rank() == 0:
-        plain.save_pretrained(path / "before", max_shard_size="20KB")
+        # By default some models (ViT, Mixtral) are saved under the names of other code than theirs.
+        plain.save_pretrained(path / "before", max_shard_size="20KB", save_original_format=False)
     dist.barrier()
     model = shard(case, case.make())
     unmatched = load_full(path / "before", model)
