@@ -12,10 +12,12 @@ import typing
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 from torch.distributed.tensor import DTensor
 
 from models import CASES, Case
-from reference import OPTIMIZERS, full, make_mesh, shard
+from reference import AXES, OPTIMIZERS, full, make_mesh, shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +114,13 @@ def assert_same(actual: object, expected: object) -> None:
     have, wanted = leaves(actual), leaves(expected)
     assert have.keys() == wanted.keys()
     differing = [path for path in wanted if not is_same(have[path], wanted[path])]
-    assert not differing, {path: (have[path], wanted[path]) for path in differing[:5]}
+    assert not differing, {path: (_short(have[path]), _short(wanted[path])) for path in differing}
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)} norm {value.double().norm().item():.6g}"
+    return str(value)
 
 
 def mixed_dtypes_gpt() -> nn.Module:
@@ -139,3 +147,15 @@ CHECKPOINT_CASES = {
     **CASES,
     "mixed": dataclasses.replace(CASES["gpt"], make=mixed_dtypes_gpt),
 }
+
+
+def make_fsdp2(
+    case: Case, mesh_shape: Sequence[int], *, seed: int = 0, optimizer: str = "adamw"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make a case's model as torch's FSDP2 shards it, and its optimizer."""
+    torch.manual_seed(seed)
+    model = case.make()
+    mesh = init_torch_mesh("cpu", tuple(mesh_shape), mesh_dim_names=AXES[-len(mesh_shape) :])
+    for module in (*case.groups(model), model):
+        fully_shard_by_torch(module, mesh=mesh)
+    return model, OPTIMIZERS[optimizer](model.parameters())

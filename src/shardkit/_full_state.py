@@ -52,7 +52,7 @@ def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
     if hasattr(detached, "full_tensor"):
         result: Tensor = detached.full_tensor()
         return result.to(device) if keep else None
-    return detached.to(device, copy=True) if keep else None
+    return tensor.detach().to(device, copy=True) if keep else None
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from shardkit._errors import CheckpointError
 from shardkit.checkpoint._background import SaveHandle
 from shardkit.checkpoint._consolidate import consolidate
 from shardkit.checkpoint._directory import latest
@@ -22,6 +23,7 @@ from shardkit.checkpoint._state import (
 from shardkit.checkpoint._writer import CheckpointWriter
 
 __all__ = [
+    "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
     "FullFile",

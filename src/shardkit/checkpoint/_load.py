@@ -124,26 +124,30 @@ class _Plan:
         _check_arguments(model, optimizers, objects)
         findings = Findings()
         self._source = source
-        self._parts: list[ModelPart | OptimizerPart] = []
+        self._model: ModelPart | None = None
+        self._optimizers: OptimizerPart | None = None
         if model is not None:
-            self._parts.append(model_part := ModelPart(source, model, findings))
+            self._model = ModelPart(source, model, findings)
             if optimizers is not None:
-                self._parts.append(OptimizerPart(source, model_part, optimizers, findings))
+                self._optimizers = OptimizerPart(source, self._model, optimizers, findings)
         claimed = entries_of_optimizers(source.infos)
-        claimed.update(*(part.claimed for part in self._parts))
-        if model is None:
+        if self._model is None:
             claimed |= entries_of_models(source.infos)
+        else:
+            claimed |= self._model.claimed
         self._extras = ExtrasPart(source, claimed, objects, findings)
         findings.check(strict=strict)
 
     def carry_out(self) -> dict[str, Any]:
         """Read all, and give it to its objects; return the extras."""
         targets = dict(self._extras.targets)
-        for part in self._parts:
-            targets |= part.targets
+        if self._model is not None:
+            targets |= self._model.targets
         loaded = self._source.read(targets)
-        for part in self._parts:
-            part.put(loaded)
+        if self._model is not None:
+            self._model.put(loaded)
+        if self._optimizers is not None:
+            self._optimizers.put(self._source.read(self._optimizers.make_room()))
         return self._extras.put(loaded)
 
 

@@ -153,7 +153,7 @@ class OptimizerPart:
     """Optimizers, which get new tensors.
 
     Attributes:
-        targets: What is read where, by entry.
+        targets: What is read where, by entry, once there is room.
         claimed: Entries that are optimizers'.
     """
 
@@ -165,7 +165,10 @@ class OptimizerPart:
         self._optimizers = optimizers
         self.targets: dict[str, Any] = {}
         self.claimed: set[str] = set()
+        self._infos = source.infos
         self._places: dict[str, tuple[str, Path]] = {}
+        self._saved: dict[str, dict[str, TensorInfo | None]] = {}
+        self._groups: list[dict[str, Any]] = []
         self._state: dict[str, Any] = {}
         prefix = optimizer_prefix(source.infos)
         if prefix is None:
@@ -190,27 +193,34 @@ class OptimizerPart:
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
         _compare_names(first_name, saved, groups, findings)
-        self._state = optimizer_template(model, optimizers, saved)
-        if groups:
-            self._state["param_groups"] = groups
-        self._place(source, model_part, findings)
+        self._saved, self._groups = saved, groups
+        self._check_shapes(model_part, findings)
 
-    def _place(self, source: Source, model_part: ModelPart, findings: Findings) -> None:
-        """Find room for each entry; note those that belong to a parameter of another shape."""
+    def _check_shapes(self, model_part: ModelPart, findings: Findings) -> None:
+        """Note state of the saved parameter's shape, if the parameter has another."""
         params = {
             alias: param
             for names, param in parameters_by_name(self._model, self._optimizers)
             for alias in names
         }
         for entry, (name, keys) in self._places.items():
-            info = source.infos[entry]
-            of_model = source.infos.get(model_part.entries.get(name, ""))
+            info = self._infos[entry]
+            of_model = self._infos.get(model_part.entries.get(name, ""))
             if info is not None and of_model is not None and info.shape == of_model.shape:
                 where = ".".join(map(str, (name, *keys)))
-                if not findings.fits(f"optimizer: {where!r}", params[name], info):
-                    continue
+                findings.fits(f"optimizer: {where!r}", params[name], info)
+
+    def make_room(self) -> dict[str, Any]:
+        """Return what is read where, by entry; called when the model's parameters have memory."""
+        if not self._places and not self._groups:
+            return {}
+        self._state = optimizer_template(self._model, self._optimizers, self._saved)
+        if self._groups:
+            self._state["param_groups"] = self._groups
+        for entry, (name, keys) in self._places.items():
             target = element(self._state["state"], (name, *keys))
-            self.targets[entry] = room(info) if target is None else target
+            self.targets[entry] = room(self._infos[entry]) if target is None else target
+        return self.targets
 
     def _read_groups(self, source: Source, prefix: str) -> list[dict[str, Any]]:
         """Return the saved parameter groups; empty if there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import pickle
@@ -17,7 +18,7 @@ from shardkit._full_state import map_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 
@@ -85,13 +86,19 @@ class SavePlanner(DefaultSavePlanner):
         """Make the state; what DCP passes is empty."""
         super().set_up_planner({**state_dict, **self._collect()}, storage_meta, is_coordinator)
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Spread what several ranks hold evenly over them, by bytes; called by the coordinator.
+
+        DCP takes each box for as large as the whole tensor that it is of.
+        """
+        return super().create_global_plan(_without_copies(all_plans))
+
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Count the bytes of this rank's part."""
         plan = super().finish_plan(new_plan)
         for item in plan.items:
             if item.tensor_data is not None:
-                numel = math.prod(item.tensor_data.chunk.sizes)
-                self._expect(numel * item.tensor_data.properties.dtype.itemsize)
+                self._expect(_nbytes(item))
         return plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
@@ -99,6 +106,33 @@ class SavePlanner(DefaultSavePlanner):
         if isinstance(object, Whole):
             return io.BytesIO(object.content)
         return super().transform_object(write_item, object)
+
+
+def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave each item in one plan: the largest first, each in the plan that has least so far."""
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+            items[item.index] = item
+    load = [0] * len(plans)
+    chosen: dict[MetadataIndex, int] = {}
+    # What only one rank has is no choice, so it comes first.
+    order = sorted(items, key=lambda index: (len(holders[index]) > 1, -_nbytes(items[index])))
+    for index in order:
+        chosen[index] = min(holders[index], key=lambda rank: load[rank])
+        load[chosen[index]] += _nbytes(items[index])
+    return [
+        dataclasses.replace(plan, items=[i for i in plan.items if chosen[i.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class LoadPlanner(DefaultLoadPlanner):
