@@ -7,7 +7,8 @@ from shardkit.checkpoint._background import SaveHandle
 from shardkit.checkpoint._consolidate import consolidate
 from shardkit.checkpoint._directory import latest
 from shardkit.checkpoint._full_files import FullFile
-from shardkit.checkpoint._full_models import LoadedNames, load_full, save_full
+from shardkit.checkpoint._full_models import LoadedNames, load_full
+from shardkit.checkpoint._full_save import save_full
 from shardkit.checkpoint._load import load
 from shardkit.checkpoint._local_files import load_local_state_dict, local_state_dict
 from shardkit.checkpoint._reader import CheckpointReader

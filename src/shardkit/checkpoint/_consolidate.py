@@ -16,7 +16,7 @@ from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
 from shardkit.checkpoint._local_source import LocalFiles
 from shardkit.checkpoint._metadata import METADATA_FILE
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._raw import Checkpoint, info_nbytes
+from shardkit.checkpoint._raw import PART_NBYTES, Checkpoint, info_nbytes
 from shardkit.checkpoint._sections import nested
 from shardkit.checkpoint._state import TensorInfo
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
-_PART_NBYTES = 2**24
 _OPTIMIZERS = ("optim", "optimizer")
 
 
@@ -186,7 +185,7 @@ class _Parts:
         largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
         is_whole = isinstance(checkpoint, DcpFiles)
         self._room = torch.empty(
-            largest if is_whole else min(largest, _PART_NBYTES), dtype=torch.uint8
+            largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8
         )
 
     def of(self, key: str) -> Iterator[Tensor]:
@@ -198,7 +197,7 @@ class _Parts:
         for start in range(0, numel, max(room_numel, 1)):
             read = room[: min(room_numel, numel - start)]
             self._checkpoint.read_into(key, start, read)
-            yield from read.split(_PART_NBYTES // info.dtype.itemsize)
+            yield from read.split(PART_NBYTES // info.dtype.itemsize)
 
 
 def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from shardkit.checkpoint._state import TensorInfo
 
+PART_NBYTES = 2**24
+"""Of tensors that come part after part."""
+
 
 class TensorSource(Protocol):
     """Something that holds whole tensors by name, of which parts can be read.
