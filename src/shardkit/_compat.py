@@ -191,6 +191,24 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def dcp_storage_info() -> Any:
+    """Return the record of where an entry of a checkpoint is stored: part of every `.metadata`.
+
+    Like `dcp_memory_format` a function: torch.distributed.checkpoint takes as long to import as
+    torch.
+    """
+    from torch.distributed.checkpoint import filesystem  # noqa: TID251 - a record
+
+    return filesystem._StorageInfo
+
+
+def dcp_memory_format() -> Any:
+    """Return the enum of memory formats that stands in every `.metadata`."""
+    from torch.distributed.checkpoint import metadata  # noqa: TID251 - a record
+
+    return metadata._MEM_FORMAT_ENCODING
+
+
 # --- torch's functions for state dicts ------------------------------------------------------------
 
 _HELPERS_MODULE = "torch.distributed._state_dict_utils"

@@ -293,8 +293,13 @@ class ShardedTensor(Tensor):
             return
         spec = self.spec
         piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
-        new: Tensor = ShardedTensor(piece, spec)
-        new.copy_(value)
+        ShardedTensor(piece, spec).copy_(value)
+        self.adopt(piece)
+
+    @torch.no_grad()
+    def adopt(self, piece: Tensor) -> None:
+        """Let this tensor have another piece, not copied, maybe of another dtype or device."""
+        new: Tensor = ShardedTensor(piece, self.spec)
         if isinstance(self, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
         new.__dict__.update(user_attributes(self))

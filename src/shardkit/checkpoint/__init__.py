@@ -1,7 +1,18 @@
-"""Saving and loading training state."""
+"""Saving and loading training state: standard DCP checkpoints, verified and crash-safe."""
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._background import SaveHandle
+from shardkit.checkpoint._consolidate import consolidate
+from shardkit.checkpoint._directory import latest
+from shardkit.checkpoint._full_files import FullFile
+from shardkit.checkpoint._full_models import LoadedNames, load_full
+from shardkit.checkpoint._full_save import save_full
+from shardkit.checkpoint._load import load
+from shardkit.checkpoint._local_files import load_local_state_dict, local_state_dict
+from shardkit.checkpoint._reader import CheckpointReader
+from shardkit.checkpoint._save import async_save, release_staging_memory, save
 from shardkit.checkpoint._state import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -10,12 +21,29 @@ from shardkit.checkpoint._state import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from shardkit.checkpoint._writer import CheckpointWriter
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "FullFile",
+    "LoadedNames",
+    "SaveHandle",
     "StateDictOptions",
+    "async_save",
+    "consolidate",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "latest",
+    "load",
+    "load_full",
+    "load_local_state_dict",
+    "local_state_dict",
+    "release_staging_memory",
+    "save",
+    "save_full",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
