@@ -192,13 +192,13 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
     model, optimizer = make_sharded(case, (2,))
     train_on_shares(case, model, optimizer, range(2))
     go_on = threading.Event()
-    real = _stream.FileStream._finish  # noqa: SLF001 - where the disk is waited for
+    real = _stream.FileStream.append
 
-    def slow(self: typing.Any) -> None:
+    def slow(self: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
         go_on.wait(30)
-        real(self)
+        return real(self, *args, **options)
 
-    _stream.FileStream._finish = slow  # noqa: SLF001
+    _stream.FileStream.append = slow
     try:
         handle = checkpoint.async_save(pathlib.Path(folder, "a"), model, optimizer, step=2)
         state = whole_state(model, optimizer)
@@ -211,7 +211,7 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
         done += [handle.done(), handle.result() == pathlib.Path(folder, "a")]
         second.result()
     finally:
-        _stream.FileStream._finish = real  # noqa: SLF001
+        _stream.FileStream.append = real
     assert checkpoint.latest(folder) == pathlib.Path(folder, "b")
     checkpoint.release_staging_memory()
     return state, losses, done
