@@ -2,6 +2,7 @@
 
 from shardkit._api import fully_shard
 from shardkit._errors import (
+    CheckpointError,
     FreedParameterError,
     LayoutError,
     MeshError,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "Comm",
     "DeviceMesh",
     "FSDPModule",
