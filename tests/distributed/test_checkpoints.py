@@ -6,6 +6,7 @@ import math
 import pathlib
 import threading
 import typing
+import warnings
 
 import pytest
 import torch
@@ -132,7 +133,9 @@ def save_fsdp2(folder: str, nesting: str) -> Outcome:
         "optimizer": {"model": model_state, "optimizer": optim_state, "extra": {"step": 2}},
         "bare": model_state,
     }
-    dcp.save(states[nesting], checkpoint_id=folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # DCP of torch 2.9
+        dcp.save(states[nesting], checkpoint_id=folder)
     return whole_state(model, optimizer), train_on_shares(
         CASES["gpt"], model, optimizer, range(2, 4)
     )
@@ -192,13 +195,13 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
     model, optimizer = make_sharded(case, (2,))
     train_on_shares(case, model, optimizer, range(2))
     go_on = threading.Event()
-    real = _stream.FileStream._finish  # noqa: SLF001 - where the disk is waited for
+    real = _stream.FileStream.append
 
-    def slow(self: typing.Any) -> None:
+    def slow(self: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
         go_on.wait(30)
-        real(self)
+        return real(self, *args, **options)
 
-    _stream.FileStream._finish = slow  # noqa: SLF001
+    _stream.FileStream.append = slow
     try:
         handle = checkpoint.async_save(pathlib.Path(folder, "a"), model, optimizer, step=2)
         state = whole_state(model, optimizer)
@@ -211,7 +214,7 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
         done += [handle.done(), handle.result() == pathlib.Path(folder, "a")]
         second.result()
     finally:
-        _stream.FileStream._finish = real  # noqa: SLF001
+        _stream.FileStream.append = real
     assert checkpoint.latest(folder) == pathlib.Path(folder, "b")
     checkpoint.release_staging_memory()
     return state, losses, done
@@ -474,3 +477,29 @@ def load_gpt(folder: str) -> WholeState:
     model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
     checkpoint.load(folder, model, optimizer)
     return whole_state(model, optimizer)
+
+
+def outputs_after_load(folder: str) -> list[float]:
+    """Load into a model that stays gathered between forwards; return losses before and after."""
+    case = CASES["gpt"]
+    torch.manual_seed(7)
+    model = shard(case, case.make(), make_mesh((2,)), reshard_after_forward=False)
+    batch = case.batch(torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        before = case.loss(model, batch).item()
+        checkpoint.load(folder, model)
+        return [before, case.loss(model, batch).item()]
+
+
+def output_of_saved(folder: str) -> float:
+    model, _ = make_sharded(CASES["gpt"], (2,), seed=5)
+    checkpoint.load(folder, model)
+    with torch.no_grad():
+        return CASES["gpt"].loss(model, CASES["gpt"].batch(torch.Generator().manual_seed(3))).item()
+
+
+def test_a_gathered_model_sees_what_was_loaded(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x"
+    spawn(save_gpt, 2, str(path))
+    before, after = spawn(outputs_after_load, 2, str(path))[0]
+    assert before != after == spawn(output_of_saved, 2, str(path))[0]

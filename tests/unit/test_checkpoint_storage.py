@@ -25,7 +25,10 @@ if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled",
+    "ignore:TypedStorage is deprecated",  # DCP of torch 2.9 uses it.
+)
 
 
 def state() -> dict[str, typing.Any]:
