@@ -88,28 +88,38 @@ def create_write_items(
 
 
 def create_chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """Return the boxes that this rank wants to load."""
+    """Return the boxes that this rank wants to load; only a load asks for them.
+
+    So the version counter of the shard is raised: what was gathered from it will be stale. Those
+    who write to what `get_tensor_shard` returns do not raise it.
+    """
+    import torch
+
+    torch.autograd.graph.increment_version(tensor.local_piece)
     return [_chunk_of(box) for box in boxes_of_piece(tensor.spec)]
 
 
 def get_tensor_shard(
     index: MetadataIndex, piece: Tensor, shape: Sequence[int], boxes: Sequence[Box], name: str
 ) -> Tensor:
-    """Return the memory of one box, found by its offsets: a view of the piece, in its shape.
+    """Return the memory of one box, found by its offsets, in its shape.
 
-    Made outside of a dispatch, so that writing to it raises the version counter of the shard: what
-    was gathered from that is stale.
+    It has a storage of its own, over the same memory: DCP copies what does not fill its storage,
+    and into fresh pages.
 
     Raises:
         ShardedTensorError: This rank has no box there.
     """
+    import torch
+
     piece = piece.detach()
     if piece.numel() == 0 and math.prod(shape) == 0:
         return piece.view(tuple(shape))
     wanted = None if index.offset is None else tuple(index.offset)
     for box in boxes:
         if box.offsets == wanted:
-            return piece[box.start : box.stop].view(box.sizes)
+            view = piece[box.start : box.stop].view(box.sizes)
+            return torch.utils.dlpack.from_dlpack(view)
     msg = (
         f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "
         f"{name!r}, shape {tuple(shape)}, has boxes at {[box.offsets for box in boxes]} only. Plan "

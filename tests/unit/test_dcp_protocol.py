@@ -47,8 +47,11 @@ def test_items_say_what_a_file_holds() -> None:
         assert (properties.dtype, properties.requires_grad) == (torch.float32, False)
         memory = state["matrix"].__get_tensor_shard__(item.index)
         assert memory.shape == item.tensor_data.chunk.sizes
-        storage = state["matrix"].to_local().untyped_storage()
-        assert memory.untyped_storage().data_ptr() == storage.data_ptr(), "a copy"
+        assert memory.untyped_storage().nbytes() == memory.nbytes, "DCP would copy it"
+        before = state["matrix"].to_local().clone()
+        memory += 1
+        changed = (state["matrix"].to_local() != before).sum()
+        assert changed == memory.numel(), "it is a copy"
     chunks = state["matrix"].__create_chunk_list__()
     assert chunks == [item.tensor_data.chunk for item in items]
 
