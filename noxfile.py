@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -101,6 +102,19 @@ def demo(session: nox.Session) -> None:
         *("torchrun", "--standalone", "--nproc-per-node"),
         "gpu" if "cuda" in session.posargs else "2",
         "examples/train_gpt.py",
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+@nox.session
+def resume(session: nox.Session) -> None:
+    """Let a rank of a small training run die, and torchrun and the last checkpoint go on."""
+    install(session, "demo")
+    session.run(
+        *("torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"),
+        *("examples/resume.py", "--crash-at", "25"),
+        *("--folder", tempfile.mkdtemp(dir=session.create_tmp())),
         *session.posargs,
         env={"OMP_NUM_THREADS": "1"},
     )
