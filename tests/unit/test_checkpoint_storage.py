@@ -116,6 +116,81 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: pathlib.Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Settings:
+    pass
+
+
+def test_an_optimizer_that_could_not_be_loaded_is_not_saved(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["settings"] = Settings()
+    with pytest.raises(CheckpointError, match=r"entry 'optim\.[^']*settings' \(Settings\) cannot"):
+        checkpoint.save(tmp_path / "x", model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_become_python_s(tmp_path: pathlib.Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["lr"] = numpy.float64(0.1)
+    path = checkpoint.save(tmp_path / "x", model, optimizer, step=numpy.int64(3))
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert checkpoint.load(path, model, optimizer) == {"step": 3}
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert '"step":3,' in (path / "shardkit.json").read_text()
+
+
+def test_floats_are_not_cut_to_integers(tmp_path: pathlib.Path) -> None:
+    model = nn.Module()
+    model.register_buffer("x", torch.tensor([1.5]))
+    checkpoint.save(tmp_path / "x", model)
+    model.x = torch.tensor([1])
+    with pytest.raises(CheckpointError, match=r"of int64, found shape \(1,\) of float32"):
+        checkpoint.load(tmp_path / "x", model)
+
+
+def test_links_are_other_names(tmp_path: pathlib.Path) -> None:
+    for step in range(3):
+        checkpoint.save(tmp_path / f"{step}", step=step, keep_last=2)
+        (tmp_path / "newest").unlink(missing_ok=True)
+        (tmp_path / "newest").symlink_to(f"{step}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "newest"]
+    for _ in range(2):
+        checkpoint.save(tmp_path / "newest", step=7, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "newest"]
+    assert checkpoint.load(tmp_path / "2") == {"step": 2}
+
+
+def test_what_latest_is_not_for(tmp_path: pathlib.Path) -> None:
+    path = checkpoint.save(tmp_path / "x", step=1)
+    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
+        checkpoint.latest(path)
+    with pytest.raises(CheckpointError, match=r"not None, which latest\(\) returns"):
+        checkpoint.load(checkpoint.latest(tmp_path / "y"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("act", [checkpoint.save, checkpoint.load])
+def test_states_are_not_models(act: typing.Any, tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoint.save(tmp_path / "x", model, [optimizer])
+    with pytest.raises(CheckpointError, match="model: expected a module, not OrderedDict"):
+        act(tmp_path / "x", model.state_dict())
+    with pytest.raises(CheckpointError, match="optimizer: expected an optimizer or a list"):
+        act(tmp_path / "x", model, optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="optimizer: expected an optimizer or a list"):
+        act(tmp_path / "x", model, iter([optimizer]))
+
+
+def test_progress_of_whole_files_is_told(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    told: list[tuple[int, int]] = []
+    checkpoint.load(tmp_path / "x.pt", model, progress=lambda *done: told.append(done))
+    assert told[-1] == (24, 24)
+
+
 def test_names_that_are_taken(tmp_path: pathlib.Path) -> None:
     path = checkpoint.save(tmp_path / "x", step=1)
     with pytest.raises(CheckpointError, match=r"x exists.*overwrite=True"):

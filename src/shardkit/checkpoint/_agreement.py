@@ -23,20 +23,32 @@ def is_distributed() -> bool:
 
 
 def rank_of(group: Any) -> int:
-    """Return this process' rank in a process group, None for the default one."""
-    return dist.get_rank(group) if is_distributed() else 0
+    """Return this process' rank in a process group, None for the default one.
+
+    Raises:
+        CheckpointError: It is not in the group.
+    """
+    rank = dist.get_rank(group) if is_distributed() else 0
+    if rank < 0:
+        msg = "this rank is not in process_group. Call it on the ranks of the group only."
+        raise CheckpointError(msg)
+    return rank
 
 
-def agreed(group: Any, what: str, act: Callable[[], T]) -> T:
+def agreed(
+    group: Any, what: str, act: Callable[[], T], identity: Callable[[T], object] | None = None
+) -> T:
     """Run something on all ranks of a group and raise on all of them if it raised on any.
 
     Args:
         group: Process group; None: the default one, if there is any.
         what: What was not done, for the error.
         act: Must not communicate.
+        identity: Of its result: what must be the same on all ranks.
 
     Raises:
-        CheckpointError: On all ranks, with the reason of each rank that failed.
+        CheckpointError: On all ranks, with the reason of each rank that failed, or because they
+            are not about the same.
 
     Cost: an all-gather of a few bytes.
     """
@@ -45,13 +57,26 @@ def agreed(group: Any, what: str, act: Callable[[], T]) -> T:
         result = act()
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
         error = caught
-    reasons: list[str | None] = [None if error is None else _reason(error)]
+    mine = (
+        None if error is None else _reason(error),
+        what,
+        identity(result) if identity is not None and error is None else None,
+    )
+    all_of_them: list[tuple[str | None, str, object]] = [mine]
     if is_distributed():
-        reasons *= dist.get_world_size(group)
-        dist.all_gather_object(reasons, reasons[rank_of(group)], group=group)
-    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+        all_of_them *= dist.get_world_size(group)
+        dist.all_gather_object(all_of_them, mine, group=group)
+    failed = {rank: reason for rank, (reason, *_) in enumerate(all_of_them) if reason is not None}
     if failed:
         raise CheckpointError(_message(what, failed)) from error
+    if any(other[2] != mine[2] for other in all_of_them):
+        meant = {rank: name for rank, (_, name, _) in enumerate(all_of_them)}
+        msg = _message(
+            "ranks mean different checkpoints. Have one rank choose, and send its path to the "
+            "others by dist.broadcast_object_list",
+            meant,
+        )
+        raise CheckpointError(msg)
     return result
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class SaveHandle:
     """A checkpoint that is being written."""
 
-    def __init__(self, job: Job, state: dict[str, Any], group: Any) -> None:
-        """Start to write."""
+    def __init__(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
+        """Start to write; or to tell other ranks why this one has nothing to write."""
         self._job = job
         self._group = group
-        self._state: dict[str, Any] | None = state
+        self._state: dict[str, Any] | Exception | None = state
         self._error: BaseException | None = None
         self._is_asked = False
         # Not a daemon: a script that ends waits until its last checkpoint is on the disk.
@@ -32,11 +32,17 @@ class SaveHandle:
 
     def _write(self) -> None:
         job, state = self._job, self._state
-        assert state is not None
         progress = False if job.progress is None else job.progress
+
+        def collected() -> dict[str, Any]:
+            assert state is not None
+            if isinstance(state, Exception):
+                raise state
+            return state
+
         try:
             with Meter(progress, f"saving {job.path.name}", rank=rank_of(self._group)) as meter:
-                write(job, lambda: state, self._group, meter)
+                write(job, collected, self._group, meter)
         except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
             self._error = error
         finally:
@@ -88,8 +94,16 @@ class Background:
         self._last: SaveHandle | None = None
         self._groups: tuple[Any, Any] = (None, None)
 
-    def start(self, job: Job, state: dict[str, Any], group: Any) -> SaveHandle:
-        """Write a state in the background."""
+    def start(self, job: Job, group: Any) -> SaveHandle:
+        """Copy a state, and write the copy in the background.
+
+        If that fails on one rank, the others have begun to write: all hear of it as of any error.
+        """
+        state: dict[str, Any] | Exception
+        try:
+            state = self.staging.copy(job.collect())
+        except Exception as error:  # noqa: BLE001 - raised on all ranks by `result`
+            state = error
         self._last = SaveHandle(job, state, group)
         return self._last
 

@@ -53,6 +53,12 @@ def normalized(path: os.PathLike[str] | str) -> Path:
     Raises:
         CheckpointError: It has none, or one that is used while checkpoints are written.
     """
+    if path is None:
+        msg = (
+            "expected the path of a checkpoint, not None, which latest() returns if there is no "
+            "complete one: then begin anew."
+        )
+        raise CheckpointError(msg)
     result = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
     name = result.name
     if not name or (name.startswith(".") and name.endswith((_INCOMPLETE, _REPLACED, _DELETED))):
@@ -149,11 +155,17 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
     Args:
         directory: Holds checkpoints; need not exist.
 
+    Raises:
+        CheckpointError: It is a checkpoint itself: None would have a run begin anew.
+
     Cost: reads the first line of the manifest of each checkpoint, and all of the newest.
     """
     parent = Path(os.path.abspath(directory))  # noqa: PTH100 - links are kept
     if not parent.is_dir():
         return None
+    if (parent / METADATA_FILE).exists():
+        msg = f"{parent} is a checkpoint itself. Load it, or give the directory that holds it."
+        raise CheckpointError(msg)
     for entry in parent.glob(f".*{_REPLACED}"):
         recover(parent / entry.name.removeprefix(".").removesuffix(_REPLACED))
     for path in complete_in(parent):
@@ -250,6 +262,8 @@ def prune(path: Path, keep_last: int) -> None:
     """
     kept = {path}
     for other in complete_in(path.parent):
+        if other.is_symlink():  # Somebody's other name for one of these.
+            continue
         if other in kept or len(kept) < keep_last:
             kept.add(other)
             continue
@@ -273,9 +287,12 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory and all that is in it, if there is one."""
+    """Delete a directory and all that is in it, or a link to one, if there is one."""
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def sync_directory(path: Path) -> None:

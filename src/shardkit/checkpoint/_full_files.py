@@ -189,6 +189,9 @@ class FullWriter:
         if is_directory:
             plan = self._plan_directory(max_shard_size)
         else:
+            if self.path.is_dir():
+                msg = f"{self.path} is a directory. Give the name of a file."
+                raise CheckpointError(msg)
             plan = {self.path: list(self._infos)}
         self._asides = {file: file.with_name(f".{file.name}.incomplete") for file in plan}
         self._plan = plan

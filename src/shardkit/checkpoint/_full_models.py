@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardkit.checkpoint._progress import Progress
     from shardkit.checkpoint._state import TensorInfo
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 _MAX_LISTED = 50
 
 
@@ -111,7 +111,7 @@ def load_full(
     if isinstance(file, _FirstRanksFile):
         file.raise_errors()
     for name, module in model.named_modules():
-        key = f"{plain_name(model, name)}.{_EXTRA_STATE}".removeprefix(".")
+        key = f"{plain_name(model, name)}.{EXTRA_STATE}".removeprefix(".")
         if key in extra and key in file.others:
             module.set_extra_state(file.others[key])
     return LoadedNames(missing, unexpected, _on_meta(model))
@@ -298,11 +298,11 @@ def _misfits(entries: list[Entry], infos: Mapping[str, TensorInfo]) -> Iterator[
                 yield f"{mine} is a DTensor that fully_shard did not take: shard it first"
             elif tuple(entry.tensor.shape) != info.shape:
                 yield f"of another shape: {mine} in the model; in the file {found}"
-            elif _kind(info.dtype) > _kind(entry.tensor.dtype):
+            elif kind_of(info.dtype) > kind_of(entry.tensor.dtype):
                 yield f"of another kind of dtype: {mine} in the model; in the file {found}"
 
 
-def _kind(dtype: torch.dtype) -> int:
+def kind_of(dtype: torch.dtype) -> int:
     """Order kinds of dtypes so that converting to a higher one loses nothing but precision."""
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 

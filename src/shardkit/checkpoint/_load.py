@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import _directory
 from shardkit.checkpoint._agreement import agreed, quote, rank_of
+from shardkit.checkpoint._findings import Findings
 from shardkit.checkpoint._full_models import load_full
 from shardkit.checkpoint._metadata import METADATA_FILE
-from shardkit.checkpoint._parts import ExtrasPart, Findings, ModelPart, OptimizerPart
+from shardkit.checkpoint._parts import ExtrasPart, ModelPart, OptimizerPart
 from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._reader import CheckpointReader
 from shardkit.checkpoint._save import wait_for_last_save
 from shardkit.checkpoint._sections import entries_of_models, entries_of_optimizers
 from shardkit.checkpoint._sources import open_source
+from shardkit.checkpoint._write import check_arguments
 
 if TYPE_CHECKING:
     import os
@@ -76,14 +79,20 @@ def load(
             if model is None or optimizer is not None or extra:
                 msg = f"{what}: it holds a model only. Pass a model, no optimizer and no extras."
                 raise CheckpointError(msg)
-            agreed(process_group, what, lambda: load_full(target, model, strict=strict))
+            agreed(
+                process_group,
+                what,
+                lambda: load_full(target, model, strict=strict, progress=progress),
+            )
             return {}
         agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
         def plan() -> _Plan:
-            return _Plan(open_source(target, meter), model, optimizer, extra, strict=strict)
+            source = open_source(target, meter)
+            identity = zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
+            return _Plan(source, identity, model, optimizer, extra, strict=strict)
 
-        planned = agreed(process_group, what, plan)
+        planned = agreed(process_group, what, plan, lambda made: made.identity)
         return agreed(process_group, what, planned.carry_out)
 
 
@@ -110,6 +119,7 @@ class _Plan:
     def __init__(
         self,
         source: Source,
+        identity: int,
         model: nn.Module | None,
         optimizers: Any,
         objects: Mapping[str, Any],
@@ -124,6 +134,7 @@ class _Plan:
         _check_arguments(model, optimizers, objects)
         findings = Findings()
         self._source = source
+        self.identity = identity
         self._model: ModelPart | None = None
         self._optimizers: OptimizerPart | None = None
         if model is not None:
@@ -152,9 +163,7 @@ class _Plan:
 
 
 def _check_arguments(model: nn.Module | None, optimizers: Any, objects: Mapping[str, Any]) -> None:
-    if optimizers is not None and model is None:
-        msg = "optimizer: its state is found by parameter names, so pass the model as well."
-        raise CheckpointError(msg)
+    check_arguments(model, optimizers)
     for name, value in objects.items():
         if not hasattr(value, "load_state_dict"):
             msg = (

@@ -6,15 +6,16 @@ its objects. Nothing is changed before all parts have been looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardkit._errors import CheckpointError
 from shardkit._sharded import ShardedTensor
+from shardkit.checkpoint._findings import Findings, described
+from shardkit.checkpoint._full_models import EXTRA_STATE
+from shardkit.checkpoint._names import names_of_parameters
 from shardkit.checkpoint._optimizer_state import TensorInfo, parameters_by_name, unflatten
 from shardkit.checkpoint._sections import (
     element,
@@ -24,8 +25,11 @@ from shardkit.checkpoint._sections import (
     nested,
     optimizer_entries,
     optimizer_prefix,
+    paths_below,
 )
+from shardkit.checkpoint._staging import memory_of
 from shardkit.checkpoint._state import (
+    device_of,
     get_model_state_dict,
     get_optimizer_state_dict,
     optimizer_template,
@@ -34,59 +38,13 @@ from shardkit.checkpoint._state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from shardkit.checkpoint._sections import Path
     from shardkit.checkpoint._sources import Source
 
+_HOST = torch.device("cpu")
 _NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.
-
-
-@dataclass
-class Findings:
-    """What does not fit.
-
-    Attributes:
-        missing: Wanted, and not there.
-        unexpected: There, and not wanted.
-        misfits: Of another shape or kind.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)
-
-    def check(self, *, strict: bool) -> None:
-        """Raise if there is anything.
-
-        Raises:
-            CheckpointError: It lists all; without `strict` only entries that do not fit.
-        """
-        kinds = [("expected another shape or kind", self.misfits)]
-        if strict:
-            kinds += [("missing", self.missing), ("unexpected", self.unexpected)]
-        lines = [f"  {kind}: {line}" for kind, found in kinds for line in found]
-        if not lines:
-            return
-        remedy = "Make the model and the optimizer as they were when it was saved"
-        if not self.misfits:
-            remedy += ", or pass strict=False to leave these as they are"
-        raise CheckpointError("\n".join(["entries do not fit", *lines, f"{remedy}."]))
-
-    def fits(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
-        """Note an entry that is of another shape, or a tensor on one side only."""
-        shape = tuple(wanted.shape) if isinstance(wanted, Tensor) else None
-        if shape == (found.shape if found is not None else None):
-            return True
-        self.misfits.append(f"{name}: expected {described(wanted)}, found {described(found)}")
-        return False
-
-
-def described(value: Any) -> str:
-    """Describe a tensor, or what was saved of one."""
-    if isinstance(value, Tensor | TensorInfo):
-        return f"shape {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return "no tensor"
 
 
 def room(info: TensorInfo | None) -> Tensor | None:
@@ -108,20 +66,26 @@ class ModelPart:
         self._model = model
         self._state = get_model_state_dict(model)
         self._in_place: set[str] = set()
+        self._nested: dict[str, dict[str, Path]] = {}
         infos = source.infos
         prefix = model_prefix(infos, self._state)
         self.entries = {name: prefix + name for name in self._state}
         self.targets: dict[str, Any] = {}
+        device = device_of(self._state.values())
+        storages = {_storage_of(tensor) for tensor in _tensors_of(model)}
         for name, value in self._state.items():
             entry = self.entries[name]
+            if name.rpartition(".")[2] == EXTRA_STATE and self._find_extra_state(source, name):
+                continue
             if entry not in infos:
                 findings.missing.append(f"model: {name!r}: expected {described(value)}")
             elif findings.fits(f"model: {name!r}", value, infos[entry]):
-                target = _with_memory(value)
-                if target is not None and target is value:
+                target = _with_memory(value, device)
+                # What hooks made of the model's tensors must go back through `load_state_dict`.
+                if target is value and value is not None and _storage_of(value) in storages:
                     self._in_place.add(name)
                 self.targets[entry] = self._state[name] = target
-        own = set(self.entries.values())
+        own = set(self.entries.values()).union(*self._nested.values())
         others = entries_of_optimizers(infos) - own
         self.claimed = {entry for entry in infos if entry.startswith(prefix)} - others
         findings.unexpected += [
@@ -130,6 +94,18 @@ class ModelPart:
             if entry in self.claimed and entry not in own
         ]
 
+    def _find_extra_state(self, source: Source, name: str) -> bool:
+        """Find a module's extra state, of whatever shape: as one entry, or as DCP flattens dicts.
+
+        It is the module that made it that knows what fits.
+        """
+        entry = self.entries[name]
+        whole: dict[str, Path] = {entry: ()}
+        found = whole if entry in source.infos else paths_below(source.paths, entry)
+        self._nested[name] = found
+        self.targets |= {one: room(source.infos[one]) for one in found}
+        return bool(found)
+
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Give the model what could not be read in place, and have its hooks called."""
         state = {
@@ -137,11 +113,33 @@ class ModelPart:
             for name, entry in self.entries.items()
             if entry in self.targets and name not in self._in_place
         }
+        for name, found in self._nested.items():
+            if found:
+                state[name] = nested(
+                    {path: loaded.get(one, self.targets[one]) for one, path in found.items()}
+                )
         set_model_state_dict(self._model, state, options=_NOT_STRICT)
 
 
-def _with_memory(value: Any) -> Any:
-    """Return a tensor to read into: the model's own, or if it is on meta a new one."""
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from names_of_parameters(model)
+    yield from model.buffers()
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Return what tells memory from other memory; None of tensors that have none of their own."""
+    memory = memory_of(tensor)
+    plain = type(memory) in {Tensor, nn.Parameter, nn.Buffer} and memory.layout is torch.strided
+    return memory.untyped_storage().data_ptr() if plain else None
+
+
+def _with_memory(value: Any, device: torch.device) -> Any:
+    """Return a tensor to read into: the model's own, or if it is on meta a new one.
+
+    Args:
+        value: Of a state dict.
+        device: Where tensors on meta belong that no mesh gives a place.
+    """
     if not isinstance(value, Tensor):
         return None
     if not value.is_meta:
@@ -151,7 +149,7 @@ def _with_memory(value: Any) -> Any:
         piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
         return ShardedTensor(piece, spec)
     mesh: Any = getattr(value, "device_mesh", None)
-    return torch.empty_like(value, device="cpu" if mesh is None else mesh.device_type)
+    return torch.empty_like(value, device=device if mesh is None else mesh.device_type)
 
 
 class OptimizerPart:
@@ -339,7 +337,7 @@ class ExtrasPart:
                     states[path[0]] = objects[str(path[0])].state_dict()
                 target = element(states[path[0]], path[1:])
             fits = isinstance(target, Tensor) and tuple(target.shape) == info.shape  # type: ignore[union-attr]
-            self.targets[entry] = target if fits else room(info)
+            self.targets[entry] = _with_memory(target, _HOST) if fits else room(info)
 
     def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Load objects; return what nobody was given for."""
@@ -348,7 +346,13 @@ class ExtrasPart:
         }
         extras = nested(values) if values else {}
         for name, value in self._objects.items():
-            if name in extras:
-                value.load_state_dict(extras.pop(name))
+            if name not in extras:
+                continue
+            state = extras.pop(name)
+            if isinstance(value, nn.Module):
+                is_meta = any(tensor.is_meta for tensor in _tensors_of(value))
+                value.load_state_dict(state, assign=is_meta)
+            else:
+                value.load_state_dict(state)
         result: dict[str, Any] = extras
         return result

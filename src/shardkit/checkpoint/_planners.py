@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from shardkit._errors import CheckpointError
 from shardkit._full_state import map_leaves
@@ -35,26 +36,41 @@ class Whole:
         Raises:
             CheckpointError: It could not be loaded again without running code from the file.
         """
-        content = io.BytesIO()
-        try:
-            torch.save(map_leaves(value, _alone), content)
-            content.seek(0)
-            torch.load(content, weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-            msg = (
-                f"extra {name!r} ({type(value).__name__}) cannot be saved: "
-                f"{_reason(error)}. Save numbers, strings, tensors, lists and dicts of these, or "
-                f"an object with state_dict() and load_state_dict(), or declare its class by "
-                f"torch.serialization.add_safe_globals."
-            )
-            raise CheckpointError(msg) from error
-        self.content = content.getvalue()
+        self.content = _dumped(f"extra {name!r}", value)
+
+
+def _dumped(what: str, value: Any) -> bytes:
+    """Return a value as a file has it, of which it is known that it can be loaded.
+
+    Raises:
+        CheckpointError: It could not be loaded again without running code from the file.
+    """
+    content = io.BytesIO()
+    try:
+        torch.save(map_leaves(value, _alone), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        msg = (
+            f"{what} ({type(value).__name__}) cannot be saved: "
+            f"{_reason(error)}. Save numbers, strings, tensors, lists and dicts of these, or "
+            f"an object with state_dict() and load_state_dict(), or declare its class by "
+            f"torch.serialization.add_safe_globals."
+        )
+        raise CheckpointError(msg) from error
+    return content.getvalue()
 
 
 def _alone(leaf: Any) -> Any:
-    """Return a view of a larger tensor as one that does not bring all of it into a file."""
+    """Return a leaf as it is saved.
+
+    Of a view of a larger tensor, one that does not bring all of it into a file; of a number of
+    numpy, which schedules often put into optimizers, Python's: its class is not safe to load.
+    """
     if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_meta:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == () and leaf.size == 1:
+        return leaf.item()
     return leaf
 
 
@@ -105,6 +121,8 @@ class SavePlanner(DefaultSavePlanner):
         """Return what is written."""
         if isinstance(object, Whole):
             return io.BytesIO(object.content)
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
         return super().transform_object(write_item, object)
 
 
@@ -121,6 +139,10 @@ def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
     # What only one rank has is no choice, so it comes first.
     order = sorted(items, key=lambda index: (len(holders[index]) > 1, -_nbytes(items[index])))
     for index in order:
+        if items[index].tensor_data is None:
+            # Values may differ from rank to rank: all of them come from the first one.
+            chosen[index] = holders[index][0]
+            continue
         chosen[index] = min(holders[index], key=lambda rank: load[rank])
         load[chosen[index]] += _nbytes(items[index])
     return [

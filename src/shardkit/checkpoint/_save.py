@@ -98,14 +98,14 @@ def async_save(  # noqa: PLR0913 - as `save`
     and before ``dist.destroy_process_group()`` ask for the result.
 
     Args:
-        path: See `save`, as for all others.
-        model: .
-        optimizer: .
-        keep_last: .
-        overwrite: .
-        process_group: .
+        path: As for `save`.
+        model: As for `save`.
+        optimizer: As for `save`.
+        keep_last: As for `save`.
+        overwrite: As for `save`.
+        process_group: As for `save`.
         progress: As for `save`, but by default nothing is shown.
-        **extra: .
+        **extra: As for `save`.
 
     Returns:
         A handle: ``result()`` waits for the checkpoint and raises if it could not be written. If
@@ -121,8 +121,7 @@ def async_save(  # noqa: PLR0913 - as `save`
     job.check()
     _raise_last(_background.last_error())
     _directory.check_free(job.path, overwrite=overwrite)
-    group = _background.group_like(process_group)
-    return _background.start(job, _background.staging.copy(job.collect()), group)
+    return _background.start(job, _background.group_like(process_group))
 
 
 def wait_for_last_save() -> None:

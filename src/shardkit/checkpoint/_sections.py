@@ -110,6 +110,21 @@ def extra_path(path: Path) -> Path:
     return path[1:] if len(path) > 1 and path[0] in _OUTER else path
 
 
+def paths_below(paths: Mapping[str, Path], entry: str) -> dict[str, Path]:
+    """Return the entries that are in a nested value called so, and where in it."""
+    found: dict[str, Path] = {}
+    for name, path in paths.items():
+        if not name.startswith(f"{entry}."):
+            continue
+        for depth in range(1, len(path)):
+            if ".".join(map(str, path[:depth])) == entry:
+                found[name] = path[depth:]
+                break
+        else:
+            found[name] = tuple(name.removeprefix(f"{entry}.").split("."))
+    return found
+
+
 def nested(values: Mapping[Path, Any]) -> Any:
     """Return values put back where they were: in dicts, and in lists where keys are numbers."""
     if () in values:

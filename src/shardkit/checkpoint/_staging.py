@@ -45,7 +45,7 @@ class Staging:
 
         def note(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                tensors[id(leaf)] = _memory_of(leaf)
+                tensors[id(leaf)] = memory_of(leaf)
             return leaf
 
         map_leaves(state, note)
@@ -90,7 +90,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _memory_of(tensor: Any) -> Tensor:
+def memory_of(tensor: Any) -> Tensor:
     """Return what this rank holds of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local_piece.detach()

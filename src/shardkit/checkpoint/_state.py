@@ -273,7 +273,7 @@ def _placed(
 
 def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rank 0 has of a model: sharded parameters in place, others whole."""
-    sent = FromRank0(state, device=_device_of(own.values()))
+    sent = FromRank0(state, device=device_of(own.values()))
     for name, shape in sent.shapes.items():
         if isinstance(own.get(name), ShardedTensor):
             check_shape(name, shape, tuple(own[name].shape))
@@ -301,7 +301,7 @@ def _received_optimizer(
     named = {
         alias: param for names, param in parameters_by_name(model, optimizers) for alias in names
     }
-    sent = FromRank0(entries, device=_device_of(named.values()))
+    sent = FromRank0(entries, device=device_of(named.values()))
     saved: dict[str, dict[str, TensorInfo | None]] = {}
     for name, key in sent.shapes:
         saved.setdefault(name, {})[key] = TensorInfo(sent.shapes[name, key], torch.float32)
@@ -317,7 +317,7 @@ def _received_optimizer(
     return received
 
 
-def _device_of(values: Iterable[Any]) -> torch.device:
+def device_of(values: Iterable[Any]) -> torch.device:
     """Return where the ranks of a state exchange tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     for tensor in tensors:

@@ -257,6 +257,7 @@ class TorchWriter:
         infos: Mapping[str, TensorInfo],
         arrange: Callable[[dict[str, Tensor]], Any],
     ) -> None:
+        path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
         empties = {name: _without_memory(info) for name, info in infos.items()}
         tree = arrange(empties)
         with torch.serialization.skip_data():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import numbers
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -20,11 +22,10 @@ from shardkit.checkpoint._state import get_model_state_dict, get_optimizer_state
 from shardkit.checkpoint._writer import CheckpointWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import torch
-    from torch import nn
 
     from shardkit.checkpoint._progress import Meter, Progress
 
@@ -57,9 +58,7 @@ class Job:
         Raises:
             CheckpointError: On every rank alike.
         """
-        if self.optimizers is not None and self.model is None:
-            msg = "optimizer: its state is saved by parameter names, so pass the model as well."
-            raise CheckpointError(msg)
+        check_arguments(self.model, self.optimizers)
         if self.model is None and not self.extra:
             msg = f"{quote(self.path)}: there is nothing to save. Pass a model or extras."
             raise CheckpointError(msg)
@@ -71,7 +70,10 @@ class Job:
         """Return the state as DCP takes it: sharded tensors are not copied."""
         state: dict[str, Any] = {}
         if self.model is not None:
-            state["model"] = get_model_state_dict(self.model)
+            state["model"] = {
+                name: value if _is_kept(value) else Whole(name, value)
+                for name, value in get_model_state_dict(self.model).items()
+            }
             if self.optimizers is not None:
                 state["optim"] = get_optimizer_state_dict(self.model, self.optimizers)
         if self.extra:
@@ -82,7 +84,34 @@ class Job:
     def step(self) -> int | None:
         """The `step` among the extras, for the manifest."""
         step = self.extra.get("step")
-        return step if isinstance(step, int) else None
+        return int(step) if isinstance(step, numbers.Integral) else None
+
+
+def check_arguments(model: Any, optimizers: Any) -> None:
+    """Refuse what is no model or no optimizer.
+
+    Raises:
+        CheckpointError: On every rank alike.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        msg = (
+            f"model: expected a module, not {type(model).__name__}. Pass the model itself, not its "
+            f"state dict; other state is passed by a name of its own."
+        )
+        raise CheckpointError(msg)
+    if optimizers is None:
+        return
+    several = () if hasattr(optimizers, "param_groups") else optimizers
+    # A list is asked for several times, which a generator does not bear.
+    if not isinstance(several, Collection) or not all(hasattr(o, "param_groups") for o in several):
+        msg = (
+            f"optimizer: expected an optimizer or a list of them, not {type(optimizers).__name__}. "
+            f"Pass it itself, not its state dict; schedulers and others by names of their own."
+        )
+        raise CheckpointError(msg)
+    if model is None:
+        msg = "optimizer: its state goes by parameter names, so pass the model as well."
+        raise CheckpointError(msg)
 
 
 def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Meter) -> Path:
@@ -144,7 +173,41 @@ def _extra(name: str, value: Any) -> Any:
     """Return an extra as DCP takes it: in one entry, or if it is sharded in one for each tensor."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         value = value.state_dict()
-    return value if _is_distributed_state(value) else Whole(name, value)
+    return _in_entries(name, value) if _is_distributed_state(value) else Whole(name, value)
+
+
+def _in_entries(name: str, value: Any) -> Any:
+    """Return a value with entries for its tensors, and for what has none in it one entry.
+
+    Raises:
+        CheckpointError: DCP would make strings of the keys that lead to sharded tensors.
+    """
+    if not _is_distributed_state(value):
+        is_entry = isinstance(value, Tensor) or (isinstance(value, dict) and _is_kept(value))
+        return value if is_entry else Whole(name, value)
+    if isinstance(value, (list, tuple)):
+        return [_in_entries(f"{name}.{i}", entry) for i, entry in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    numbers = [key for key in value if not isinstance(key, str)]
+    if numbers:
+        msg = (
+            f"extra {name!r} holds sharded tensors by keys that are no strings ({numbers[0]!r}, of "
+            f"{len(numbers)}), which would come back as strings. Pass optimizers as `optimizer`, "
+            f"several as a list; of other states make the keys strings."
+        )
+        raise CheckpointError(msg)
+    return {key: _in_entries(f"{name}.{key}", entry) for key, entry in value.items()}
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a value comes back as it was after DCP has taken its dicts and lists apart."""
+    if isinstance(value, dict):
+        keys_stay = bool(value) and all(isinstance(key, str) for key in value)
+        return keys_stay and all(map(_is_kept, value.values()))
+    if isinstance(value, (list, tuple)):
+        return not any(isinstance(entry, (dict, list, tuple, Tensor)) for entry in value)
+    return True
 
 
 def _is_distributed_state(value: Any) -> bool:

@@ -111,6 +111,12 @@ class CheckpointWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0.distcp"
         written: list[tuple[WriteItem, Item]] = []
         if plan.items:
+            if not Path(self.path).is_dir():
+                msg = (
+                    f"{self.path}: the directory that the first rank has made is not there. Give "
+                    f"the same path on all ranks, of a directory that all of them share."
+                )
+                raise CheckpointError(msg)
             with FileStream(Path(self.path, name), self._report) as stream:
                 # Bytes first, as DCP does: whoever looks for them reads the file's begin only.
                 for wanted in (True, False):

@@ -1,0 +1,157 @@
+"""What is in checkpoints beside parameters: extra state, values, averages."""
+
+from __future__ import annotations
+
+import pathlib
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from checkpoints import make_sharded, train_on_shares
+from models import CASES
+from reference import full, make_mesh
+from shardkit import CheckpointError, checkpoint, fully_shard
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+
+class Stateful(nn.Module):
+    """Has extra state, of which `get_extra_state` makes a copy, and a buffer saved as a copy."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((2,), 5.0))
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale.sum()
+
+    def get_extra_state(self) -> object:
+        return self.state.clone() if isinstance(self.state, Tensor) else self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+    def _save_to_state_dict(self, destination: typing.Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.scale.clone()
+
+
+STATES: dict[str, object] = {
+    "tensor": torch.arange(5.0),
+    "flat": {"a": 1, "b": [1, 2]},
+    "nested": {"a": {"x": torch.ones(2)}, "b": {"y": "z"}},
+    "empty": {},
+    "numbers": {0: torch.ones(2), 1: (3, {"x": None})},
+    "number": 7,
+}
+
+
+def shown(state: object) -> str:
+    """Return what tells states from each other, whatever the order of keys."""
+    return repr(sorted(state.items(), key=repr) if isinstance(state, dict) else state)
+
+
+def save_and_load_state(folder: str, name: str) -> tuple[object, Tensor]:
+    model = fully_shard(Stateful(STATES[name]), mesh=make_mesh((2,)))
+    checkpoint.save(folder, model)
+    other = fully_shard(Stateful(torch.zeros(1)), mesh=make_mesh((2,)))
+    with torch.no_grad():
+        other.scale.zero_()
+    checkpoint.load(folder, other)
+    return other.state, other.scale
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_hooks_make_comes_back_through_hooks(
+    spawn: Spawn, tmp_path: pathlib.Path, name: str
+) -> None:
+    for state, scale in spawn(save_and_load_state, 2, str(tmp_path / "x"), name):
+        assert shown(state) == shown(STATES[name])
+        assert scale.tolist() == [5.0, 5.0]
+
+
+def values_of_ranks(folder: str) -> typing.Any:
+    # Rank 0 has more of the parameter, so that bytes alone would have rank 1 write the rest.
+    model = fully_shard(nn.Linear(1, 3, bias=False), mesh=make_mesh((2,)))
+    checkpoint.save(folder, model, rank=dist.get_rank())
+    return checkpoint.load(folder, model)
+
+
+def test_values_are_those_of_the_first_rank(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    assert spawn(values_of_ranks, 2, str(tmp_path / "x")) == [{"rank": 0}] * 2
+
+
+def load_another(folder: str) -> str:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    for step in range(2):
+        checkpoint.save(f"{folder}/{step}", model)
+    with pytest.raises(CheckpointError, match="ranks mean different checkpoints") as caught:
+        checkpoint.load(f"{folder}/{dist.get_rank()}", model)
+    return str(caught.value)
+
+
+def test_ranks_must_load_the_same(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    for message in spawn(load_another, 2, str(tmp_path)):
+        assert f"[rank 0] checkpoint '{tmp_path}/0'" in message
+        assert f"[rank 1] checkpoint '{tmp_path}/1'" in message
+
+
+def save_in_background(folder: str) -> str:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    value = pathlib.Path() if dist.get_rank() == 1 else 3
+    handle = checkpoint.async_save(folder, model, value=value)
+    with pytest.raises(CheckpointError) as caught:
+        handle.result(60)
+    return str(caught.value)
+
+
+def test_all_ranks_hear_that_one_has_no_copy(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    for message in spawn(save_in_background, 2, str(tmp_path / "x")):
+        assert "[rank 1] extra 'value' (PosixPath) cannot be saved" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_optimizer_as_extra(folder: str) -> str:
+    model, optimizer = make_sharded(CASES["gpt"], (2,))
+    train_on_shares(CASES["gpt"], model, optimizer, range(1))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(folder, model, second=optimizer)
+    return str(caught.value)
+
+
+def test_numbers_as_keys_of_sharded_tensors_are_refused(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    for message in spawn(save_optimizer_as_extra, 2, str(tmp_path / "x")):
+        assert "Pass optimizers as `optimizer`" in message
+
+
+def values_beside_sharded(folder: str) -> typing.Any:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    values = {"n": (1, (2, {})), "empty": {}, "numbers": {0: 1, 5: 2}}
+    checkpoint.save(folder, extra={"shadow": dict(model.state_dict()), **values})
+    loaded = checkpoint.load(folder)["extra"]
+    return len(loaded.pop("shadow")) == len(model.state_dict()) and loaded == values
+
+
+def test_values_beside_sharded_tensors_come_back(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    assert all(spawn(values_beside_sharded, 2, str(tmp_path / "x")))
+
+
+def average_on_meta(folder: str) -> bool:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    checkpoint.save(folder, average=model)
+    with torch.device("meta"):
+        average, _ = make_sharded(CASES["gpt"], (2,))
+    checkpoint.load(folder, average=average)
+    pairs = zip(model.parameters(), average.parameters(), strict=True)
+    return all(torch.equal(full(one), full(other)) for one, other in pairs)
+
+
+def test_extras_on_meta_get_memory(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    assert all(spawn(average_on_meta, 2, str(tmp_path / "x")))
