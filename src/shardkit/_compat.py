@@ -5,16 +5,19 @@ Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in the library may use a pri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
@@ -22,7 +25,7 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """torch >= 2.12 can exchange the memory behind two storages (pytorch#177449); older resizes."""
@@ -48,6 +51,32 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward, e.g. in a checkpoint's recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextlib.contextmanager
+def named_group(name: str) -> Iterator[None]:
+    """Let the process group that this thread makes by local synchronization have this name.
+
+    Torch names it by its ranks and by the number of groups that the process is in. That differs
+    between ranks of which one is in another group as well: each then waits, under a name of its
+    own, for the others. Where a torch has not got the function, it is left to do so.
+    """
+    _wrap_naming()
+    _group_names.name = name
+    try:
+        yield
+    finally:
+        del _group_names.name
+
+
+_group_names = threading.local()
+
+
+@functools.cache
+def _wrap_naming() -> None:
+    original = getattr(c10d, "_hash_ranks_to_str", None)
+    if original is not None:
+        c10d._hash_ranks_to_str = lambda ranks: getattr(_group_names, "name", original(ranks))
 
 
 # Operators whose names are private, though every optimizer and `model.to` calls them.

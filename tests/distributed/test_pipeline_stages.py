@@ -151,3 +151,17 @@ def test_each_stage_has_its_own_norm(spawn: Spawn) -> None:
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0] != found[2]
+
+
+def train_in_uneven_groups() -> None:
+    # A group that rank 0 is not in: from now on the ranks are in different numbers of groups.
+    dist.new_group([1, 2])
+    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=3)
+    fully_shard(model)
+    model(torch.ones(2, 7)).sum().backward()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(spawn: Spawn) -> None:
+    spawn(train_in_uneven_groups, 3)

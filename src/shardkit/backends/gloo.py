@@ -25,6 +25,7 @@ from shardkit.backends.process_group import (
     ProcessGroupAxis,
     ProcessGroupBackend,
     all_gather_single,
+    new_group,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class GlooAxis(ProcessGroupAxis):
         """Make the group, once; call it on all ranks of the axis."""
         if self.reduce_group is None and self.size > 1:
             ranks = dist.get_process_group_ranks(self.group)
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self.reduce_group = group
+            self.reduce_group = new_group(ranks, "gloo")
 
 
 class WorkHandle:

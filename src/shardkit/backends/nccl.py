@@ -20,6 +20,7 @@ from shardkit.backends.process_group import (
     ProcessGroupAxis,
     ProcessGroupBackend,
     all_gather_single,
+    new_group,
     reduce_scatter_single,
 )
 
@@ -151,7 +152,7 @@ class CudaLanes:
         """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
         if axis.size > 1 and enable and axis.separate_group is None:
             ranks = dist.get_process_group_ranks(axis.group)
-            axis.separate_group = dist.new_group(ranks, use_local_synchronization=True)
+            axis.separate_group = new_group(ranks)
         axis.reduce_group = axis.separate_group if enable and axis.separate_group else axis.group
 
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:

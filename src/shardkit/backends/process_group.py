@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 
+from shardkit import _compat
 from shardkit._errors import MeshError
 from shardkit._mesh import DeviceMesh
 
@@ -38,6 +39,29 @@ _NO_PROCESS_GROUP = (
     "    torchrun --standalone --nproc-per-node 2 {script}\n"
     "or call torch.distributed.init_process_group() before making a mesh."
 )
+
+
+_num_made: dict[tuple[int, ...], int] = {}
+_made_in: Any = None
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group; called by these ranks, and by no others need it be.
+
+    Each of them must make the groups of these same ranks in the same order. Which other groups a
+    rank is in makes no difference.
+    """
+    global _made_in  # noqa: PLW0603 - to know that everything has begun anew
+    if _made_in is not dist.group.WORLD:
+        _num_made.clear()
+        _made_in = dist.group.WORLD
+    members = tuple(ranks)
+    number = _num_made[members] = _num_made.get(members, 0) + 1
+    with _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}"):
+        group: dist.ProcessGroup = dist.new_group(
+            list(members), backend=backend, use_local_synchronization=True
+        )
+    return group
 
 
 class ProcessGroupAxis:
@@ -127,8 +151,7 @@ def _split(axis: ProcessGroupAxis, size: int) -> ProcessGroupAxis:
     if key not in _split_axes:
         ranks = dist.get_process_group_ranks(axis.group)
         first = axis.rank // size * size
-        group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-        _split_axes[key] = type(axis)(group)
+        _split_axes[key] = type(axis)(new_group(ranks[first : first + size]))
     return _split_axes[key]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardkit.backends.process_group import new_group
 from shardkit.checkpoint._agreement import is_distributed, quote, rank_of
 from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._staging import Staging
@@ -92,7 +93,8 @@ class Background:
     def __init__(self) -> None:
         self.staging = Staging()
         self._last: SaveHandle | None = None
-        self._groups: tuple[Any, Any] = (None, None)
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups_in: Any = None
 
     def start(self, job: Job, group: Any) -> SaveHandle:
         """Copy a state, and write the copy in the background.
@@ -125,10 +127,10 @@ class Background:
         """
         if not is_distributed():
             return None
-        like = dist.group.WORLD if group is None else group
-        known, own = self._groups
-        if known is not like:
-            ranks = dist.get_process_group_ranks(like)
-            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self._groups = (like, own)
-        return own
+        if self._groups_in is not dist.group.WORLD:
+            self._groups.clear()
+            self._groups_in = dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._groups:
+            self._groups[ranks] = new_group(ranks, "gloo")
+        return self._groups[ranks]
