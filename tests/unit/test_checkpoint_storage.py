@@ -249,6 +249,19 @@ def test_keep_last_leaves_the_newest_and_nothing_half(tmp_path: pathlib.Path) ->
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plain", "step-3", "step-4"]
 
 
+def test_keep_last_saves_the_only_copy_that_a_killed_run_left(tmp_path: pathlib.Path) -> None:
+    only = checkpoint.save(tmp_path / "best", step=1)
+    only.rename(_directory.replaced(only))
+    checkpoint.save(tmp_path / "last", step=2, keep_last=2)
+    assert checkpoint.load(only) == {"step": 1}
+
+
+def test_latest_says_that_it_cannot_order_checkpoints_of_others(tmp_path: pathlib.Path) -> None:
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    with pytest.warns(UserWarning, match=r"no checkpoint .* has a manifest.*step-1"):
+        assert checkpoint.latest(tmp_path) is None
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 

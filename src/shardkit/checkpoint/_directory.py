@@ -150,7 +150,8 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
     The newest is the one saved last, by the sequence in its manifest. What was being written when
     a run died is not complete. A checkpoint whose files have been damaged since (missing, of
     another size, a wrong checksum of a manifest) is passed over with a warning that says why;
-    checksums of tensors are verified by `load`.
+    checksums of tensors are verified by `load`. If there are checkpoints of others only, which have
+    no manifest, a warning says so.
 
     Args:
         directory: Holds checkpoints; need not exist.
@@ -166,13 +167,19 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
     if (parent / METADATA_FILE).exists():
         msg = f"{parent} is a checkpoint itself. Load it, or give the directory that holds it."
         raise CheckpointError(msg)
-    for entry in parent.glob(f".*{_REPLACED}"):
-        recover(parent / entry.name.removeprefix(".").removesuffix(_REPLACED))
+    _recover_all(parent)
     for path in complete_in(parent):
         found = problem(path)
         if not found:
             return path
         warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=2)
+    foreign = sorted(file.parent.name for file in parent.glob(f"[!.]*/{METADATA_FILE}"))
+    if foreign:
+        msg = (
+            f"no checkpoint of {parent} has a manifest, which says how new it is. load() reads "
+            f"those of torch.distributed.checkpoint too, by their path: {', '.join(foreign[-3:])}."
+        )
+        warnings.warn(msg, stacklevel=2)
     return None
 
 
@@ -189,6 +196,12 @@ def recover(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # Another process was faster.
             source.rename(path)
         sync_directory(path.parent)
+
+
+def _recover_all(directory: Path) -> None:
+    """Finish or undo what a crash cut in a directory: what stands aside may be the only copy."""
+    for entry in directory.glob(f".*{_REPLACED}"):
+        recover(directory / entry.name.removeprefix(".").removesuffix(_REPLACED))
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
@@ -260,6 +273,7 @@ def prune(path: Path, keep_last: int) -> None:
         path: The checkpoint just written.
         keep_last: How many complete checkpoints stay.
     """
+    _recover_all(path.parent)
     kept = {path}
     for other in complete_in(path.parent):
         if other.is_symlink():  # Somebody's other name for one of these.

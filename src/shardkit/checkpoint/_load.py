@@ -64,7 +64,8 @@ def load(
     Raises:
         CheckpointError: On all ranks, with the reason of each rank that failed. It lists all
             entries that do not fit; then nothing has been changed. If it is damage found while
-            reading, the model may hold a part of the checkpoint.
+            reading, the model and optimizers may hold a part of the checkpoint; if an object among
+            the extras refuses its state, all of it.
 
     Cost: three all-gathers of a few bytes. Of memory beside the state: for one saved chunk, where
     it must be cut or converted.

@@ -47,10 +47,12 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
         model: Sharded or not.
         optimizer: One or several.
         keep_last: Delete, once this one is complete, all but so many of the checkpoints beside it,
-            and what killed runs left there. The directory should then be one run's only.
+            and what killed runs left there. The directory should then be that of one run only,
+            and of one `process_group`.
         overwrite: Replace a checkpoint of this name.
         process_group: The ranks that save; default: all. On the first of them in rank order falls
-            the work for all.
+            the work for all. Stages of a pipeline hold different models: one group and one path
+            each.
         progress: By default a bar on rank 0's terminal, if it takes longer than a second and
             rich is installed; False: none; or a function of the bytes that this rank has written
             and will write.
