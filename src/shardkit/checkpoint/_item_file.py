@@ -48,6 +48,8 @@ class ItemFile:
         self._block_nbytes = block_nbytes
         self._report = report
         self._fd = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # Read further ahead.
 
     def __enter__(self) -> Self:
         return self
