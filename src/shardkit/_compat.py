@@ -53,6 +53,9 @@ foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
+
+
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
 ) -> Sequence[Tensor]:
@@ -112,6 +115,19 @@ def register_foreach_class(cls: type[Tensor]) -> None:
     for supported in lists:
         if cls not in supported:
             supported.append(cls)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody decides how tensors are saved for backward; nothing public tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def track_views(tensor: Tensor) -> Tensor:
+    """Return a tensor whose views follow when it is written, where the device has no storages.
+
+    XLA tensors are wrapped so when they are made, but not inside a dispatch mode (torch 2.9.0).
+    """
+    return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
 
 
 def version_of(tensor: Tensor) -> int:

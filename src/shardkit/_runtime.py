@@ -19,6 +19,7 @@ from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
 from shardkit._reduce_order import ReduceOrder
 from shardkit._schedule import Action, Op, UnshardSchedule
+from shardkit._traced_passes import TracedPasses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -72,8 +73,10 @@ class ForwardRecord:
 
 def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
     """Hook of a group's outputs."""
-    del grad
-    record.runtime.enter_backward(record)
+    runtime = record.runtime
+    if runtime.traced is not None:
+        runtime.traced.progress(grad)
+    runtime.enter_backward(record)
 
 
 class InputGrads(torch.autograd.Function):
@@ -107,7 +110,8 @@ class Runtime:
         for index, group in enumerate(self.groups):
             group.index = index
             group.listener = self
-        axes = _distinct_axes(self.groups)
+        # One process has nobody to compare with.
+        axes = [] if backend.is_one_process else _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()
@@ -115,13 +119,15 @@ class Runtime:
                 group.refresh()
         shared_lanes: Lanes | None = share.lanes if share is not None else None
         self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
+        region = self.lanes.region
+        self.traced = TracedPasses(region, self.groups) if region is not None else None
         self.device = groups[0].device
         self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         self.peak_reduce_nbytes = 0
         self.schedule = UnshardSchedule(
-            nbytes=[group.unsharded_nbytes for group in self.groups],
+            nbytes=[g.unsharded_nbytes for g in self.groups if backend.batches_small_groups],
             is_idle=not any(group.needs_memory for group in self.groups),
         )
         self.reduce_order = ReduceOrder()
@@ -315,6 +321,8 @@ class Runtime:
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self._carry_out(actions)
+        if is_root and self.traced is not None:
+            self.traced.abandon()
         if is_root:
             # Not reset at once: to wait for collectives would hold up the exception.
             self.pass_root = None
@@ -546,6 +554,8 @@ class Runtime:
                 group.show(unsharded=False)
             if group.kept_axis is not None and not self.schedule.awaits_backward(group.index):
                 group.drop_parts()  # On a rank whose backward did not come to the group.
+        if self.traced is not None:
+            self.traced.end_backward(self.schedule.in_use)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
 
@@ -592,6 +602,8 @@ class Runtime:
         if group.index in self.schedule.live:
             group.wait_unshard()
             group.show(unsharded=True)
+            if self.traced is not None and self.pass_root is None and not self._backward_running:
+                self.traced.show_outside([group])
 
     def reshard(self, group: Group) -> None:
         """Give a group's memory back."""
@@ -603,6 +615,8 @@ class Runtime:
         self._backward_running = False
         self._interrupted = False
         self.pass_root = None
+        if self.traced is not None:
+            self.traced.abandon()
         self.reduce_order.reset()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
