@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -223,28 +223,53 @@ def _checked_reshard(value: object, mesh: DeviceMesh) -> bool | int | None:
     return value
 
 
+class _Held(NamedTuple):
+    """One place of a parameter.
+
+    Attributes:
+        root: The module that was given.
+        name: From there.
+        module: In `root`, holds it.
+        attribute: As what.
+        param: The parameter.
+    """
+
+    root: nn.Module
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
+
+
+def _held(modules: list[nn.Module]) -> Iterator[_Held]:
+    """Yield every place of every parameter in modules, tied ones once per place."""
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for attribute, param in module._parameters.items():  # noqa: SLF001 - keeps tied ones apart
+                if param is not None:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    yield _Held(root, name, module, attribute, param)
+
+
 def _check_not_taken(modules: list[nn.Module], found: list[FoundParam]) -> None:
     """Raise if a module's parameters all belong to a module around it."""
     if found:
         return
     sharded = [child for module in modules for child in module.modules() if get_state(child)]
     below = {id(child) for each in sharded for child in each.modules()}
-    for module in modules:
-        for prefix, child in module.named_modules():
-            for name, param in child._parameters.items():  # noqa: SLF001 - its own only
-                if _is_taken(param) and id(child) not in below:
-                    full_name = f"{prefix}.{name}" if prefix else name
-                    msg = (
-                        f"parameter {full_name!r} of this {type(module).__name__} is sharded "
-                        f"already, by a call on a module around it. Call fully_shard on the inner "
-                        f"modules first, on the outer ones after them."
-                    )
-                    raise WrapError(msg)
+    for held in _held(modules):
+        if _is_taken(held.param) and id(held.module) not in below:
+            msg = (
+                f"parameter {held.name!r} of this {type(held.root).__name__} is sharded already, "
+                f"by a call on a module around it. Call fully_shard on the inner modules first, on "
+                f"the outer ones after them."
+            )
+            raise WrapError(msg)
 
 
-def _is_taken(param: nn.Parameter | None) -> bool:
+def _is_taken(param: nn.Parameter) -> bool:
     """Whether a parameter is a group's: its sharded one, or the unsharded one that is shown now."""
-    return param is not None and (isinstance(param, ShardedTensor) or is_unsharded(param))
+    return isinstance(param, ShardedTensor) or is_unsharded(param)
 
 
 def _check_placements(found: list[FoundParam], fn: Callable[[nn.Parameter], Any]) -> None:
@@ -269,23 +294,20 @@ def _check_placements(found: list[FoundParam], fn: Callable[[nn.Parameter], Any]
 def _check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Refuse places of a parameter that its group does not know: it is not gathered for them."""
     ignored_ids = {id(param) for param in ignored}
-    sites = [
-        (module, f"{prefix}.{attribute}" if prefix else attribute, child, attribute, param)
-        for module in modules
-        for prefix, child in module.named_modules()
-        for attribute, param in child._parameters.items()  # noqa: SLF001 - keeps tied ones apart
-    ]
-    for module, name, child, attribute, param in sites:
+    for held in _held(modules):
+        param = held.param
         if not isinstance(param, ShardedTensor) or id(param) in ignored_ids:
             continue
         found = param.spec.found() if param.spec.found is not None else None
-        if found is None or found.param is not param or (child, attribute) in found.sites:
+        if found is None or found.param is not param:
+            continue
+        if (held.module, held.attribute) in found.sites:
             continue
         owner, owner_attribute = found.sites[0]
         msg = (
-            f"parameter {name!r} of {own_class(module).__name__} is tied: the same Parameter "
-            f"is {owner_attribute!r} of {own_class(owner).__name__}, whose group gathers it "
-            f"for that module alone. Take all modules that hold it in one fully_shard call: "
+            f"parameter {held.name!r} of {own_class(held.root).__name__} is tied: the same "
+            f"Parameter is {owner_attribute!r} of {own_class(owner).__name__}, whose group gathers "
+            f"it for that module alone. Take all modules that hold it in one fully_shard call: "
             f"shard neither by itself, but the module that holds both, or a list of both."
         )
         raise WrapError(msg)
@@ -295,14 +317,10 @@ def _find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterat
     """Yield parameters that no group has taken, each with all the places that hold it."""
     ignored_ids = {id(param) for param in ignored}
     found: dict[int, FoundParam] = {}
-    for module in modules:
-        for prefix, child in module.named_modules():
-            for attribute, param in child._parameters.items():  # noqa: SLF001 - keeps tied ones apart
-                if param is None or id(param) in ignored_ids or _is_taken(param):
-                    continue
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                item = found.setdefault(id(param), FoundParam(name, param, []))
-                item.sites.append((child, attribute))
+    for held in _held(modules):
+        if id(held.param) not in ignored_ids and not _is_taken(held.param):
+            item = found.setdefault(id(held.param), FoundParam(held.name, held.param, []))
+            item.sites.append((held.module, held.attribute))
     yield from found.values()
 
 

@@ -17,17 +17,24 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._bucket import Bucket
+    from shardkit._forward_record import ForwardRecord
     from shardkit._group import Group
 
 
-class GradListener(Protocol):
-    """Who wants to know that gradients came: the runtime."""
+class BackwardListener(Protocol):
+    """Who wants to know how far backward is: the runtime."""
 
     def begin_backward(self) -> None:
         """A backward has begun; its end is to be told."""
 
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
         """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
+
+    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+        """A gradient of a group's outputs came."""
+
+    def exit_backward(self, record: ForwardRecord) -> None:
+        """The gradients of a group's inputs came."""
 
 
 class Arrivals:

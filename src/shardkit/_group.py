@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardkit._arrivals import GradListener
+    from shardkit._arrivals import BackwardListener
     from shardkit._bucket import Bucket
+    from shardkit._forward_record import ForwardRecord
     from shardkit._memory import SlotPool
     from shardkit._mesh import DeviceMesh
     from shardkit._places import FoundParam
@@ -38,7 +39,7 @@ class Group(CopiedGroup):
         arrivals: Where they come from.
         index: Position among the groups of the root; its name in schedules.
         listener: The root's runtime.
-        records: Forwards that backward is inside of (`_runtime.ForwardRecord`).
+        records: Forwards that backward is inside of.
         num_watched: Those of them that tell when backward leaves.
         num_arrived: Gradients that came in this backward.
         num_expected: Gradients that come if this backward uses every parameter.
@@ -89,8 +90,8 @@ class Group(CopiedGroup):
     def _reset_place(self) -> None:
         """Belong to no root, with no step under way."""
         self.index = -1
-        self.listener: GradListener | None = None
-        self.records: list[Any] = []
+        self.listener: BackwardListener | None = None
+        self.records: list[ForwardRecord] = []
         self._noted_versions: tuple[int, ...] = ()
         self.num_watched = 0
         self.num_arrived = 0
@@ -365,8 +366,9 @@ class Group(CopiedGroup):
 
     def forget_backward(self) -> None:
         """A backward is over."""
-        self.close_records()
-        self.num_arrived = self.num_expected = 0
+        if self.records:
+            self.close_records()
+        self.num_watched = self.num_arrived = self.num_expected = 0
         self.is_complete = False
 
     def describe(self) -> Any:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
+    from shardkit._forward_record import ForwardRecord
     from shardkit._group import Group
     from shardkit._policy import MixedPrecisionPolicy
-    from shardkit._runtime import ForwardRecord
 
 STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
@@ -130,7 +130,7 @@ class ModuleState:
         runtime = Runtime(groups, share)
         runtime.set_prefetch(forward=self.forward_prefetch, backward=self.backward_prefetch)
         for group in entered:
-            runtime.reduce_order.enter_forward(group.index)
+            runtime.reductions.order.enter_forward(group.index)
         for state in states:
             state.runtime = runtime
         self._num_known = _num_installed

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from shardkit import _compat
+from shardkit import _compat, _module_copies
 from shardkit._errors import StateError
-from shardkit._hooks import ModuleState, get_state
+from shardkit._hooks import get_state
 from shardkit._schedule_options import BackwardPrefetch
 
 if TYPE_CHECKING:
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._group import Group
+    from shardkit._hooks import ModuleState
     from shardkit.backends.base import AllGather, ReduceScatter
 
 _sharded_classes: dict[type, type] = {}
@@ -82,19 +81,8 @@ class FSDPModule:
         state = _state_of(self)
         if state.runtime is not None and state.group is not None:
             state.runtime.reshard(state.group)
-        original = own_class(self)
-        result: Any = nn.Module.__new__(original)
-        memo[id(self)] = result
-        for name, value in state.without_own_hooks(self.__dict__).items():
-            if name != _compat.COMPILED_CALL:
-                result.__dict__[name] = copy.deepcopy(value, memo)
-        copied = ModuleState(result, None, state.policy)
-        copied.forward_prefetch = state.forward_prefetch
-        copied.backward_prefetch = state.backward_prefetch
-        copied.install()
+        result = _module_copies.deep_copy(state, own_class(self), memo)
         swap_class(result)
-        if state.group is not None:
-            _copy_group(state.group, copied, memo)
         return result
 
     def __copy__(self) -> Any:
@@ -113,10 +101,8 @@ class FSDPModule:
         del protocol
         state = _state_of(self)
         self.reshard()
-        attributes = state.without_own_hooks(dict(self.__getstate__()))  # type: ignore[call-overload]
-        prefetch = (state.forward_prefetch, state.backward_prefetch)
-        pickled = (attributes, state.group, state.policy, prefetch)
-        return _new_module, (own_class(self),), pickled, None, None, _restore
+        written = _module_copies.write(state)
+        return _module_copies.new_module, (own_class(self),), written, None, None, _restore
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
@@ -494,48 +480,15 @@ class FSDPModule:
             "shard_nbytes": sum(group.shard_nbytes for group in groups),
             "unsharded_nbytes": runtime.unsharded_nbytes if runtime else 0,
             "peak_unsharded_nbytes": runtime.peak_unsharded_nbytes if runtime else 0,
-            "reduce_buffer_nbytes": runtime.peak_reduce_nbytes if runtime else 0,
+            "reduce_buffer_nbytes": runtime.reductions.peak_nbytes if runtime else 0,
             "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }
 
 
-def _copy_group(group: Group, copied: ModuleState, memo: dict[int, Any]) -> None:
-    """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
-    key: Any = ("copies of a group", id(group))
-    is_first = key not in memo
-    states: list[ModuleState] = memo.setdefault(key, [])
-    states.append(copied)
-    if is_first:
-        for module in group.modules:
-            copy.deepcopy(module, memo)
-        result = group.copy_for(memo)
-        for state in states:
-            state.group = result
-
-
-def _new_module(original: type[nn.Module]) -> nn.Module:
-    return nn.Module.__new__(original)
-
-
-def _restore(module: Any, pickled: tuple[dict[str, Any], Group | None, Any, Any]) -> None:
-    """Turn an unpickled module into what it was."""
-    attributes, group, policy, prefetch = pickled
-    module.__setstate__(attributes)
-    # Hooks keep the numbers they had in another process; new ones must not take their places.
-    numbers = [
-        number
-        for child in module.modules()
-        for name, hooks in child.__dict__.items()
-        if name.endswith("hooks") and isinstance(hooks, dict)
-        for number in hooks
-    ]
-    RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
-    state = ModuleState(module, group, policy)
-    state.forward_prefetch, state.backward_prefetch = prefetch
-    state.install()
+def _restore(module: Any, written: _module_copies.Written) -> None:
+    """Turn an unpickled module into what it was; pickles name this function."""
+    _module_copies.restore(module, written)
     swap_class(module)
-    if group is not None:
-        group.note_restored()
 
 
 def _state_of(module: Any) -> ModuleState:
@@ -552,18 +505,23 @@ def _groups(module: Any, *, recurse: bool) -> Iterable[Group]:
 
 def _groups_of(modules: Sequence[Any]) -> list[Group]:
     """Return the groups of sharded modules."""
-    found: dict[Group, None] = {}
+    refusal = (
+        "{} cannot be prefetched: it is not sharded. Call fully_shard on it first, or name the "
+        "sharded module that holds it."
+    )
+    states = _states_of(modules, refusal)
+    return list(dict.fromkeys(state.group for state in states if state.group is not None))
+
+
+def _states_of(modules: Sequence[Any], refusal: str) -> list[ModuleState]:
+    """Return the states of sharded modules; raise `refusal`, about its class, of another."""
+    states = []
     for module in modules:
         state = get_state(module) if isinstance(module, nn.Module) else None
         if state is None:
-            msg = (
-                f"{type(module).__name__} cannot be prefetched: it is not sharded. Call "
-                f"fully_shard on it first, or name the sharded module that holds it."
-            )
-            raise StateError(msg)
-        if state.group is not None:
-            found.setdefault(state.group)
-    return list(found)
+            raise StateError(refusal.format(type(module).__name__))
+        states.append(state)
+    return states
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
@@ -575,13 +533,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     Raises:
         StateError: One of them is not sharded, or has run.
     """
-    states = []
-    for module in modules:
-        state = get_state(module) if isinstance(module, nn.Module) else None
-        if state is None:
-            msg = f"share_comm_ctx takes sharded modules, got {type(module).__name__}."
-            raise StateError(msg)
-        states.append(state)
+    states = _states_of(modules, "share_comm_ctx takes sharded modules, got {}.")
     for state in states[1:]:
         if state.runtime is not None:
             msg = (

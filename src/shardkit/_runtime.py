@@ -6,7 +6,6 @@ knows a backend.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,10 @@ import torch
 
 from shardkit import _compat, _step_check
 from shardkit._errors import StateError
-from shardkit._gradients import start_reduce
+from shardkit._forward_record import ForwardRecord, InputGrads
 from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
-from shardkit._reduce_order import ReduceOrder
+from shardkit._reductions import Reductions
 from shardkit._schedule import Action, Op, UnshardSchedule
 from shardkit._traced_passes import TracedPasses
 
@@ -29,71 +28,6 @@ if TYPE_CHECKING:
     from shardkit._group import Group
     from shardkit._schedule_options import BackwardPrefetch
     from shardkit.backends.base import AxisComm, Lanes
-
-
-class ForwardRecord:
-    """One forward of one group; autograd's graph keeps it alive until its backward.
-
-    Attributes:
-        group: The group.
-        in_pass: The schedule's number of the pass; None for one that runs inside backward.
-        versions: Of the shards, when the forward used them.
-        has_input_grads: Backward will tell when the gradients of the inputs have come.
-        active: Backward is inside.
-        is_first: No forward had entered the group since the last backward.
-        may_lack_outputs: That it returns nothing to differentiate is no mistake.
-    """
-
-    __slots__ = (
-        "active",
-        "group",
-        "has_input_grads",
-        "in_pass",
-        "is_first",
-        "may_lack_outputs",
-        "versions",
-    )
-
-    def __init__(self, group: Group, in_pass: int | None) -> None:
-        self.group = group
-        self.in_pass = in_pass
-        self.versions = group.shard_versions
-        self.has_input_grads = False
-        self.active = False
-        self.is_first = False
-        self.may_lack_outputs = False
-
-    @property
-    def runtime(self) -> Runtime:
-        """The group's runtime of now: another than at the forward, if a larger root ran since."""
-        listener = self.group.listener
-        assert isinstance(listener, Runtime)
-        return listener
-
-
-def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
-    """Hook of a group's outputs."""
-    runtime = record.runtime
-    if runtime.traced is not None:
-        runtime.traced.progress(grad)
-    runtime.enter_backward(record)
-
-
-class InputGrads(torch.autograd.Function):
-    """Identity on a group's inputs; its backward runs when backward is done with the group."""
-
-    @staticmethod
-    def forward(ctx: Any, record: ForwardRecord, *inputs: Tensor) -> Any:
-        """Pass the inputs through."""
-        ctx.record = record
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Tell the runtime, pass the gradients through."""
-        ctx.record.runtime.exit_backward(ctx.record)
-        return (None, *grads)
 
 
 class Runtime:
@@ -125,26 +59,30 @@ class Runtime:
         self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
-        self.peak_reduce_nbytes = 0
+        nbytes, is_idle = self._sizes()
         self.schedule = UnshardSchedule(
-            nbytes=[g.unsharded_nbytes for g in self.groups if backend.batches_small_groups],
-            is_idle=not any(group.needs_memory for group in self.groups),
+            nbytes=nbytes if backend.batches_small_groups else (), is_idle=is_idle
         )
-        self.reduce_order = ReduceOrder()
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
         self._interrupted = False
         self._any_fired = False
         self._makes_graph = False
-        self._reducing: list[Group] = []
         self._put_off: list[Group] = []
-        self._queued: list[Group] = []
         self._in_trained_layer = False
         self._optimizer_event: Any = None
         self._memory_axes: list[AxisComm] = []
         self.update_options()
         self.check = _step_check.StepCheck(self.groups, axes)
+        self.reductions = Reductions(
+            self.groups,
+            self.lanes,
+            self.slots,
+            self.check,
+            batch_nbytes=self.schedule.batch_nbytes,
+            before_start=self._prefetch_put_off,
+        )
         self.lanes.watch(self.check)
 
     def hand_over(self) -> list[Group]:
@@ -156,20 +94,17 @@ class Runtime:
         if self._backward_running or self._interrupted or self.pass_root is not None:
             self.reset()  # They ended in an exception.
             return []
-        while self._reducing:
-            self._finish_first()
+        self.reductions.finish_all()
         self.check.finish()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
-        return [self.groups[index] for index in self.reduce_order.entered]
+        return [self.groups[index] for index in self.reductions.order.entered]
 
-    def _read_sizes(self) -> None:
-        """Tell the schedule how large the groups are now: they may have been converted."""
-        self.schedule.set_sizes(
-            [group.unsharded_nbytes for group in self.groups],
-            is_idle=not any(group.needs_memory for group in self.groups),
-        )
+    def _sizes(self) -> tuple[list[int], bool]:
+        """Return the unsharded bytes of every group, and whether none needs memory of its own."""
+        nbytes = [group.unsharded_nbytes for group in self.groups]
+        return nbytes, not any(group.needs_memory for group in self.groups)
 
     def update_options(self) -> None:
         """Read the settings of all groups anew."""
@@ -233,7 +168,8 @@ class Runtime:
                 has_changed = True
             has_changed = group.note_versions() or has_changed
             group.modules_run.clear()
-        self._read_sizes()
+        nbytes, is_idle = self._sizes()  # They may have been converted.
+        self.schedule.set_sizes(nbytes, is_idle=is_idle)
         if self._optimizer_event is not None:
             event, self._optimizer_event = self._optimizer_event, None
             self.lanes.after_optimizer(event)
@@ -260,7 +196,7 @@ class Runtime:
             return None
         record = ForwardRecord(group, self.schedule.current_pass)
         if group.is_trainable:
-            record.is_first = self.reduce_order.enter_forward(group.index)
+            record.is_first = self.reductions.order.enter_forward(group.index)
         return record
 
     def watch_inputs(self, record: ForwardRecord, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -278,14 +214,9 @@ class Runtime:
     ) -> None:
         """The forward of a group's module ends with `outputs`, those that require gradients."""
         group.check_trainability()
-        needs_backward = False
-        if record is not None:
-            hook = functools.partial(_enter_backward, record)
-            for output in outputs:
-                needs_backward = True
-                output.register_hook(hook)
+        needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
-            self.reduce_order.withdraw(group.index)
+            self.reductions.order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
         is_watched = needs_backward or not may_train
         if not is_watched:
@@ -317,7 +248,7 @@ class Runtime:
             return  # Or non-reentrant checkpointing has what it wants; backward goes on.
         if group is not None:
             if record is not None and record.is_first:
-                self.reduce_order.withdraw(group.index)
+                self.reductions.order.withdraw(group.index)
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self._carry_out(actions)
@@ -352,9 +283,7 @@ class Runtime:
         """The repeated forward ends."""
         del module
         if record is not None:
-            hook = functools.partial(_enter_backward, record)
-            for output in outputs:
-                output.register_hook(hook)
+            record.watch_outputs(outputs)
         actions = self.schedule.exit_recompute(group.index)
         if not self.schedule.in_use(group.index):
             group.show(unsharded=False)
@@ -369,13 +298,13 @@ class Runtime:
         self._backward_running = True
         self._any_fired = False
         self._makes_graph = False
-        if any(g.replicate_axis is not None or g.has_reduce_hook for g in self._reducing):
-            self._finish_reducing()  # They communicate once more when waited for: in one order.
-        self.reduce_order.begin_backward()
+        self.reductions.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
-    def enter_backward(self, record: ForwardRecord) -> None:
-        """A gradient of a group's outputs came."""
+    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+        """A gradient of a group's outputs came (`BackwardListener`)."""
+        if self.traced is not None:
+            self.traced.progress(grad)
         if not self._backward_running:
             self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
@@ -420,7 +349,7 @@ class Runtime:
         if group.is_complete or not group.is_trainable or not self._any_fired:
             return
         if is_last or not self.schedule.awaits_backward(group.index):
-            self._complete(group)
+            self.reductions.complete(group)
 
     def _leave(self, group: Group, in_pass: int | None, *, is_last: bool) -> None:
         self._carry_out(self.schedule.exit_backward(group.index, in_pass, is_last=is_last))
@@ -428,7 +357,7 @@ class Runtime:
             group.show(unsharded=False)
 
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
-        """An unsharded gradient came (`GradListener`)."""
+        """An unsharded gradient came (`BackwardListener`)."""
         if not self._backward_running:
             self.begin_backward()
         self._any_fired = True
@@ -437,7 +366,7 @@ class Runtime:
         if gradients.is_local:
             gradients.assign(bucket_index, index, grad)
         else:
-            self._collect(group, bucket_index, index, grad, is_layer=is_layer)
+            self.reductions.collect(group, bucket_index, index, grad, is_layer=is_layer)
         is_last = group.count_arrival()
         if is_layer and 2 * group.num_arrived >= group.num_expected:
             self._prefetch_put_off()
@@ -448,92 +377,13 @@ class Runtime:
             in_pass = group.records[-1].in_pass
             group.close_records()
             self._leave(group, in_pass, is_last=True)
-        self._complete(group)
-
-    def _collect(
-        self, group: Group, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
-    ) -> None:
-        """Take a gradient that is to be reduced."""
-        if is_layer and self._reducing and self._host_reads_are_free:
-            # The last group's send buffer becomes this one's.
-            for reducing in self._reducing[: 1 - group.settings.max_send_buffers or None]:
-                reducing.gradients.wait_sent(self.slots)
-        if is_layer and group.gradients.is_reducing:
-            self._finish_through(group)  # The send buffer is on the wire.
-        group.gradients.take(bucket_index, index, grad, self.lanes, self.slots, hold=not is_layer)
-
-    def _complete(self, group: Group) -> None:
-        group.is_complete = True
-        if group.gradients.is_local:
-            return
-        if not group.settings.sync:
-            self._write_held(group)
-        for index in self.reduce_order.complete(group.index):
-            self._reduce(self.groups[index])
-
-    def _reduce(self, group: Group) -> None:
-        """Reduce a group's gradients now, or a little later together with small neighbours."""
-        gradients = group.gradients
-        if gradients.is_local or not group.is_trainable:
-            return
-        if not group.settings.sync:
-            self._write_held(group)
-            return
-        if not (group.settings.reduce_unused or group.has_pending):
-            return
-        if group in self._queued:
-            return  # It completed again, by a graph retained from before: it is sent with the rest.
-        if self._queued and self._queued[0].shard_axis is not group.shard_axis:
-            self._start_queued()
-        self._queued.append(group)
-        batch_nbytes = self.schedule.batch_nbytes
-        if sum(queued.gradients.send_nbytes for queued in self._queued) >= batch_nbytes:
-            self._start_queued()
-
-    def _start_queued(self) -> None:
-        """Start the reductions that wait for company."""
-        if not self._queued:
-            return
-        self._prefetch_put_off()
-        groups, self._queued = self._queued, []
-        self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
-        for group in groups:
-            self._finish_through(group)
-            self.check.note(_step_check.REDUCE, group.index)
-        many = [(group.gradients, group.settings.all_reduce) for group in groups]
-        start_reduce(many, self.lanes, self.slots)
-        self._reducing += groups
-        nbytes = sum(group.gradients.reduce_nbytes for group in groups)
-        self.peak_reduce_nbytes = max(self.peak_reduce_nbytes, nbytes)
-
-    def _finish_reducing(self, *, leave: int = 0) -> None:
-        """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
-        while self._host_reads_are_free and len(self._reducing) > leave:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        """Wait for the reduction that was started first.
-
-        Never for another one: waiting may be an all-reduce, and ranks that use different parameters
-        may have come to different groups.
-        """
-        self._reducing.pop(0).gradients.finish_reduce(self.slots)
-
-    def _finish_through(self, group: Group) -> None:
-        """Wait for the reduction of a group, if one is under way, and those before it."""
-        while group.gradients.is_reducing:
-            self._finish_first()
-
-    def _write_held(self, group: Group) -> None:
-        """Write the group's held gradients to its send buffer, which may be on the wire."""
-        self._finish_through(group)
-        group.gradients.write_held(self.lanes, self.slots)
+        self.reductions.complete(group)
 
     def _prefetch_put_off(self) -> None:
         """Carry out the prefetch that was put off."""
         if self._put_off:
             groups, self._put_off = self._put_off, []
-            self._finish_reducing(leave=groups[0].settings.max_send_buffers - 1)
+            self.reductions.finish(leave=groups[0].settings.max_send_buffers - 1)
             self._gather(groups)
 
     def end_backward(self) -> None:
@@ -541,9 +391,9 @@ class Runtime:
         for group in self.groups:
             group.arrivals.take_noted()
         if self._any_fired:
-            self._reduce_rest()
+            self.reductions.finish_backward()
         else:
-            self.reduce_order.cancel()
+            self.reductions.order.cancel()
         self._backward_running = False  # Not after an error: the next forward cleans up then.
         for group in self.groups:
             group.forget_backward()
@@ -558,33 +408,6 @@ class Runtime:
             self.traced.end_backward(self.schedule.in_use)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
-
-    def _reduce_rest(self) -> None:
-        rest = self.reduce_order.end_backward()
-        # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
-        known = {*rest, *(group.index for group in self._queued)}
-        late = [
-            group.index
-            for group in self.groups
-            if group.settings.sync and group.has_pending and group.index not in known
-        ]
-        for index in (*rest, *late):
-            self._reduce(self.groups[index])
-        synced = [g for g in self.groups if g.settings.sync and not g.gradients.is_local]
-        if not synced:
-            return
-        self._start_queued()
-        if not all(group.settings.is_last_backward for group in self.groups):
-            return  # The next backwards overlap with what was started; the last one waits for it.
-        self.check.start(self.lanes)
-        while self._reducing:
-            self._finish_first()
-        if self._host_reads_are_free or any(g.gradients.needs_settling for g in synced):
-            used = self.check.used_anywhere()
-            for group in synced:
-                group.gradients.settle(used[group.index])
-        for group in synced:
-            group.gradients.forget_fired()
 
     # --- by hand ---
 
@@ -617,16 +440,12 @@ class Runtime:
         self.pass_root = None
         if self.traced is not None:
             self.traced.abandon()
-        self.reduce_order.reset()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
             group.arrivals.drop_noted()
             group.forget_backward()
-        for group in dict.fromkeys((*self._reducing, *self.groups)):
-            group.gradients.reset(self.slots)
-        self._reducing.clear()
-        self._queued.clear()
+        self.reductions.reset()
         self._put_off.clear()
         self.check.reset()
 

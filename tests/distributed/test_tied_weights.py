@@ -21,6 +21,8 @@ from reference import (
 from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
     import workers
 
 Spawn = typing.Callable[..., list[typing.Any]]
@@ -155,29 +157,11 @@ def modules_in_two_places() -> Differences:
     return compare_training(CASES["mlp"], model, plain)
 
 
-def test_a_module_held_twice_is_not_a_tie(spawn: Spawn) -> None:
-    assert_within(
-        spawn(modules_in_two_places, 2),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
-
-
 def copies_of_tied_models() -> Differences:
     plain = TiedModel()
     model = copy.deepcopy(shard(TIED, copy.deepcopy(plain)))
     assert model.head.weight is model.tokens.weight
     return compare_training(TIED, model, plain)
-
-
-def test_a_copy_of_a_tied_model_is_tied(spawn: Spawn) -> None:
-    assert_within(
-        spawn(copies_of_tied_models, 2),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
 
 
 def wrap_around_an_unsharded_module() -> Differences:
@@ -191,10 +175,8 @@ def wrap_around_an_unsharded_module() -> Differences:
     return compare_training(CASES["mlp"], model, plain)
 
 
-def test_unsharded_parameters_are_not_taken_for_new_ones(spawn: Spawn) -> None:
-    assert_within(
-        spawn(wrap_around_an_unsharded_module, 2),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+@pytest.mark.parametrize(
+    "train", [modules_in_two_places, copies_of_tied_models, wrap_around_an_unsharded_module]
+)
+def test_what_is_no_tie_or_a_good_one(spawn: Spawn, train: Callable[[], Differences]) -> None:
+    assert_within(spawn(train, 2), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)

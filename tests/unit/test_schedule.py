@@ -437,6 +437,14 @@ def test_a_nested_group_does_not_free_the_one_around_it() -> None:
 # --- recomputation (activation checkpointing) ---------------------------------------------------
 
 
+def recompute(schedule: UnshardSchedule, group: int) -> list[str]:
+    """Run a forward again inside backward; return its lines."""
+    return [
+        line(f"recompute {group}", schedule.enter_recompute(group)),
+        line(f"recomputed {group}", schedule.exit_recompute(group)),
+    ]
+
+
 def test_a_recomputed_group_is_gathered_once_for_recompute_and_backward() -> None:
     schedule = trained()
     forward(schedule)
@@ -444,8 +452,7 @@ def test_a_recomputed_group_is_gathered_once_for_recompute_and_backward() -> Non
     schedule.enter_backward(3)
     schedule.exit_backward(3)
     lines = [
-        line("recompute 2", schedule.enter_recompute(2)),
-        line("recomputed 2", schedule.exit_recompute(2)),
+        *recompute(schedule, 2),
         line("enter 2", schedule.enter_backward(2)),
         line("exit 2", schedule.exit_backward(2)),
     ]
@@ -461,11 +468,7 @@ def test_recompute_inside_backward_keeps_the_memory() -> None:
     schedule = trained()
     forward(schedule)
     schedule.enter_backward(3)
-    lines = [
-        line("recompute 3", schedule.enter_recompute(3)),
-        line("recomputed 3", schedule.exit_recompute(3)),
-    ]
-    assert lines == ["recompute 3: wait 3", "recomputed 3: -"]
+    assert recompute(schedule, 3) == ["recompute 3: wait 3", "recomputed 3: -"]
     assert schedule.in_use(3)
     assert schedule.exit_backward(3) == schedule_free(3)
     assert not schedule.in_use(3)
@@ -490,8 +493,7 @@ def test_a_recomputed_group_nobody_prefetched_is_gathered() -> None:
     schedule.end_pass(needs_backward=True)
     lines = []
     for layer in reversed(LAYERS):
-        lines.append(line(f"recompute {layer}", schedule.enter_recompute(layer)))
-        lines.append(line(f"recomputed {layer}", schedule.exit_recompute(layer)))
+        lines += recompute(schedule, layer)
         lines.append(line(f"enter {layer}", schedule.enter_backward(layer)))
         lines.append(line(f"exit {layer}", schedule.exit_backward(layer)))
     lines.append(line("end", schedule.end_backward()))
