@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from checkpoint_case import CheckpointCase
 from contenders import Workload
 from models import GPTShape
 from overhead_case import OverheadCase
@@ -47,4 +48,5 @@ CASES: Mapping[str, Case] = {
     "overhead": OverheadCase(
         "overhead: host time per group, 48 layers of 16, one CPU rank", Workload(_TINY)
     ),
+    "checkpoint": CheckpointCase("checkpoint: model and AdamW's state to the disk and back"),
 }

@@ -24,12 +24,14 @@ class Settings:
         num_steps: Timed steps in a turn.
         device_type: ``"cpu"`` or ``"cuda"``.
         world_size: Ranks of every contender.
+        state_gb: Bytes of a checkpoint, in 10^9.
     """
 
     num_rounds: int
     num_steps: int
     device_type: str
     world_size: int
+    state_gb: float = 1.0
 
 
 @dataclass(frozen=True)

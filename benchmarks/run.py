@@ -1,6 +1,7 @@
 """Measure shardkit against torch FSDP2 and DDP on this machine.
 
-python benchmarks/run.py [case ...] [--rounds N] [--steps N] [--device cpu|cuda] [--json FILE]
+python benchmarks/run.py [case ...] [--rounds N] [--steps N] [--gb GB] [--device cpu|cuda]
+    [--json FILE]
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main() -> None:
         num_rounds=options.rounds,
         num_steps=options.steps,
         device_type=options.device,
+        state_gb=options.gb,
         world_size=2 if options.device == "cpu" else torch.cuda.device_count(),
     )
     header = environment()
@@ -52,6 +54,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="case", help="default: all")
     parser.add_argument("--rounds", type=int, default=7, help="turns per contender (7)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per turn (5)")
+    parser.add_argument("--gb", type=float, default=1.0, help="state to be saved, in GB (1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     options = parser.parse_args(arguments)

@@ -11,7 +11,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from shardkit import _pickling  # noqa: F401 - lets sharded tensors be pickled
+# Lets sharded tensors be pickled, and be known to torch's functions for state dicts.
+from shardkit import _pickling, _torch_state_dicts  # noqa: F401
 from shardkit._errors import MeshError, WrapError
 from shardkit._freed import is_unsharded
 from shardkit._group import Group

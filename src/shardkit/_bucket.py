@@ -123,8 +123,9 @@ class Bucket:
             self.shard = self._cut_shard()
             siblings = FlatMaker()
             self.specs = [self._make_spec(i, siblings) for i in range(len(found))]
-            for spec, item in zip(self.specs, found, strict=True):
+            for index, (spec, item) in enumerate(zip(self.specs, found, strict=True)):
                 spec.found = weakref.ref(item)
+                spec.is_written_here = self._is_written_here(index)
             self.replacements = [
                 None if isinstance(f.param, ShardedTensor) else self._make_replacement(i)
                 for i, f in enumerate(found)
@@ -164,6 +165,18 @@ class Bucket:
             tensor_parallel=self.tensor_parallel[index],
             subclass=self.subclass,
         )
+
+    def _is_written_here(self, index: int) -> bool:
+        """Whether this rank offers a parameter to checkpoints.
+
+        On a mesh of tensor parallelism ranks may hold equal elements of a parameter that is not
+        split over it, cut at other places, since other parameters of the bucket have parts of
+        other sizes. The first of these ranks writes.
+        """
+        own = self.tensor_parallel[index]
+        split = () if own is None else own.axes
+        meshes = [tp for tp in self.tensor_parallel if tp is not None]
+        return all(a.rank == 0 for tp in meshes for a in tp.mesh_axes if a not in split)
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
         """Return the plain tensor that is cut."""

@@ -5,6 +5,10 @@ Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in the library may use a pri
 
 from __future__ import annotations
 
+import functools
+import importlib.abc
+import importlib.util
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +18,11 @@ from torch.autograd import Variable
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
+from shardkit._errors import StateError
+
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """torch >= 2.12 can exchange the memory behind two storages (pytorch#177449); older resizes."""
@@ -199,3 +205,126 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def dcp_storage_info() -> Any:
+    """Return the record of where an entry of a checkpoint is stored: part of every `.metadata`.
+
+    Like `dcp_memory_format` a function: torch.distributed.checkpoint takes as long to import as
+    torch.
+    """
+    from torch.distributed.checkpoint import filesystem  # noqa: TID251 - a record
+
+    return filesystem._StorageInfo
+
+
+def dcp_memory_format() -> Any:
+    """Return the enum of memory formats that stands in every `.metadata`."""
+    from torch.distributed.checkpoint import metadata  # noqa: TID251 - a record
+
+    return metadata._MEM_FORMAT_ENCODING
+
+
+# --- torch's functions for state dicts ------------------------------------------------------------
+
+_HELPERS_MODULE = "torch.distributed._state_dict_utils"
+_STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+_PUBLIC_STATE_DICT_FUNCTIONS = (
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+)
+
+HelperWrapper = Any
+"""``wrapper(original, *args, **kwargs)``: what to call instead of a helper of torch."""
+
+
+def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
+    """Let torch's functions for full state dicts call `wrappers` in the place of their helpers.
+
+    They ask ``isinstance(value, DTensor)`` and have no way to learn of other sharded tensors. Both
+    modules take long to import, so it is done when they are. Helpers by these names and arguments
+    are in torch 2.9.0 to 2.13.0. Where one is missing, the public functions refuse a full state
+    dict of a sharded model, instead of returning pieces as whole tensors.
+    """
+
+    def wrap(module: types.ModuleType) -> None:
+        if module.__name__ == _STATE_DICT_MODULE and not _has_all(wrappers):
+            _refuse_full_state_dicts(module)
+            return
+        for name, wrapper in wrappers.items():
+            original = getattr(module, name, None)
+            if original is not None and not hasattr(original, "wraps_torch"):
+                setattr(module, name, _wrapped(original, wrapper))
+
+    for name in (_HELPERS_MODULE, _STATE_DICT_MODULE):
+        if name in sys.modules:
+            wrap(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, wrap))
+
+
+def _has_all(names: Iterable[str]) -> bool:
+    return all(hasattr(sys.modules[_HELPERS_MODULE], name) for name in names)
+
+
+def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
+    @functools.wraps(original)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    helper.wraps_torch = True  # type: ignore[attr-defined]
+    return helper
+
+
+def _refuse_full_state_dicts(module: types.ModuleType) -> None:
+    def refuse(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.get("options")
+        is_sharded = any(hasattr(param, "local_piece") for param in model.parameters())
+        if is_sharded and getattr(options, "full_state_dict", False):
+            msg = (
+                f"{original.__name__} of torch {torch.__version__} cannot handle full_state_dict="
+                f"True for modules sharded by shardkit. Use the function of the same name in "
+                f"shardkit.checkpoint."
+            )
+            raise StateError(msg)
+        return original(model, *args, **kwargs)
+
+    for name in _PUBLIC_STATE_DICT_FUNCTIONS:
+        setattr(module, name, _wrapped(getattr(module, name), refuse))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module right after it was imported, once."""
+
+    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
+        """Let others find the module; add the call to what loads it."""
+        del path, target
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def group_rank(group: Any) -> int:
+    """Return this process's rank in a process group of torch; None is the default group."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():  # noqa: TID251
+        return 0
+    return torch.distributed.get_rank(group)  # noqa: TID251

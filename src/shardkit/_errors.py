@@ -10,7 +10,8 @@ fact that all ranks share is checked before anything is sent, so that all of the
     ├── ShardedTensorError   an operation that cannot be done right on this rank's piece alone
     ├── FreedParameterError  an unsharded parameter was used after its memory was given back
     ├── RankMismatchError    ranks of one process group disagree about the model or the step
-    └── StateError           a call at a time when it cannot be carried out
+    ├── StateError           a call at a time when it cannot be carried out
+    └── CheckpointError      a checkpoint that cannot be written, or cannot be loaded as it is
 """
 
 from __future__ import annotations
@@ -46,3 +47,7 @@ class RankMismatchError(ShardkitError, RuntimeError):
 
 class StateError(ShardkitError, RuntimeError):
     """A call came at a time when it cannot be carried out."""
+
+
+class CheckpointError(ShardkitError, RuntimeError):
+    """A checkpoint cannot be written, or what is on disk cannot be loaded."""

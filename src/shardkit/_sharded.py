@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit import _compat, _dcp
 
 if TYPE_CHECKING:
     import weakref
@@ -54,6 +54,8 @@ class ShardSpec:
             (`shardkit.backends.tensor_parallel.TensorParallel`); the layout, `start` and `stop`
             are those of this rank's part. None: not at all.
         axes: The axes over which ranks hold different elements.
+        is_written_here: Whether this rank offers its piece to checkpoints. Not where ranks hold
+            the same elements, cut in another way: then one of them does.
         found: Weak: the parameter and every place that its group found it in (`FoundParam`).
     """
 
@@ -62,6 +64,7 @@ class ShardSpec:
         "axis",
         "found",
         "index",
+        "is_written_here",
         "layout",
         "mesh",
         "name",
@@ -94,6 +97,7 @@ class ShardSpec:
         self.tensor_parallel = tensor_parallel
         self.subclass = subclass
         self.axes = (axis,) if tensor_parallel is None else (axis, *tensor_parallel.axes)
+        self.is_written_here = True
         self.name = name
         self.start, self.stop = layout.owned_range(index, axis.rank)
         self.piece_range = layout.shard_range(index, axis.rank)
@@ -112,6 +116,11 @@ class ShardSpec:
 
     def place(self, piece: Tensor) -> None:
         """Have a piece spread over devices of this process; there is only one here."""
+
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        """Return itself: copies of a tensor are cut alike, on the same mesh."""
+        del memo
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -299,8 +308,13 @@ class ShardedTensor(Tensor):
             return
         spec = self.spec
         piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
-        new: Tensor = ShardedTensor(piece, spec)
-        new.copy_(value)
+        ShardedTensor(piece, spec).copy_(value)
+        self.adopt(piece)
+
+    @torch.no_grad()
+    def adopt(self, piece: Tensor) -> None:
+        """Let this tensor have another piece, not copied, maybe of another dtype or device."""
+        new: Tensor = ShardedTensor(piece, self.spec)
         if isinstance(self, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
         new.__dict__.update(user_attributes(self))
@@ -367,6 +381,19 @@ class ShardedTensor(Tensor):
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
         return result
+
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
+        """Tell a distributed checkpoint what this rank writes; see `_dcp`."""
+        del tensor
+        return _dcp.create_write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Tell a distributed checkpoint what this rank wants to load; see `_dcp`."""
+        return _dcp.create_chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Give a distributed checkpoint the memory to read or write; see `_dcp`."""
+        return _dcp.get_tensor_shard(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
         """Name the inner tensor, so that `module.to(dtype)` and torch.compile see it."""

@@ -125,8 +125,11 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``new_empty``: an ordinary tensor, also of the same shape: room to compute a whole matrix in.
 
-    So `nn.init.orthogonal_` draws and decomposes the whole on every rank; each keeps its piece.
+    So `nn.init.orthogonal_` draws and decomposes the whole on every rank; each keeps its piece. But
+    where a device is named, as what copies state dicts to the host does, the same shape is sharded.
     """
+    if kwargs.get("device") is not None and tuple(args[1]) == tuple(args[0].shape):
+        return new_like(func, args, kwargs)  # type: ignore[no-any-return]
     result: Tensor = func(args[0].local_piece, *args[1:], **kwargs)
     return result
 

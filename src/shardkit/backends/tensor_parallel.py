@@ -128,6 +128,11 @@ class TensorParallel:
         return tuple(split.axis for split in self.splits)
 
     @property
+    def mesh_axes(self) -> tuple[AxisComm, ...]:
+        """All axes of the DTensor's mesh."""
+        return tuple(self.mesh.backend.axis(axis) for axis in range(self.mesh.ndim))
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Where the local part begins in the whole, per dimension."""
         offsets = [0] * len(self.shape)

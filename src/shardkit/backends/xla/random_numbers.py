@@ -159,8 +159,8 @@ def _randint(self: DrawApart, *args: Any, **kwargs: Any) -> Tensor:
     *bounds, size = args
     low, high = (0, *bounds)[-2:]
     numbers = (self.uniform(size, torch.float64) * (high - low)).floor() + low
-    dtype: torch.dtype = kwargs.get("dtype") or torch.int64
-    return numbers.to(dtype)
+    result: Tensor = numbers.to(kwargs.get("dtype") or torch.int64)
+    return result
 
 
 def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,113 @@
+"""What torch's distributed checkpoints (DCP) ask of a tensor, answered for sharded ones.
+
+``dcp.save`` and ``dcp.load`` take any tensor that says which boxes of the whole this process
+writes or wants (``__create_write_items__``, ``__create_chunk_list__``) and where they lie in its
+memory (``__get_tensor_shard__``). In a file a sharded tensor looks as FSDP2's does: chunks of a
+tensor of the global shape. So checkpoints can be exchanged, and loaded by any number of ranks.
+
+``torch.distributed.checkpoint`` takes long to import, so it is imported when it calls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardkit._boxes import Box, boxes_of_range
+from shardkit._errors import ShardedTensorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from shardkit._sharded import ShardedTensor, ShardSpec
+
+
+def boxes_of_piece(spec: ShardSpec) -> list[Box]:
+    """Return the boxes of the whole tensor that this rank's piece consists of; maybe none."""
+    tensor_parallel = spec.tensor_parallel
+    return boxes_of_range(
+        spec.layout.shapes[spec.index],
+        spec.start,
+        spec.stop,
+        origin=None if tensor_parallel is None else tensor_parallel.offsets,
+    )
+
+
+def boxes_to_write(spec: ShardSpec) -> list[Box]:
+    """Return the boxes that this rank offers to write; ranks of equal pieces offer the same.
+
+    A tensor without elements has one box nevertheless, or it would be missing in the checkpoint.
+    """
+    if math.prod(spec.shape) == 0:
+        return [Box((0,) * len(spec.shape), tuple(spec.shape), 0)]
+    return boxes_of_piece(spec) if spec.is_written_here else []
+
+
+def create_write_items(fqn: str, tensor: ShardedTensor) -> list[WriteItem]:
+    """Return what this rank has to write of a tensor: one item per box.
+
+    DCP drops items that several ranks offer (the replicate axis) but for one of them.
+
+    Raises:
+        ShardedTensorError: The tensor is on the meta device, so there is nothing to write.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    piece = tensor.local_piece.detach()
+    if piece.is_meta:
+        msg = (
+            f"cannot save sharded {tensor.spec.name!r} as {fqn!r}: it is on the meta device and "
+            f"has no values. Call to_empty() on the model and give it values, or load some."
+        )
+        raise ShardedTensorError(msg)
+    properties = TensorProperties.create_from_tensor(piece)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, box.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=_chunk_of(box), properties=properties, size=tensor.shape
+            ),
+        )
+        for box in boxes_to_write(tensor.spec)
+    ]
+
+
+def create_chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes that this rank wants to load."""
+    return [_chunk_of(box) for box in boxes_of_piece(tensor.spec)]
+
+
+def get_tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
+    """Return the memory of one box, found by its offsets: a view of the piece, in its shape.
+
+    Made outside of a dispatch, so that writing to it raises the version counter of the shard: what
+    was gathered from that is stale.
+
+    Raises:
+        ShardedTensorError: This rank has no box there.
+    """
+    piece = tensor.local_piece.detach()
+    if piece.numel() == 0 and math.prod(tensor.shape) == 0:
+        return piece.view(tensor.shape)
+    wanted = None if index.offset is None else tuple(index.offset)
+    for box in boxes_of_piece(tensor.spec):
+        if box.offsets == wanted:
+            return piece[box.start : box.stop].view(box.sizes)
+    have = [box.offsets for box in boxes_of_piece(tensor.spec)]
+    msg = (
+        f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "
+        f"{tensor.spec.name!r}, shape {tuple(tensor.shape)}, has boxes at {have} only. Plan and "
+        f"carry out a save or load with the same state dict, sharded in the same way."
+    )
+    raise ShardedTensorError(msg)
+
+
+def _chunk_of(box: Box) -> Any:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -1,0 +1,44 @@
+"""Saving and loading training state: standard DCP checkpoints, verified and crash-safe."""
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._background import SaveHandle
+from shardkit.checkpoint._directory import latest
+from shardkit.checkpoint._full_files import FullFile
+from shardkit.checkpoint._full_models import LoadedNames, load_full, save_full
+from shardkit.checkpoint._load import load
+from shardkit.checkpoint._reader import CheckpointReader
+from shardkit.checkpoint._save import async_save, release_staging_memory, save
+from shardkit.checkpoint._state import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from shardkit.checkpoint._writer import CheckpointWriter
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "FullFile",
+    "LoadedNames",
+    "SaveHandle",
+    "StateDictOptions",
+    "async_save",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "latest",
+    "load",
+    "load_full",
+    "release_staging_memory",
+    "save",
+    "save_full",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]

@@ -1,0 +1,99 @@
+"""Failures of one rank become the same error on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from shardkit._errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch.distributed.checkpoint import api
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    """Whether there are other ranks to agree with."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_of(group: Any) -> int:
+    """Return this process' rank in a process group, None for the default one."""
+    return dist.get_rank(group) if is_distributed() else 0
+
+
+def agreed(group: Any, what: str, act: Callable[[], T]) -> T:
+    """Run something on all ranks of a group and raise on all of them if it raised on any.
+
+    Args:
+        group: Process group; None: the default one, if there is any.
+        what: What was not done, for the error.
+        act: Must not communicate.
+
+    Raises:
+        CheckpointError: On all ranks, with the reason of each rank that failed.
+
+    Cost: an all-gather of a few bytes.
+    """
+    error: Exception | None = None
+    try:
+        result = act()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
+        error = caught
+    reasons: list[str | None] = [None if error is None else _reason(error)]
+    if is_distributed():
+        reasons *= dist.get_world_size(group)
+        dist.all_gather_object(reasons, reasons[rank_of(group)], group=group)
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if failed:
+        raise CheckpointError(_message(what, failed)) from error
+    return result
+
+
+def error_of(what: str, exception: api.CheckpointException) -> BaseException:
+    """Return what to raise for an error that DCP gathered from all ranks.
+
+    Somebody's ctrl-C stays one.
+    """
+    found = [error for error, _ in exception.failures.values()]
+    for error in found:
+        if not isinstance(error, Exception):
+            return error
+    failed = {rank: _reason(error) for rank, (error, _) in exception.failures.items()}
+    result = CheckpointError(_message(what, failed))
+    result.__cause__ = found[0]
+    return result
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _message(what: str, failed: Mapping[int, str]) -> str:
+    """List the reasons by rank; those of several ranks once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, reason in failed.items():
+        ranks.setdefault(reason, []).append(rank)
+    if len(ranks) == 1:
+        (reason,) = ranks
+        return f"{what}: {_of_ranks(ranks[reason])}{reason}"
+    lines = [f"  {_of_ranks(members)}{reason}" for reason, members in ranks.items()]
+    return "\n".join([f"{what}:", *lines])
+
+
+def _of_ranks(ranks: list[int]) -> str:
+    if not is_distributed():
+        return ""
+    return f"[rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}] "
+
+
+def quote(path: Path) -> str:
+    """Name a checkpoint in a sentence."""
+    return f"checkpoint {str(path)!r}"

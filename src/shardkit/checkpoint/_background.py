@@ -1,0 +1,120 @@
+"""Saves that go on while training does: one at a time, each with a handle."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardkit.checkpoint._agreement import is_distributed, quote, rank_of
+from shardkit.checkpoint._progress import Meter
+from shardkit.checkpoint._staging import Staging
+from shardkit.checkpoint._write import Job, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class SaveHandle:
+    """A checkpoint that is being written."""
+
+    def __init__(self, job: Job, state: dict[str, Any], group: Any) -> None:
+        """Start to write."""
+        self._job = job
+        self._group = group
+        self._state: dict[str, Any] | None = state
+        self._error: BaseException | None = None
+        self._is_asked = False
+        # Not a daemon: a script that ends waits until its last checkpoint is on the disk.
+        self._thread = threading.Thread(target=self._write, name="shardkit-save")
+        self._thread.start()
+
+    def _write(self) -> None:
+        job, state = self._job, self._state
+        assert state is not None
+        progress = False if job.progress is None else job.progress
+        try:
+            with Meter(progress, f"saving {job.path.name}", rank=rank_of(self._group)) as meter:
+                write(job, lambda: state, self._group, meter)
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            self._error = error
+        finally:
+            self._state = None
+
+    def done(self) -> bool:
+        """Whether the checkpoint is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is done, at most `timeout` seconds.
+
+        Raises:
+            TimeoutError: It is not.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            msg = f"{quote(self._job.path)} is not complete after {timeout} s."
+            raise TimeoutError(msg)
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete and return its path.
+
+        Args:
+            timeout: In seconds; None: as long as it takes.
+
+        Raises:
+            CheckpointError: It was not saved; the same on all ranks.
+            TimeoutError: It is not complete yet.
+        """
+        self.wait(timeout)
+        self._is_asked = True
+        if self._error is not None:
+            raise self._error
+        return self._job.path
+
+    def unheard_error(self) -> BaseException | None:
+        """Wait until it is done; return its error if nobody has asked for the result."""
+        self.wait()
+        heard, self._is_asked = self._is_asked, True
+        return None if heard else self._error
+
+
+class Background:
+    """What asynchronous saves share: one at a time, their memory, their process group."""
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self._last: SaveHandle | None = None
+        self._groups: tuple[Any, Any] = (None, None)
+
+    def start(self, job: Job, state: dict[str, Any], group: Any) -> SaveHandle:
+        """Write a state in the background."""
+        self._last = SaveHandle(job, state, group)
+        return self._last
+
+    def wait(self) -> None:
+        """Wait for the save under way."""
+        if self._last is not None:
+            self._last.wait()
+
+    def last_error(self) -> BaseException | None:
+        """Wait for the save under way; return its error if nobody has asked for its result."""
+        last, self._last = self._last, None
+        return None if last is None else last.unheard_error()
+
+    def group_like(self, group: Any) -> Any:
+        """Return a gloo group of the ranks of `group`; the first time a collective of them.
+
+        The background thread needs one of its own: collectives of one group that two threads issue
+        come in another order on each rank.
+        """
+        if not is_distributed():
+            return None
+        like = dist.group.WORLD if group is None else group
+        known, own = self._groups
+        if known is not like:
+            ranks = dist.get_process_group_ranks(like)
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._groups = (like, own)
+        return own

@@ -1,0 +1,97 @@
+"""What rank 0 alone has, sent to all ranks one tensor at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardkit._errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping
+
+
+class FromRank0:
+    """Entries that rank 0 has; made on all ranks of the default process group together.
+
+    Args:
+        entries: On rank 0, by any keys; not looked at on others. Tensors are plain and whole.
+        device: Where tensors are sent and received.
+
+    Attributes:
+        shapes: Of every tensor with dimensions, on every rank: what may be checked before any is
+            sent.
+
+    Raises:
+        CheckpointError: On every rank: rank 0 has a tensor that is not plain.
+
+    Cost: one broadcast of what is not a tensor and of the tensors' descriptions, then one of each
+    tensor; memory for one tensor.
+    """
+
+    def __init__(self, entries: Mapping[Any, Any], *, device: torch.device) -> None:
+        self._entries = entries
+        self._device = device
+        described: list[Any] = [None]
+        if self.is_source:
+            described = [_describe(entries)]
+        _broadcast_objects(described)
+        if isinstance(described[0], str):
+            raise CheckpointError(described[0])
+        self._described: list[tuple[Hashable, Any]] = described[0]
+        self.shapes = {
+            key: value.shape for key, value in self._described if isinstance(value, _Sent)
+        }
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank's entries are those that are sent."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    @torch.no_grad()
+    def receive(self) -> Iterator[tuple[Any, Any]]:
+        """Yield key and value of every entry, in rank 0's order. Collective: exhaust it."""
+        for key, value in self._described:
+            if not isinstance(value, _Sent):
+                yield key, value
+                continue
+            if self.is_source:
+                tensor = self._entries[key].detach().to(self._device).contiguous()
+            else:
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+            if dist.is_initialized() and tensor.numel() > 0:
+                dist.broadcast(tensor, src=0)
+            yield key, tensor
+
+
+class _Sent:
+    """Stands for a tensor that is sent apart."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
+    """Return entries with tensors described, those without dimensions as they are; or an error."""
+    described = []
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
+            return (
+                f"rank 0 has {key!r} as a {type(value).__name__}: broadcast_from_rank0 sends whole "
+                f"plain tensors. Pass a full state dict, or leave broadcast_from_rank0 out."
+            )
+        if isinstance(value, Tensor):
+            plain = value.detach()
+            described.append((key, _Sent(plain) if plain.ndim else plain.cpu()))
+        else:
+            described.append((key, value))
+    return described
+
+
+def _broadcast_objects(objects: list[Any]) -> None:
+    if dist.is_initialized():
+        dist.broadcast_object_list(objects, src=0)

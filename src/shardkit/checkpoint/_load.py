@@ -1,0 +1,164 @@
+"""`load`: a saved state into a model, optimizers and other objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint import _directory
+from shardkit.checkpoint._agreement import agreed, quote, rank_of
+from shardkit.checkpoint._full_models import load_full
+from shardkit.checkpoint._metadata import METADATA_FILE
+from shardkit.checkpoint._parts import ExtrasPart, Findings, ModelPart, OptimizerPart
+from shardkit.checkpoint._progress import Meter
+from shardkit.checkpoint._reader import CheckpointReader
+from shardkit.checkpoint._save import wait_for_last_save
+from shardkit.checkpoint._sections import entries_of_models, entries_of_optimizers
+from shardkit.checkpoint._sources import open_source
+
+if TYPE_CHECKING:
+    import os
+    import pathlib
+    from collections.abc import Iterable, Mapping
+
+    import torch
+    from torch import nn
+
+    from shardkit.checkpoint._progress import Progress
+    from shardkit.checkpoint._sources import Source
+
+
+def load(
+    path: os.PathLike[str] | str,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    strict: bool = True,
+    process_group: Any = None,
+    progress: Progress = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Load a checkpoint that `save` wrote, another of DCP, or a full file; call it on all ranks.
+
+    The number of ranks, the mesh, and how parameters are grouped may be others than when it was
+    saved: each rank reads what it holds. Nothing in the files is executed. What has a manifest is
+    verified by checksums.
+
+    Args:
+        path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
+        model: Gets its parameters and buffers in place; those on the meta device get memory.
+        optimizer: One or several; they need not have been stepped.
+        strict: Raise if entries are missing or left over. Entries of another shape are always an
+            error.
+        process_group: The ranks that load; default: all.
+        progress: As for `save`, of bytes read.
+        **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
+            saved under.
+
+    Returns:
+        The other extras by name. Tensors among them are whole, on the host.
+
+    Raises:
+        CheckpointError: On all ranks, with the reason of each rank that failed. It lists all
+            entries that do not fit; then nothing has been changed. If it is damage found while
+            reading, the model may hold a part of the checkpoint.
+
+    Cost: three all-gathers of a few bytes. Of memory beside the state: for one saved chunk, where
+    it must be cut or converted.
+    """
+    wait_for_last_save()
+    target = _directory.normalized(path)
+    what = f"{quote(target)} was not loaded"
+    rank = rank_of(process_group)
+    with Meter(progress, f"loading {target.name}", rank=rank) as meter:
+        if is_full(target):
+            _check_arguments(model, optimizer, extra)
+            if model is None or optimizer is not None or extra:
+                msg = f"{what}: it holds a model only. Pass a model, no optimizer and no extras."
+                raise CheckpointError(msg)
+            agreed(process_group, what, lambda: load_full(target, model, strict=strict))
+            return {}
+        agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
+
+        def plan() -> _Plan:
+            return _Plan(open_source(target, meter), model, optimizer, extra, strict=strict)
+
+        planned = agreed(process_group, what, plan)
+        return agreed(process_group, what, planned.carry_out)
+
+
+def is_full(path: pathlib.Path) -> bool:
+    """Whether a path is that of whole tensors: a file, or a directory as Hugging Face's."""
+    return path.is_file() or (
+        path.is_dir()
+        and not (path / METADATA_FILE).exists()
+        and any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.index.json"))
+    )
+
+
+def _look(path: pathlib.Path) -> None:
+    """Finish what a crash left, and look whether all files are there; on one rank."""
+    _directory.recover(path)
+    reader = CheckpointReader(path)
+    reader.read_metadata()
+    reader.check_files()
+
+
+class _Plan:
+    """What is read where, for all parts."""
+
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module | None,
+        optimizers: Any,
+        objects: Mapping[str, Any],
+        *,
+        strict: bool,
+    ) -> None:
+        """Look for everything.
+
+        Raises:
+            CheckpointError: Something does not fit, or an argument cannot be meant.
+        """
+        _check_arguments(model, optimizers, objects)
+        findings = Findings()
+        self._source = source
+        self._model: ModelPart | None = None
+        self._optimizers: OptimizerPart | None = None
+        if model is not None:
+            self._model = ModelPart(source, model, findings)
+            if optimizers is not None:
+                self._optimizers = OptimizerPart(source, self._model, optimizers, findings)
+        claimed = entries_of_optimizers(source.infos)
+        if self._model is None:
+            claimed |= entries_of_models(source.infos)
+        else:
+            claimed |= self._model.claimed
+        self._extras = ExtrasPart(source, claimed, objects, findings)
+        findings.check(strict=strict)
+
+    def carry_out(self) -> dict[str, Any]:
+        """Read all, and give it to its objects; return the extras."""
+        targets = dict(self._extras.targets)
+        if self._model is not None:
+            targets |= self._model.targets
+        loaded = self._source.read(targets)
+        if self._model is not None:
+            self._model.put(loaded)
+        if self._optimizers is not None:
+            self._optimizers.put(self._source.read(self._optimizers.make_room()))
+        return self._extras.put(loaded)
+
+
+def _check_arguments(model: nn.Module | None, optimizers: Any, objects: Mapping[str, Any]) -> None:
+    if optimizers is not None and model is None:
+        msg = "optimizer: its state is found by parameter names, so pass the model as well."
+        raise CheckpointError(msg)
+    for name, value in objects.items():
+        if not hasattr(value, "load_state_dict"):
+            msg = (
+                f"extra {name!r} ({type(value).__name__}) has no load_state_dict(). Leave it out: "
+                f"values are in what load() returns."
+            )
+            raise CheckpointError(msg)

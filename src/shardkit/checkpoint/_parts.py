@@ -1,0 +1,326 @@
+"""The parts that a checkpoint is loaded in: model, optimizers, extras.
+
+Each says what it wants to have read where, notes what does not fit, and puts what was read into
+its objects. Nothing is changed before all parts have been looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from shardkit._errors import CheckpointError
+from shardkit._sharded import ShardedTensor
+from shardkit.checkpoint._optimizer_state import TensorInfo, parameters_by_name, unflatten
+from shardkit.checkpoint._sections import (
+    element,
+    entries_of_optimizers,
+    extra_path,
+    model_prefix,
+    nested,
+    optimizer_entries,
+    optimizer_prefix,
+)
+from shardkit.checkpoint._state import (
+    get_model_state_dict,
+    optimizer_template,
+    put_optimizer_state,
+    set_model_state_dict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardkit.checkpoint._sections import Path
+    from shardkit.checkpoint._sources import Source
+
+_NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.
+
+
+@dataclass
+class Findings:
+    """What does not fit.
+
+    Attributes:
+        missing: Wanted, and not there.
+        unexpected: There, and not wanted.
+        misfits: Of another shape or kind.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+
+    def check(self, *, strict: bool) -> None:
+        """Raise if there is anything.
+
+        Raises:
+            CheckpointError: It lists all; without `strict` only entries that do not fit.
+        """
+        kinds = [("expected another shape or kind", self.misfits)]
+        if strict:
+            kinds += [("missing", self.missing), ("unexpected", self.unexpected)]
+        lines = [f"  {kind}: {line}" for kind, found in kinds for line in found]
+        if not lines:
+            return
+        remedy = "Make the model and the optimizer as they were when it was saved"
+        if not self.misfits:
+            remedy += ", or pass strict=False to leave these as they are"
+        raise CheckpointError("\n".join(["entries do not fit", *lines, f"{remedy}."]))
+
+    def fits(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
+        """Note an entry that is of another shape, or a tensor on one side only."""
+        shape = tuple(wanted.shape) if isinstance(wanted, Tensor) else None
+        if shape == (found.shape if found is not None else None):
+            return True
+        self.misfits.append(f"{name}: expected {described(wanted)}, found {described(found)}")
+        return False
+
+
+def described(value: Any) -> str:
+    """Describe a tensor, or what was saved of one."""
+    if isinstance(value, Tensor | TensorInfo):
+        return f"shape {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return "no tensor"
+
+
+def room(info: TensorInfo | None) -> Tensor | None:
+    """Return memory on the host for a whole tensor."""
+    return None if info is None else torch.empty(info.shape, dtype=info.dtype)
+
+
+class ModelPart:
+    """A model, whose tensors are read into in place.
+
+    Attributes:
+        targets: What is read where, by entry.
+        entries: Names of entries by those of the model's state.
+        claimed: Entries that are the model's, or would be.
+    """
+
+    def __init__(self, source: Source, model: nn.Module, findings: Findings) -> None:
+        """Find the model's entries."""
+        self._model = model
+        self._state = get_model_state_dict(model)
+        infos = source.infos
+        prefix = model_prefix(infos, self._state)
+        self.entries = {name: prefix + name for name in self._state}
+        self.targets: dict[str, Any] = {}
+        for name, value in self._state.items():
+            entry = self.entries[name]
+            if entry not in infos:
+                findings.missing.append(f"model: {name!r}: expected {described(value)}")
+            elif findings.fits(f"model: {name!r}", value, infos[entry]):
+                self.targets[entry] = self._state[name] = _with_memory(value)
+        own = set(self.entries.values())
+        others = entries_of_optimizers(infos) - own
+        self.claimed = {entry for entry in infos if entry.startswith(prefix)} - others
+        findings.unexpected += [
+            f"model: {entry.removeprefix(prefix)!r}: found {described(infos[entry])}"
+            for entry in infos
+            if entry in self.claimed and entry not in own
+        ]
+
+    def put(self, loaded: Mapping[str, Any]) -> None:
+        """Give the model what could not be read in place, and let it know of the rest."""
+        state = {
+            name: loaded.get(entry, self._state[name])
+            for name, entry in self.entries.items()
+            if entry in self.targets
+        }
+        set_model_state_dict(self._model, state, options=_NOT_STRICT)
+
+
+def _with_memory(value: Any) -> Any:
+    """Return a tensor to read into: the model's own, or if it is on meta a new one."""
+    if not isinstance(value, Tensor):
+        return None
+    if not value.is_meta:
+        return value
+    if isinstance(value, ShardedTensor):
+        spec = value.spec
+        piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
+        return ShardedTensor(piece, spec)
+    mesh: Any = getattr(value, "device_mesh", None)
+    return torch.empty_like(value, device="cpu" if mesh is None else mesh.device_type)
+
+
+class OptimizerPart:
+    """Optimizers, which get new tensors.
+
+    Attributes:
+        targets: What is read where, by entry, once there is room.
+        claimed: Entries that are optimizers'.
+    """
+
+    def __init__(
+        self, source: Source, model_part: ModelPart, optimizers: Any, findings: Findings
+    ) -> None:
+        """Find the optimizers' entries; reads the saved groups, which say what else to expect."""
+        self._model = model = model_part._model  # noqa: SLF001 - of the same file
+        self._optimizers = optimizers
+        self.targets: dict[str, Any] = {}
+        self.claimed: set[str] = set()
+        self._infos = source.infos
+        self._places: dict[str, tuple[str, Path]] = {}
+        self._saved: dict[str, dict[str, TensorInfo | None]] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._state: dict[str, Any] = {}
+        prefix = optimizer_prefix(source.infos)
+        if prefix is None:
+            findings.missing.append("optimizer: all of its state")
+            return
+        self.claimed = entries_of_optimizers(source.infos) - set(model_part.entries.values())
+        first_name = {
+            alias: names[0] for names, _ in parameters_by_name(model, optimizers) for alias in names
+        }
+        groups = self._read_groups(source, prefix)
+        saved: dict[str, dict[str, TensorInfo | None]] = {}
+        known = first_name.keys() | model_part.entries.keys()
+        for found in optimizer_entries(source.paths, prefix, known):
+            name, keys, info = found.parameter, found.keys, source.infos[found.entry]
+            if name not in first_name:
+                findings.unexpected.append(
+                    f"optimizer: {'.'.join(map(str, (name, *keys)))!r}: found {described(info)}"
+                )
+                continue
+            self._places[found.entry] = (name, keys)
+            of_parameter = saved.setdefault(name, {})
+            if len(keys) == 1:
+                of_parameter[str(keys[0])] = info
+        _compare_names(first_name, saved, groups, findings)
+        self._saved, self._groups = saved, groups
+        self._check_shapes(model_part, findings)
+
+    def _check_shapes(self, model_part: ModelPart, findings: Findings) -> None:
+        """Note state of the saved parameter's shape, if the parameter has another."""
+        params = {
+            alias: param
+            for names, param in parameters_by_name(self._model, self._optimizers)
+            for alias in names
+        }
+        for entry, (name, keys) in self._places.items():
+            info = self._infos[entry]
+            of_model = self._infos.get(model_part.entries.get(name, ""))
+            if info is not None and of_model is not None and info.shape == of_model.shape:
+                where = ".".join(map(str, (name, *keys)))
+                findings.fits(f"optimizer: {where!r}", params[name], info)
+
+    def make_room(self) -> dict[str, Any]:
+        """Return what is read where, by entry; called when the model's parameters have memory."""
+        if not self._places and not self._groups:
+            return {}
+        self._state = optimizer_template(self._model, self._optimizers, self._saved)
+        if self._groups:
+            self._state["param_groups"] = self._groups
+        for entry, (name, keys) in self._places.items():
+            target = element(self._state["state"], (name, *keys))
+            self.targets[entry] = room(self._infos[entry]) if target is None else target
+        return self.targets
+
+    def _read_groups(self, source: Source, prefix: str) -> list[dict[str, Any]]:
+        """Return the saved parameter groups; empty if there are none."""
+        head = f"{prefix}param_groups"
+        entries = [e for e in source.infos if e == head or e.startswith(f"{head}.")]
+        values = {entry: room(source.infos[entry]) for entry in entries}
+        values |= source.read(values)
+        depth = prefix.count(".") + 1
+        paths = {entry: source.paths[entry] for entry in entries}
+        if all(len(path) >= depth for path in paths.values()):
+            groups = nested({paths[entry][depth:]: values[entry] for entry in entries})
+            if isinstance(groups, list):
+                return groups
+        flat = {entry.removeprefix(prefix): values[entry] for entry in entries}
+        result: list[dict[str, Any]] = unflatten(self._model, self._optimizers, flat)[
+            "param_groups"
+        ]
+        return result
+
+    def put(self, loaded: Mapping[str, Any]) -> None:
+        """Give the optimizers their state."""
+        if not self._state:
+            return
+        for entry, (name, keys) in self._places.items():
+            values = self._state["state"].setdefault(name, {})
+            for key in keys[:-1]:
+                values = values.setdefault(key, {})
+            values[keys[-1]] = loaded.get(entry, self.targets[entry])
+        put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
+
+
+def _compare_names(
+    first_name: Mapping[str, str],
+    saved: Collection[str],
+    groups: list[dict[str, Any]],
+    findings: Findings,
+) -> None:
+    """Note parameters of which nothing was saved; those never stepped stand in groups only."""
+    in_groups = {name for group in groups for name in group.get("params", ())}
+    found = {first_name[alias] for alias in (*saved, *in_groups) if alias in first_name}
+    findings.missing += [
+        f"optimizer: all state of {name!r}"
+        for name in dict.fromkeys(first_name.values())
+        if name not in found
+    ]
+    findings.unexpected += [
+        f"optimizer: {name!r} in a parameter group"
+        for name in sorted(in_groups - first_name.keys() - set(saved))
+    ]
+
+
+class ExtrasPart:
+    """What else there is: loaded into objects, or returned."""
+
+    def __init__(
+        self,
+        source: Source,
+        claimed: Collection[str],
+        objects: Mapping[str, Any],
+        findings: Findings,
+    ) -> None:
+        """Find the extras.
+
+        Args:
+            source: The saved state.
+            claimed: Entries of model and optimizers.
+            objects: What is to be loaded in place.
+            findings: Gets what does not fit.
+        """
+        self._objects = objects
+        self._paths = {
+            entry: extra_path(path) for entry, path in source.paths.items() if entry not in claimed
+        }
+        names = {path[0] for path in self._paths.values()}
+        findings.missing += [
+            f"extra: {name!r} ({type(value).__name__})"
+            for name, value in objects.items()
+            if name not in names
+        ]
+        states: dict[str | int, Any] = {}
+        self.targets: dict[str, Any] = {}
+        for entry, path in self._paths.items():
+            info = source.infos[entry]
+            target = None
+            if info is not None and path[0] in objects:
+                # Sharded tensors of the object are read into; others are too.
+                if path[0] not in states:
+                    states[path[0]] = objects[str(path[0])].state_dict()
+                target = element(states[path[0]], path[1:])
+            fits = isinstance(target, Tensor) and tuple(target.shape) == info.shape  # type: ignore[union-attr]
+            self.targets[entry] = target if fits else room(info)
+
+    def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Load objects; return what nobody was given for."""
+        values: dict[Path, Any] = {
+            path: loaded.get(entry, self.targets[entry]) for entry, path in self._paths.items()
+        }
+        extras = nested(values) if values else {}
+        for name, value in self._objects.items():
+            if name in extras:
+                value.load_state_dict(extras.pop(name))
+        result: dict[str, Any] = extras
+        return result

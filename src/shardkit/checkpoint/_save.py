@@ -1,0 +1,146 @@
+"""`save` and `async_save`: a model, its optimizers and other state into one directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint import _directory
+from shardkit.checkpoint._agreement import rank_of
+from shardkit.checkpoint._background import Background, SaveHandle
+from shardkit.checkpoint._progress import Meter
+from shardkit.checkpoint._write import Job, write
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from shardkit.checkpoint._progress import Progress
+
+_background = Background()
+
+
+def save(  # noqa: PLR0913 - the state, where it goes, and how
+    path: os.PathLike[str] | str,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    keep_last: int | None = None,
+    overwrite: bool = False,
+    process_group: Any = None,
+    progress: Progress = None,
+    **extra: Any,
+) -> Path:
+    """Save a model, optimizers and other state; call it on all ranks.
+
+    Each rank writes what it holds into one file of a directory that all ranks see: a standard
+    checkpoint of ``torch.distributed.checkpoint`` (``dcp.load`` reads it, also for FSDP2), and a
+    manifest with checksums. Under its name there is at any moment, also after a crash, a complete
+    checkpoint or what was there before: nothing if there was nothing.
+
+    Args:
+        path: The checkpoint's directory, such as ``checkpoints/step-1000``.
+        model: Sharded or not.
+        optimizer: One or several.
+        keep_last: Delete, once this one is complete, all but so many of the checkpoints beside it,
+            and what killed runs left there. The directory should then be one run's only.
+        overwrite: Replace a checkpoint of this name.
+        process_group: The ranks that save; default: all. On the first of them in rank order falls
+            the work for all.
+        progress: By default a bar on rank 0's terminal, if it takes longer than a second and
+            rich is installed; False: none; or a function of the bytes that this rank has written
+            and will write.
+        **extra: Values that ``torch.load(weights_only=True)`` can load, those of the first rank; or
+            objects with ``state_dict`` and ``load_state_dict``, such as schedulers. An integer
+            `step` is noted in the manifest.
+
+    Returns:
+        The directory's absolute path.
+
+    Raises:
+        CheckpointError: On all ranks, with the reason of each rank that failed. What was there
+            before is still there, and nothing of the new one. Also if an asynchronous save before
+            failed and nobody asked for its result.
+
+    Cost: the planning of DCP (a gather and a scatter of descriptions of all tensors), 16 MiB of
+    memory for each rank; sharded tensors are not copied.
+    """
+    job = Job(_directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
+    job.check()
+    error = _background.last_error()
+
+    def collect() -> dict[str, Any]:
+        _raise_last(error)
+        return job.collect()
+
+    with Meter(progress, f"saving {job.path.name}", rank=rank_of(process_group)) as meter:
+        return write(job, collect, process_group, meter)
+
+
+def async_save(  # noqa: PLR0913 - as `save`
+    path: os.PathLike[str] | str,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    keep_last: int | None = None,
+    overwrite: bool = False,
+    process_group: Any = None,
+    progress: Progress = None,
+    **extra: Any,
+) -> SaveHandle:
+    """Save as `save` does, but return when the state has been copied to memory of its own.
+
+    A thread writes the copy. It is one at a time: another save waits for it. Call it on all ranks,
+    and before ``dist.destroy_process_group()`` ask for the result.
+
+    Args:
+        path: See `save`, as for all others.
+        model: .
+        optimizer: .
+        keep_last: .
+        overwrite: .
+        process_group: .
+        progress: As for `save`, but by default nothing is shown.
+        **extra: .
+
+    Returns:
+        A handle: ``result()`` waits for the checkpoint and raises if it could not be written. If
+        nobody asks, the next save raises this error; ask on all ranks or on none.
+
+    Raises:
+        CheckpointError: An argument is wrong, or the last asynchronous save failed unheard.
+
+    Cost: memory on the host for a copy of what this rank holds; it is kept for the next time,
+    until `release_staging_memory`. The first call makes a process group.
+    """
+    job = Job(_directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
+    job.check()
+    _raise_last(_background.last_error())
+    _directory.check_free(job.path, overwrite=overwrite)
+    group = _background.group_like(process_group)
+    return _background.start(job, _background.staging.copy(job.collect()), group)
+
+
+def wait_for_last_save() -> None:
+    """Wait for the asynchronous save under way; its error stays for who asks for its result."""
+    _background.wait()
+
+
+def release_staging_memory() -> None:
+    """Give back the memory that asynchronous saves copy to, after the one under way.
+
+    Raises:
+        CheckpointError: It failed, and nobody has asked for its result.
+    """
+    _background.staging.release()
+    _raise_last(_background.last_error())
+
+
+def _raise_last(error: BaseException | None) -> None:
+    if error is not None:
+        msg = f"the last asynchronous save failed: {error}"
+        raise CheckpointError(msg) from error

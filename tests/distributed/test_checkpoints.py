@@ -1,0 +1,479 @@
+"""`shardkit.checkpoint`: saved by some ranks, loaded by others, in turns with FSDP2."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import threading
+import typing
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from checkpoints import (
+    CHECKPOINT_CASES,
+    WholeState,
+    assert_same,
+    make_sharded,
+    train_on_shares,
+    whole_state,
+)
+from models import CASES, MLP
+from reference import OPTIMIZERS, make_mesh, shard
+from shardkit import checkpoint
+from shardkit.checkpoint import _stream
+
+Spawn = typing.Callable[..., list[typing.Any]]
+Outcome = tuple[WholeState, list[float]]
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 50])
+
+
+def save(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:
+    """Train, save, train on."""
+    case = CHECKPOINT_CASES[name]
+    model, optimizer = make_sharded(case, mesh_shape)
+    scheduler = schedule_of(optimizer)
+    train_on_shares(case, model, optimizer, range(2))
+    scheduler.step()
+    checkpoint.save(folder, model, optimizer, step=2, scheduler=scheduler)
+    return whole_state(model, optimizer), train_on_shares(case, model, optimizer, range(2, 4))
+
+
+def load(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:
+    """Load into a model of other values, train on."""
+    case = CHECKPOINT_CASES[name]
+    model, optimizer = make_sharded(case, mesh_shape, seed=7)
+    scheduler = schedule_of(optimizer)
+    assert checkpoint.load(folder, model, optimizer, scheduler=scheduler) == {"step": 2}
+    assert scheduler.last_epoch == 1
+    return whole_state(model, optimizer), train_on_shares(case, model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [
+        ("gpt", (2,), (2,)),
+        ("gpt", (2,), (3,)),
+        ("mixed", (3,), (2, 2)),
+        ("gpt", (2, 2), (2,)),
+        ("frozen", (3,), (4,)),
+        ("tiny", (2,), (4,)),
+        ("conv", (1,), (2,)),
+        ("tied", (2,), (1,)),
+        ("unused", (2,), (3,)),
+    ],
+)
+def test_training_goes_on(
+    spawn: Spawn, tmp_path: pathlib.Path, name: str, saved: tuple[int, ...], loaded: tuple[int, ...]
+) -> None:
+    path = tmp_path / "x"
+    (expected, losses), *_ = spawn(save, math.prod(saved), name, saved, str(path))
+    for state, others in spawn(load, math.prod(loaded), name, loaded, str(path)):
+        assert_same(state, expected)
+        if saved == loaded:
+            assert others == losses
+        elif name != "conv":  # There batch statistics are those of a rank's own samples.
+            # Sums over ranks are taken in another order.
+            assert others == pytest.approx(losses, rel=1e-5)
+
+
+def bytes_of(tensors: typing.Iterable[torch.Tensor]) -> int:
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def save_wide(mesh_shape: tuple[int, ...], folder: str) -> int:
+    model = shard(CASES["mlp"], MLP((501,) * 9), make_mesh(mesh_shape))
+    checkpoint.save(folder, model)
+    return bytes_of(model.state_dict().values())
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_everything_is_written_once(
+    spawn: Spawn, tmp_path: pathlib.Path, mesh_shape: tuple[int, ...]
+) -> None:
+    nbytes = spawn(save_wide, math.prod(mesh_shape), mesh_shape, str(tmp_path / "x"))[0]
+    files = list((tmp_path / "x").glob("*.distcp"))
+    written = [file.stat().st_size for file in files]
+    assert len(written) == math.prod(mesh_shape)
+    assert nbytes < sum(written) < 1.01 * nbytes
+    assert max(written) < 1.2 * nbytes / len(written)  # Replicas share the work.
+
+
+# --- FSDP2 and plain DCP --------------------------------------------------------------------------
+
+
+def make_fsdp2(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    case = CASES["gpt"]
+    torch.manual_seed(seed)
+    model = case.make()
+    mesh = init_torch_mesh("cpu", (dist.get_world_size(),))
+    for module in case.groups(model):
+        fsdp2(module, mesh=mesh)
+    fsdp2(model, mesh=mesh)
+    return model, OPTIMIZERS["adamw"](model.parameters())
+
+
+def save_fsdp2(folder: str, nesting: str) -> Outcome:
+    model, optimizer = make_fsdp2(0)
+    train_on_shares(CASES["gpt"], model, optimizer, range(2))
+    model_state, optim_state = get_state_dict(model, optimizer)
+    states: dict[str, typing.Any] = {
+        "model, optim": {"model": model_state, "optim": optim_state, "step": 2},
+        "app": {"app": {"model": model_state, "optim": optim_state, "step": 2}},
+        "optimizer": {"model": model_state, "optimizer": optim_state, "extra": {"step": 2}},
+        "bare": model_state,
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # DCP of torch 2.9
+        dcp.save(states[nesting], checkpoint_id=folder)
+    return whole_state(model, optimizer), train_on_shares(
+        CASES["gpt"], model, optimizer, range(2, 4)
+    )
+
+
+def load_from_fsdp2(folder: str, nesting: str) -> Outcome:
+    model, optimizer = make_sharded(CASES["gpt"], (dist.get_world_size(),), seed=7)
+    if nesting == "bare":
+        assert checkpoint.load(folder, model) == {}
+    else:
+        assert checkpoint.load(folder, model, optimizer) == {"step": 2}
+    return whole_state(model, optimizer), train_on_shares(
+        CASES["gpt"], model, optimizer, range(2, 4)
+    )
+
+
+@pytest.mark.parametrize("nesting", ["model, optim", "app", "optimizer", "bare"])
+def test_checkpoints_of_fsdp2(spawn: Spawn, tmp_path: pathlib.Path, nesting: str) -> None:
+    expected, losses = spawn(save_fsdp2, 2, str(tmp_path), nesting)[0]
+    for world_size in (2, 3):
+        state, others = spawn(load_from_fsdp2, world_size, str(tmp_path), nesting)[0]
+        if nesting == "bare":
+            assert_same(state["model"], expected["model"])
+        else:
+            assert_same(plain_steps(state), plain_steps(expected))
+            assert others == pytest.approx(losses, rel=1e-5)  # Sums in another order.
+
+
+def plain_steps(state: WholeState) -> WholeState:
+    return {"model": state["model"], "state": [o["state"] for o in state["optimizers"]]}
+
+
+def load_into_fsdp2(folder: str) -> Outcome:
+    model, optimizer = make_fsdp2(7)
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+    return whole_state(model, optimizer), train_on_shares(
+        CASES["gpt"], model, optimizer, range(2, 4)
+    )
+
+
+def test_fsdp2_loads_ours(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x"
+    expected, losses = spawn(save, 2, "gpt", (2,), str(path))[0]
+    state, others = spawn(load_into_fsdp2, 3, str(path))[0]
+    assert_same(plain_steps(state), plain_steps(expected))
+    assert others == pytest.approx(losses, rel=1e-5)  # Sums in another order.
+
+
+# --- in the background ----------------------------------------------------------------------------
+
+
+def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]]:
+    """Train on while a slow disk is written to; save again at once."""
+    case = CASES["gpt"]
+    model, optimizer = make_sharded(case, (2,))
+    train_on_shares(case, model, optimizer, range(2))
+    go_on = threading.Event()
+    real = _stream.FileStream.append
+
+    def slow(self: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
+        go_on.wait(30)
+        return real(self, *args, **options)
+
+    _stream.FileStream.append = slow
+    try:
+        handle = checkpoint.async_save(pathlib.Path(folder, "a"), model, optimizer, step=2)
+        state = whole_state(model, optimizer)
+        losses = train_on_shares(case, model, optimizer, range(2, 4))
+        done = [handle.done(), pathlib.Path(folder, "a").exists()]
+        with pytest.raises(TimeoutError, match="not complete after"):
+            handle.result(timeout=0.01)
+        go_on.set()
+        second = checkpoint.async_save(pathlib.Path(folder, "b"), model, optimizer, step=4)
+        done += [handle.done(), handle.result() == pathlib.Path(folder, "a")]
+        second.result()
+    finally:
+        _stream.FileStream.append = real
+    assert checkpoint.latest(folder) == pathlib.Path(folder, "b")
+    checkpoint.release_staging_memory()
+    return state, losses, done
+
+
+def load_any(folder: str, steps: tuple[int, int]) -> Outcome:
+    model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
+    checkpoint.load(folder, model, optimizer)
+    return whole_state(model, optimizer), train_on_shares(
+        CASES["gpt"], model, optimizer, range(*steps)
+    )
+
+
+def test_training_goes_on_while_a_copy_is_written(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    results = spawn(save_in_background, 2, str(tmp_path))
+    for state, losses, done in results:
+        assert done == [False, False, True, True]
+        others = spawn(load_any, 2, str(tmp_path / "a"), (2, 4))[0]
+        assert_same(others[0], state)
+        assert others[1] == losses
+
+
+def unheard(folder: str, how: str) -> list[str]:
+    """A save in the background fails; return what is raised, and when."""
+    model, optimizer = make_sharded(CASES["gpt"], (2,))
+    path = pathlib.Path(folder, "a")
+    real = _stream.FileStream.append
+    if dist.get_rank() == 1:
+
+        def fail(*_: object, **__: object) -> typing.NoReturn:
+            raise OSError(28, "No space left on device")
+
+        _stream.FileStream.append = fail
+    raised = []
+    try:
+        handle = checkpoint.async_save(path, model, optimizer)
+        handle.wait()
+        _stream.FileStream.append = real
+        if how == "asked":
+            with pytest.raises(checkpoint.CheckpointError) as found:
+                handle.result()
+            raised.append(str(found.value))
+        elif how != "none":
+            again = checkpoint.save if how == "save" else checkpoint.async_save
+            with pytest.raises(checkpoint.CheckpointError) as found:
+                again(path, model, optimizer)
+            raised.append(str(found.value))
+        checkpoint.save(path, model, optimizer)
+    finally:
+        _stream.FileStream.append = real
+    raised.append(str(sorted(entry.name for entry in pathlib.Path(folder).iterdir())))
+    return raised
+
+
+@pytest.mark.parametrize("how", ["asked", "save", "async_save"])
+def test_errors_in_the_background_are_heard_once(
+    spawn: Spawn, tmp_path: pathlib.Path, how: str
+) -> None:
+    for message, files in spawn(unheard, 2, str(tmp_path), how):
+        assert "[rank 1] OSError: [Errno 28] No space left on device" in message
+        assert ("the last asynchronous save failed" in message) == (how != "asked")
+        assert files == "['a']"
+
+
+# --- one rank fails -------------------------------------------------------------------------------
+
+
+class Unsavable:
+    """Raises on rank 1."""
+
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank() == 1:
+            msg = "not now"
+            raise RuntimeError(msg)
+        return {}
+
+    def load_state_dict(self, state: object) -> None:
+        del state
+        if dist.get_rank() == 1:
+            msg = "not this"
+            raise ValueError(msg)
+
+
+def fail_to_write(folder: str) -> None:
+    def fail(*_: object) -> typing.NoReturn:
+        raise OSError(28, "No space left on device")
+
+    real = _stream.FileStream._write  # noqa: SLF001 - what calls the disk
+    if dist.get_rank() == 1:
+        _stream.FileStream._write = fail  # noqa: SLF001
+    try:
+        checkpoint.save(pathlib.Path(folder, "x"), make_sharded(CASES["gpt"], (2,))[0])
+    finally:
+        _stream.FileStream._write = real  # noqa: SLF001
+
+
+def fail_to_collect(folder: str) -> None:
+    model, _ = make_sharded(CASES["gpt"], (2,))
+    checkpoint.save(pathlib.Path(folder, "x"), model, loader=Unsavable())
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [(fail_to_write, "No space left on device"), (fail_to_collect, "RuntimeError: not now")],
+)
+def test_all_ranks_hear_why_one_could_not_save(
+    spawn_errors: Spawn,
+    tmp_path: pathlib.Path,
+    fail: typing.Callable[[str], None],
+    reason: str,
+) -> None:
+    for error in spawn_errors(fail, 2, str(tmp_path)):
+        assert error.type_name == "CheckpointError"
+        assert "[rank 1] " in error.message
+        assert reason in error.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def load_stateful(folder: str) -> None:
+    model, optimizer = make_sharded(CASES["gpt"], (2,))
+    checkpoint.load(folder, model, optimizer, scheduler=Unsavable())
+
+
+def load_other(folder: str, strict: bool) -> None:
+    model, optimizer = make_sharded(CASES["mlp"], (2,))
+    del optimizer
+    checkpoint.load(folder, model, strict=strict)
+
+
+def test_all_ranks_hear_why_one_could_not_load(
+    spawn: Spawn, spawn_errors: Spawn, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "x"
+    spawn(save, 2, "gpt", (2,), str(path))
+    for error in spawn_errors(load_stateful, 2, str(path)):
+        assert error.type_name == "CheckpointError"
+        assert "[rank 1] ValueError: not this" in error.message
+    with (path / "__1_0.distcp").open("r+b") as file:
+        file.seek(path.joinpath("__1_0.distcp").stat().st_size // 2)
+        file.write(b"damaged")
+    for error in spawn_errors(load_any, 2, str(path), (2, 4)):
+        assert "__1_0.distcp" in error.message
+        assert "are not what was written" in error.message
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def save_mlp(folder: str) -> None:
+    model, optimizer = make_sharded(CASES["mlp"], (2,))
+    train_on_shares(CASES["mlp"], model, optimizer, range(1))
+    checkpoint.save(folder, model, optimizer, step=1)
+
+
+class Other(MLP):
+    """Like the MLP that was saved, but for a wider head, no bias in one layer, and a new layer."""
+
+    def __init__(self) -> None:
+        super().__init__((7, 13, 24, 9))
+        self.layers[1].register_parameter("bias", None)
+        self.new = nn.Linear(2, 2)
+
+
+def load_misfit(folder: str, strict: bool, which: type[nn.Module]) -> dict[str, typing.Any]:
+    torch.manual_seed(3)
+    model = shard(CASES["mlp"], which(), make_mesh((2,)))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    before = whole_state(model, optimizer)
+    try:
+        return checkpoint.load(folder, model, optimizer, strict=strict)
+    except checkpoint.CheckpointError:
+        assert_same(whole_state(model, optimizer), before)  # Nothing has been changed.
+        raise
+
+
+class Narrower(MLP):
+    """Has a part of the MLP's layers, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__((7, 13, 24))
+        self.new = nn.Linear(2, 2)
+
+
+def test_all_that_does_not_fit_is_listed(
+    spawn: Spawn, spawn_errors: Spawn, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "x"
+    spawn(save_mlp, 2, str(path))
+    for error in spawn_errors(load_misfit, 2, str(path), True, Other):
+        assert error.type_name == "CheckpointError"
+        for line in (
+            "model: 'layers.2.weight': expected shape (9, 24) of float32, found shape (5, 24)",
+            "optimizer: 'layers.2.weight.exp_avg': expected shape (9, 24) of float32, found shape",
+            "missing: model: 'new.weight': expected shape (2, 2)",
+            "missing: optimizer: all state of 'new.weight'",
+            "unexpected: model: 'layers.1.bias': found shape (24,)",
+            "unexpected: optimizer: 'layers.1.bias.exp_avg': found shape (24,)",
+        ):
+            assert line in error.message
+    for error in spawn_errors(load_misfit, 2, str(path), False, Other):
+        assert "'layers.2.weight'" in error.message
+        assert "new.weight" not in error.message
+    assert spawn(load_misfit, 2, str(path), False, Narrower) == [{"step": 1}] * 2
+
+
+# --- other states ---------------------------------------------------------------------------------
+
+
+def save_average(folder: str) -> WholeState:
+    """The average of a model is an extra of sharded tensors."""
+    case = CASES["gpt"]
+    model, optimizer = make_sharded(case, (2,))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train_on_shares(case, model, optimizer, range(1))
+    average.update_parameters(model)
+    checkpoint.save(folder, model, average=average)
+    return whole_state(average.module)
+
+
+def load_average(folder: str, given: bool) -> typing.Any:
+    model, _ = make_sharded(CASES["gpt"], (3,), seed=7)
+    if given:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        assert checkpoint.load(folder, model, average=average) == {}
+        return whole_state(average.module)["model"]
+    found = checkpoint.load(folder, model)["average"]
+    return {key.removeprefix("module."): found[key] for key in found if key != "n_averaged"}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_extras_of_sharded_tensors(spawn: Spawn, tmp_path: pathlib.Path, given: bool) -> None:
+    path = tmp_path / "x"
+    expected = spawn(save_average, 2, str(path))[0]
+    assert_same(spawn(load_average, 3, str(path), given)[0], expected["model"])
+
+
+def load_on_meta(folder: str) -> WholeState:
+    with torch.device("meta"):
+        model = CASES["gpt"].make()
+    shard(CASES["gpt"], model, make_mesh((2,)))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    checkpoint.load(folder, model, optimizer)
+    return whole_state(model, optimizer)
+
+
+def test_models_on_meta_get_memory(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x"
+    spawn(save_gpt, 2, str(path))
+    state = spawn(load_on_meta, 2, str(path))[0]
+    assert_same(state, spawn(load_gpt, 2, str(path))[0])
+
+
+def save_gpt(folder: str) -> None:
+    model, optimizer = make_sharded(CASES["gpt"], (2,))
+    train_on_shares(CASES["gpt"], model, optimizer, range(1))
+    checkpoint.save(folder, model, optimizer)
+
+
+def load_gpt(folder: str) -> WholeState:
+    model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
+    checkpoint.load(folder, model, optimizer)
+    return whole_state(model, optimizer)

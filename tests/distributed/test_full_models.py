@@ -1,0 +1,428 @@
+"""Files of whole tensors into sharded models and back, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pathlib
+import typing
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import parallel_models
+from models import CASES
+from reference import full, make_mesh, my_batch, shard
+from shardkit import fully_shard
+from shardkit.checkpoint import load_full, save_full
+
+Spawn = typing.Callable[..., list[typing.Any]]
+StateDict = dict[str, Tensor]
+
+KINDS = ["nested.pt", "model.safetensors", "directory"]
+
+
+def draw(state: StateDict) -> StateDict:
+    """Return a state dict of the same names and ties with other values."""
+    generator = torch.Generator().manual_seed(11)
+    state = copy.deepcopy(state)
+    for value in state.values():
+        if value.is_floating_point():
+            value.copy_(torch.randn(value.shape, generator=generator))
+        else:
+            value.fill_(7)
+    return state
+
+
+def without_ties(state: StateDict) -> StateDict:
+    """Leave out later names of a tensor, as libraries do that write safetensors."""
+    first = {value.data_ptr(): name for name, value in reversed(state.items())}
+    return {name: value for name, value in state.items() if first[value.data_ptr()] == name}
+
+
+def write(state: StateDict, kind: str, folder: str) -> pathlib.Path:
+    """Write a state dict as others do, on rank 0."""
+    path = pathlib.Path(folder) / kind
+    if dist.get_rank() == 0:
+        if kind == "nested.pt":
+            torch.save({"model": state, "epoch": 3}, path)
+        elif kind == "model.safetensors":
+            safetensors.torch.save_file(without_ties(state), path)
+        else:
+            path.mkdir()
+            places = {name: f"part-{i}.safetensors" for i, name in enumerate(without_ties(state))}
+            for name, file in places.items():
+                safetensors.torch.save_file({name: state[name]}, path / file)
+            (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    dist.barrier()
+    return path
+
+
+@torch.no_grad()
+def assert_holds(model: nn.Module, state: StateDict) -> None:
+    mine = model.state_dict()
+    assert list(mine) == list(state)
+    for name, value in state.items():
+        whole = full(mine[name])
+        assert whole.dtype == value.dtype, name
+        assert torch.equal(whole, value), name
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+def there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: str) -> None:
+    case = CASES[name]
+    state = draw(case.make().state_dict())
+    path = write(state, kind, folder)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = shard(case, case.make(), make_mesh(mesh_shape))
+        before = list(map(id, model.parameters()))
+        assert load_full(path, model) == ([], [], [])
+        assert_holds(model, state)
+        assert list(map(id, model.parameters())) == before
+    case.loss(model, my_batch(case, 0)).backward()
+
+    back = pathlib.Path(folder) / "back"
+    torch_file = save_full(back / "model.pt", model)
+    single = save_full(back / "single.safetensors", model, format="safetensors")
+    third = sum(value.nbytes for value in state.values()) // 3
+    parts = save_full(back / "parts", model, format="safetensors", max_shard_size=third)
+    dist.barrier()
+    buffers = {name: value for name, value in model.state_dict().items() if "running" in name}
+    state |= buffers  # The forward changed them, on each rank by its own batch.
+    if dist.get_rank() == 0:
+        for mmap in (False, True):
+            loaded = torch.load(torch_file, weights_only=True, mmap=mmap)
+            assert list(loaded) == list(state)
+            assert all(torch.equal(loaded[n], v) for n, v in state.items() if "tracked" not in n)
+        assert len(without_ties(loaded)) == len(without_ties(state))
+        plain = case.make()
+        plain.load_state_dict(loaded)
+        saved = safetensors.torch.load_file(single)
+        assert saved.keys() == without_ties(state).keys()
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+        safetensors.torch.load_model(case.make(), single)
+        assert len(list(parts.glob("model-0*-of-0*.safetensors"))) > 1
+    dist.barrier()
+    for file in (torch_file, single, parts):
+        again = shard(case, case.make(), make_mesh((dist.get_world_size(),)))
+        load_full(file, again)
+        for key, value in state.items():
+            if value.is_floating_point() and key not in buffers:
+                assert torch.equal(full(again.state_dict()[key]), value), key
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh_shape", "kind"),
+    [
+        ("gpt", (2,), "nested.pt"),
+        ("gpt", (3,), "model.safetensors"),
+        ("gpt", (2, 2), "directory"),
+        ("conv", (2,), "directory"),
+        ("conv", (3,), "nested.pt"),
+        ("tiny", (2, 2), "model.safetensors"),
+        ("tied", (3,), "directory"),
+    ],
+    ids=str,
+)
+def test_there_and_back(
+    spawn: Spawn, tmp_path: pathlib.Path, name: str, mesh_shape: tuple[int, ...], kind: str
+) -> None:
+    spawn(there_and_back, torch.Size(mesh_shape).numel(), name, mesh_shape, kind, str(tmp_path))
+
+
+def tensor_parallel(mesh_shape: tuple[int, ...], folder: str) -> None:
+    plain, model = parallel_models.make("gpt", mesh_shape)
+    state = draw(plain.state_dict())
+    load_full(write(state, "nested.pt", folder), model)
+    assert_holds(model, state)
+    for name, format in (("model.pt", "torch"), ("x.safetensors", "safetensors")):  # noqa: A001
+        path = save_full(pathlib.Path(folder) / name, model, format=format)
+        dist.barrier()
+        load = torch.load if format == "torch" else safetensors.torch.load_file
+        loaded = load(path)
+        assert loaded.keys() == state.keys()
+        assert all(torch.equal(loaded[key], value) for key, value in state.items())
+
+
+def test_tensor_parallel_models(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(tensor_parallel, 4, (2, 2), str(tmp_path))
+
+
+def convert(folder: str) -> None:
+    case = CASES["conv"]
+    state = draw(case.make().state_dict())
+    half = {n: v.bfloat16() if v.is_floating_point() else v for n, v in state.items()}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = shard(case, case.make(), make_mesh((2,)))
+        load_full(write(half, "nested.pt", folder), model)
+        assert_holds(model, {n: v.to(state[n].dtype) for n, v in half.items()})
+        small = shard(case, case.make().bfloat16(), make_mesh((2,)))
+        load_full(write(state, "model.safetensors", folder), small)
+        assert_holds(small, half)
+    load_full(write(state, "nested.pt", folder), model)
+    path = save_full(pathlib.Path(folder) / "half.pt", model, dtype=torch.bfloat16)
+    dist.barrier()
+    loaded = torch.load(path)
+    assert all(torch.equal(loaded[n], v) and loaded[n].dtype == v.dtype for n, v in half.items())
+
+
+def test_dtypes_are_converted(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(convert, 2, str(tmp_path))
+
+
+def load_while_kept(folder: str) -> None:
+    case = CASES["mlp"]
+    plain = case.make()
+    state = draw(plain.state_dict())
+    model = shard(case, case.make(), make_mesh((2,)), reshard_after_forward=False)
+    batch = my_batch(case, 0)
+    for module in [*model.layers, model]:
+        module.unshard()
+    case.loss(model, batch)
+    load_full(write(state, "nested.pt", folder), model)
+    plain.load_state_dict(state)
+    assert torch.equal(case.loss(model, batch), case.loss(plain, batch))
+
+
+def test_gathered_groups_notice(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(load_while_kept, 2, str(tmp_path))
+
+
+class Odd(nn.Module):
+    """A parameter that is not sharded, buffers of both kinds, state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.plain = nn.Parameter(torch.zeros(4))
+        self.register_buffer("strided", torch.zeros(3, 4).t())
+        self.register_buffer("computed", torch.arange(3.0), persistent=False)
+        self.notes: typing.Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def get_extra_state(self) -> typing.Any:
+        return {"notes": self.notes}
+
+    def set_extra_state(self, state: typing.Any) -> None:
+        self.notes = state["notes"]
+
+
+def load_odd(folder: str) -> None:
+    plain = Odd()
+    plain.notes = [1, "two"]
+    state = plain.state_dict()
+    extra = state.pop("_extra_state")
+    path = write(draw(state) | {"_extra_state": extra}, "nested.pt", folder)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Odd()
+            fully_shard(model, make_mesh((2,)), ignored_params={model.plain})
+        names = load_full(path, model)
+        assert names == ([], [], ["computed"] if device == "meta" else [])
+        assert model.notes == [1, "two"]
+        whole = {name: v for name, v in model.state_dict().items() if name != "_extra_state"}
+        assert {name: full(v).tolist() for name, v in whole.items()} == {
+            name: v.tolist() for name, v in draw(state).items()
+        }
+        assert isinstance(model.plain, nn.Parameter)
+    saved = save_full(pathlib.Path(folder) / "saved.pt", model)
+    dist.barrier()
+    assert torch.load(saved)["_extra_state"] == {"notes": [1, "two"]}
+
+
+def test_what_is_not_sharded(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(load_odd, 2, str(tmp_path))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 1024, 50  # 200 MiB; the head is the largest tensor, 20 MiB.
+MIB = 2**20
+SLACK_MIB = 6  # The allocator's and Python's own.
+
+
+def big_model() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS - 5)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 5 * WIDTH, bias=False))
+
+
+def peak_mib(*, reset: bool = False) -> float:
+    """Return this process's largest resident size since the last reset (the kernel's VmHWM)."""
+    if reset:
+        gc.collect()
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def measure_loading(path: str, device: str) -> tuple[float, float]:
+    """Return MiB of this rank's shard, and by how much loading raised the peak above that."""
+    with torch.device("meta"):
+        model = big_model()
+        for layer in model:
+            fully_shard(layer, make_mesh((2,)))
+        fully_shard(model, make_mesh((2,)))
+    if device == "cpu":
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            param.to_local().zero_()
+    shard_mib = sum(p.to_local().numel() for p in model.parameters()) * 4 / MIB
+    before = peak_mib(reset=True)
+    load_full(path, model)
+    grown = peak_mib() - before - (shard_mib if device == "meta" else 0)
+    for i, param in enumerate(model.parameters()):
+        assert param.to_local().eq(i + 1).all()
+    return shard_mib, grown
+
+
+def measure_saving(folder: str) -> float:
+    model = big_model()
+    for layer in model:
+        fully_shard(layer, make_mesh((2,)))
+    model = fully_shard(model, make_mesh((2,)))
+    before = peak_mib(reset=True)
+    save_full(pathlib.Path(folder) / "saved.pt", model)
+    save_full(pathlib.Path(folder) / "saved.safetensors", model, format="safetensors")
+    return peak_mib() - before
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("kind", ["model.pt", "model.safetensors"])
+def test_loading_takes_a_tensor_above_the_shard(
+    spawn: Spawn, tmp_path: pathlib.Path, kind: str, device: str
+) -> None:
+    state = {
+        f"{i}.weight": torch.full_like(p, i + 1) for i, p in enumerate(big_model().parameters())
+    }
+    nbytes = [value.nbytes for value in state.values()]
+    assert sum(nbytes) == 200 * MIB
+    save = torch.save if kind == "model.pt" else safetensors.torch.save_file
+    save(state, tmp_path / kind)
+    for shard_mib, grown_mib in spawn(measure_loading, 2, str(tmp_path / kind), device):
+        assert shard_mib == 100
+        assert grown_mib <= max(nbytes) / MIB + SLACK_MIB
+
+
+def test_saving_takes_less_than_a_tensor(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    for grown_mib in spawn(measure_saving, 2, str(tmp_path)):
+        assert grown_mib <= 16 + SLACK_MIB
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def misfit_file(folder: str) -> tuple[nn.Module, pathlib.Path]:
+    case = CASES["conv"]
+    state = draw(case.make().state_dict())
+    del state["head.bias"]
+    state["nobody"] = torch.ones(3)
+    state["head.weight"] = torch.ones(2, 5)
+    state["stages.0.1.num_batches_tracked"] = torch.tensor(1.5)
+    return shard(case, case.make(), make_mesh((2,))), write(state, "nested.pt", folder)
+
+
+def load_misfits(folder: str, strict: bool) -> None:
+    model, path = misfit_file(folder)
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
+    try:
+        load_full(path, model, strict=strict)
+    finally:
+        assert_holds(model, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_all_that_does_not_fit_is_listed(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, strict: bool
+) -> None:
+    for error in spawn_errors(load_misfits, 2, str(tmp_path), strict):
+        assert error.type_name == "CheckpointError"
+        assert (
+            "shape: 'head.weight' of shape (5, 6), float32 in the model; in the file (2, 5)"
+            in error.message
+        )
+        assert "of another kind of dtype: 'stages.0.1.num_batches_tracked'" in error.message
+        for text in (
+            "missing in the file: 'head.bias' of shape (5,)",
+            "unexpected in the file: 'nobody' of shape (3,)",
+        ):
+            assert (text in error.message) == strict
+
+
+def load_loosely(folder: str) -> None:
+    case = CASES["mlp"]
+    state = draw(case.make().state_dict())
+    kept = state.pop("layers.1.bias")
+    with torch.device("meta"):
+        model = shard(case, case.make(), make_mesh((2,)))
+    names = load_full(write(state | {"x": kept}, "nested.pt", folder), model, strict=False)
+    assert names == (["layers.1.bias"], ["x"], ["layers.1.bias"])
+
+
+def test_what_is_missing_is_returned(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(load_loosely, 2, str(tmp_path))
+
+
+def save_where_it_fails(folder: str, how: str) -> None:
+    case = CASES["mlp"]
+    model = shard(case, case.make(), make_mesh((2,)))
+    if how == "late" and dist.get_rank() == 0:
+        from shardkit.checkpoint import _torch_files
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        _torch_files.write_at, write_at = fail, _torch_files.write_at
+    try:
+        save_full(pathlib.Path(folder) / "model.pt", model)
+    finally:
+        if how == "late" and dist.get_rank() == 0:
+            _torch_files.write_at = write_at
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+def test_all_ranks_say_why_the_first_could_not_write(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, how: str
+) -> None:
+    folder = tmp_path / "folder"
+    if how == "early":
+        folder.write_text("a file")
+    else:
+        folder.mkdir()
+    for error in spawn_errors(save_where_it_fails, 2, str(folder), how):
+        assert error.type_name == "CheckpointError"
+        assert "rank 0 could not write" in error.message
+        assert ("Not a directory" if how == "early" else "No space left") in error.message
+    if how == "late":
+        assert list(folder.iterdir()) == []
+
+
+def save_plain(folder: str) -> None:
+    save_full(pathlib.Path(folder) / "x.pt", nn.Linear(2, 2))
+
+
+def save_meta(folder: str) -> None:
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(2, 2), make_mesh((2,)))
+    save_full(pathlib.Path(folder) / "x.pt", model)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [(save_plain, "has no sharded parameters"), (save_meta, "'weight' is on the meta device")],
+)
+def test_models_that_cannot_be_saved(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, save: typing.Any, message: str
+) -> None:
+    for error in spawn_errors(save, 2, str(tmp_path)):
+        assert error.type_name == "CheckpointError"
+        assert message in error.message

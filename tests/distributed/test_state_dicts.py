@@ -1,0 +1,187 @@
+"""State dicts by parameter names: full ones, from rank 0, templates for what was saved."""
+
+from __future__ import annotations
+
+import math
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoints import (
+    CHECKPOINT_CASES,
+    assert_same,
+    make_sharded,
+    train_on_shares,
+    whole,
+    whole_state,
+)
+from reference import make_mesh
+from shardkit import ShardedTensor, fully_shard
+from shardkit.checkpoint import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from shardkit.checkpoint._state import TensorInfo, optimizer_template, put_optimizer_state
+
+Spawn = typing.Callable[..., list[typing.Any]]
+
+
+def trained(name: str, mesh_shape: tuple[int, ...], seed: int = 0) -> typing.Any:
+    case = CHECKPOINT_CASES[name]
+    model, optimizer = make_sharded(case, mesh_shape, seed=seed)
+    train_on_shares(case, model, optimizer, range(2))
+    return case, model, optimizer
+
+
+def is_plain(state: dict[str, typing.Any]) -> bool:
+    return all(not isinstance(leaf, ShardedTensor) for leaf in state.values())
+
+
+def full_round(name: str, mesh_shape: tuple[int, ...], how: str) -> None:
+    """A full state dict of one model goes into another of other values."""
+    case, model, optimizer = trained(name, mesh_shape)
+    cpu_offload = how == "rank 0 sends"
+    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    model_state, optim_state = get_state_dict(model, optimizer, options=options)
+    expected = whole_state(model, optimizer)
+    losses = train_on_shares(case, model, optimizer, range(2, 4))
+    if cpu_offload and dist.get_rank() > 0:
+        assert (model_state, optim_state) == ({}, {})
+    else:
+        assert_same(model_state, expected["model"])
+    options.broadcast_from_rank0 = cpu_offload
+    other, other_optimizer = make_sharded(case, mesh_shape, seed=7)
+    if how == "a flat one":
+        optim_state = get_optimizer_state_dict(
+            model,
+            optimizer,
+            options=StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True),
+        )
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optim_state,
+        options=options,
+    )
+    if how != "a flat one":  # That was taken later.
+        assert_same(whole_state(other, other_optimizer), expected)
+        assert train_on_shares(case, other, other_optimizer, range(2, 4)) == losses
+    else:
+        state = whole(other_optimizer.state_dict())
+        assert_same(state, whole(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("how", ["every rank has it", "rank 0 sends", "a flat one"])
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (2, 2)), ("frozen", (2,)), ("unused", (3,))]
+)
+def test_full_state_round(spawn: Spawn, name: str, mesh_shape: tuple[int, ...], how: str) -> None:
+    spawn(full_round, math.prod(mesh_shape), name, mesh_shape, how)
+
+
+def infos_of(state: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    return {
+        name: {
+            key: TensorInfo(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            for key, value in entries.items()
+        }
+        for name, entries in state.items()
+    }
+
+
+def fill_template(name: str) -> None:
+    case, model, optimizer = trained(name, (2,))
+    saved = get_optimizer_state_dict(model, optimizer)
+    other, other_optimizer = make_sharded(case, (2,), seed=7)
+    set_model_state_dict(other, get_model_state_dict(model))
+    template = optimizer_template(other, other_optimizer, infos_of(saved["state"]))
+    assert not other_optimizer.state
+    assert template["state"].keys() == saved["state"].keys()
+    for param, entries in template["state"].items():
+        for key, room in entries.items():
+            value = saved["state"][param][key]
+            assert type(room) is type(value), (param, key)
+            assert (room.shape, room.dtype) == (value.shape, value.dtype)
+            room.copy_(value)
+    put_optimizer_state(other, other_optimizer, {**template, "param_groups": saved["param_groups"]})
+    assert_same(whole_state(other, other_optimizer), whole_state(model, optimizer))
+    for param in other.parameters():
+        state = other_optimizer.state.get(param, {})
+        for key in ("exp_avg", "exp_avg_sq"):
+            if state and len(param.spec.layout.shapes) > 1 and param.to_local().numel():
+                assert state[key].flat is not None, "list operators would run piece by piece"
+    losses = train_on_shares(case, model, optimizer, range(2, 4))
+    assert train_on_shares(case, other, other_optimizer, range(2, 4)) == losses
+
+
+@pytest.mark.parametrize("name", ["gpt", "tiny", "unused"])
+def test_a_template_is_filled_without_a_step(spawn: Spawn, name: str) -> None:
+    spawn(fill_template, 2, name)
+
+
+def meta_from_rank_0() -> None:
+    case, model, _ = trained("tiny", (2,))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    with torch.device("meta"):
+        empty = case.make()
+    for module in case.groups(empty):
+        fully_shard(module, make_mesh((2,)))
+    fully_shard(empty, make_mesh((2,)))
+    options.broadcast_from_rank0 = True
+    set_model_state_dict(empty, state, options=options)
+    assert_same(whole(empty.state_dict()), whole(model.state_dict()))
+    batch = case.batch(torch.Generator().manual_seed(0))
+    assert torch.equal(case.loss(empty, batch), case.loss(model, batch))
+
+
+def test_rank_0_fills_a_model_on_meta(spawn: Spawn) -> None:
+    spawn(meta_from_rank_0, 2)
+
+
+def other_shape(from_rank_0: bool) -> None:
+    case, model, optimizer = trained("mlp", (2,))
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(model, options=options)
+    before = whole_state(model, optimizer)
+    state["layers.1.bias"] = torch.zeros(3)
+    options.broadcast_from_rank0 = from_rank_0
+    del case
+    try:
+        set_model_state_dict(model, state, options=options)
+    finally:
+        after = whole_state(model, optimizer)
+        after["model"].pop("layers.1.bias")
+        before["model"].pop("layers.1.bias")
+        if from_rank_0:
+            assert_same(after, before)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True])
+def test_another_shape_is_an_error_on_all_ranks(spawn_errors: Spawn, from_rank_0: bool) -> None:
+    for error in spawn_errors(other_shape, 2, from_rank_0):
+        assert error.type_name == ("CheckpointError" if from_rank_0 else "RuntimeError")
+        assert "layers.1.bias" in error.message
+
+
+def optimizer_of_other_shapes() -> None:
+    _, model, optimizer = trained("mlp", (2,))
+    _, other, other_optimizer = trained("tiny", (2,))
+    state = get_optimizer_state_dict(other, other_optimizer)
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def test_optimizer_state_of_other_parameters_is_refused(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(optimizer_of_other_shapes, 2):
+        assert error.type_name == "CheckpointError"
+        assert "'layers.0.weight'" in error.message
+        assert "strict=False" in error.message

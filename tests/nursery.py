@@ -1,0 +1,237 @@
+"""A process that forks training runs and kills them: a fork takes no time, importing torch does.
+
+Run as a script it reads calls, one JSON list ``[function, *arguments]`` per line, and answers each
+with a line of JSON. It never computes anything itself, so that its children may.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+import traceback
+import typing
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import checkpoint, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS_PER_SAVE = 3
+
+
+def fork(run: Callable[[], object]) -> int:
+    """Run a function in a child; return its process id."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.dup2(2, 1)
+        torch.set_num_threads(1)
+        run()
+    except BaseException:  # noqa: BLE001 - the child ends here, whatever it is
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def join(pids: list[int]) -> list[int]:
+    """Wait for children; return their exit codes, negative ones for signals."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+# --- a run that goes on where it was ------------------------------------------------------------
+
+
+def train(folder: str, attempt: int, rank: int, world_size: int, steps: int) -> None:
+    """Train from the latest checkpoint to the end; note the loss of every step."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if world_size > 1:
+        store = dist.FileStore(f"{folder}/store-{attempt}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 33))
+    if world_size > 1:
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    saved = pathlib.Path(folder, "checkpoints")
+    step = 0
+    if (latest := checkpoint.latest(saved)) is not None:
+        step = checkpoint.load(latest, model, optimizer, scheduler=scheduler)["step"]
+    with pathlib.Path(folder, f"losses-{rank}").open("a") as log:
+        while step < steps:
+            generator = torch.Generator().manual_seed(step * world_size + rank)
+            x = torch.randn(8, 33, generator=generator)
+            loss = (model(x) - x.sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            log.write(f"{step} {loss.item().hex()}\n")
+            log.flush()
+            if step % STEPS_PER_SAVE == 0:
+                in_turns = (step // STEPS_PER_SAVE) % 2
+                save = checkpoint.save if in_turns else checkpoint.async_save
+                extra = {"scheduler": scheduler, "step": step}
+                save(saved / f"step-{step}", model, optimizer, keep_last=2, **extra)
+    checkpoint.save(saved / "end", model, optimizer, scheduler=scheduler, step=step)
+    dist.destroy_process_group() if world_size > 1 else None
+
+
+def killed_training(
+    folder: str, world_size: int, steps: int, kills: int, seed: int
+) -> dict[str, int]:
+    """Train to the end, killing all ranks at random moments, and starting again each time.
+
+    Returns:
+        How often it was killed, how often while something was being written, and from how many
+        different steps it went on.
+    """
+    rng = random.Random(seed)
+    pathlib.Path(folder).mkdir()
+    saved = pathlib.Path(folder, "checkpoints")
+    killed = torn = attempt = 0
+    while True:
+        attempt += 1
+        if attempt > 3 * kills + 3:
+            msg = f"killed {killed} times in {attempt} attempts only: train for more steps"
+            raise RuntimeError(msg)
+        pids = [
+            fork(functools.partial(train, folder, attempt, rank, world_size, steps))
+            for rank in range(world_size)
+        ]
+        if killed < kills:
+            # By steps, not by the clock: a busy machine would never come to a save.
+            wait_for_losses(folder, rng.randint(0, 2 * STEPS_PER_SAVE), pids[0])
+            time.sleep(rng.uniform(0, 0.03))
+            for pid in rng.sample(pids, len(pids)):
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(rng.choice([0, 0.002]))
+            codes = join(pids)
+            killed += any(code == -signal.SIGKILL for code in codes)
+            torn += any(saved.glob(".*")) if saved.exists() else False
+            if any(code == 0 for code in codes):
+                continue
+        else:
+            codes = join(pids)
+            if any(codes):
+                msg = f"ranks ended with {codes}"
+                raise RuntimeError(msg)
+            return {"killed": killed, "torn": torn}
+
+
+def wait_for_losses(folder: str, count: int, pid: int) -> None:
+    """Wait until a child has noted so many losses more, or has ended."""
+    log = pathlib.Path(folder, "losses-0")
+    begin = log.read_bytes().count(b"\n") if log.exists() else 0
+    while not log.exists() or log.read_bytes().count(b"\n") < begin + count:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.001)
+
+
+# --- a save that is killed at one of its steps --------------------------------------------------
+
+_STEPS = ("open", "pwrite", "write", "fsync", "ftruncate", "mkdir", "rename", "unlink", "rmdir")
+
+
+def save_and_die(folder: str, fatal: int) -> None:
+    """Replace a checkpoint; be killed before the `fatal`-th call that changes something."""
+    calls = 0
+
+    def deadly(name: str) -> Callable[..., typing.Any]:
+        real = getattr(os, name)
+
+        def call(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(10)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in _STEPS:
+        setattr(os, name, deadly(name))
+    checkpoint.save(f"{folder}/x", model_of(2), step=2, overwrite=True, keep_last=1)
+
+
+def model_of(step: int) -> nn.Module:
+    torch.manual_seed(step)
+    return nn.Linear(50, 50)
+
+
+def steps_found(folder: str) -> list[int]:
+    """Return the steps of the checkpoint that `latest` finds and of the one named x."""
+    found = []
+    latest = checkpoint.latest(folder)
+    for path in (pathlib.Path(folder, "x"), latest):
+        model = nn.Linear(50, 50)
+        step = checkpoint.load(path, model)["step"]
+        expected = model_of(step)
+        assert torch.equal(model.weight, expected.weight)
+        assert torch.equal(model.bias, expected.bias)
+        found.append(step)
+    return found
+
+
+def save_killed_everywhere(folder: str) -> dict[str, list[typing.Any]]:
+    """Kill a replacement at every step; return what was found each time, and left over at last."""
+    found, left = [], []
+    for fatal in range(1, 200):
+        here = pathlib.Path(folder, str(fatal))
+        here.mkdir()
+
+        def begin(here: pathlib.Path = here) -> None:
+            checkpoint.save(here / "x", model_of(1), step=1)
+
+        def look(here: pathlib.Path = here) -> None:
+            pathlib.Path(here, "found.json").write_text(json.dumps(steps_found(str(here))))
+
+        def again(here: pathlib.Path = here) -> None:
+            checkpoint.save(here / "x", model_of(1), step=1, overwrite=True, keep_last=1)
+
+        assert join([fork(begin)]) == [0]
+        (code,) = join([fork(lambda here=here, fatal=fatal: save_and_die(str(here), fatal))])
+        assert code in {0, -signal.SIGKILL}, code
+        assert join([fork(look)]) == [0], fatal
+        file = here / "found.json"
+        found.append(json.loads(file.read_text()))
+        file.unlink()
+        assert join([fork(again)]) == [0], fatal
+        left.append(sorted(entry.name for entry in here.iterdir()))
+        if code == 0:
+            return {"found": found, "left": left}
+    msg = "a save takes more than 200 steps"
+    raise RuntimeError(msg)
+
+
+def main() -> None:
+    # The first use of an optimizer's state dict has torch import as much again.
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    optimizer.load_state_dict(optimizer.state_dict())
+    for line in sys.stdin:
+        name, *args = json.loads(line)
+        try:
+            answer = {"returned": globals()[name](*args)}
+        except Exception:  # noqa: BLE001 - the test reports it
+            answer = {"raised": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""Files of whole tensors: read in parts and written tensor after tensor, beside torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import typing
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint import FullFile
+from shardkit.checkpoint._full_files import FullWriter, parse_size, write_full
+from shardkit.checkpoint._state import TensorInfo
+
+if typing.TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable, Iterator
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64),
+]
+SHAPES = [(), (5,), (0, 4), (7, 13), (3, 2, 5)]
+
+
+def every_tensor() -> dict[str, Tensor]:
+    """Return a tensor of each dtype and shape, of random bytes."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            values = torch.randn(shape, generator=generator) * 3
+            tensors[f"{dtype}{shape}"] = (values > 0) if dtype == torch.bool else values.to(dtype)
+    return tensors
+
+
+def infos_of(tensors: dict[str, Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal to the bit."""
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (actual, expected)))
+
+
+def assert_all_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert same(actual[name], value), name
+
+
+def assert_parts(file: FullFile, expected: dict[str, Tensor]) -> None:
+    """Check some parts of every tensor."""
+    assert file.infos == infos_of(expected)
+    for name, value in expected.items():
+        numel = value.numel()
+        for start, stop in ((0, numel), (numel // 3, numel), (numel // 3, numel // 2), (0, 0)):
+            part = file.read(name, start, stop)
+            assert same(part, value.reshape(-1)[start:stop]), (name, start, stop)
+
+
+def save_torch(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
+    torch.save(tensors, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def save_nested(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
+    torch.save({"epoch": 3, "state_dict": tensors, "optimizer": {}}, folder / "all.pth")
+    return folder / "all.pth"
+
+
+def save_safetensors(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
+    safetensors.torch.save_file(tensors, folder / "any.safetensors")
+    return folder / "any.safetensors"
+
+
+def save_directory(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def save_sharded(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
+    files = {"model-1.safetensors": list(tensors)[::2], "model-2.safetensors": list(tensors)[1::2]}
+    for file, names in files.items():
+        safetensors.torch.save_file({name: tensors[name] for name in names}, folder / file)
+    places = {name: file for file, names in files.items() for name in names}
+    index = {"weight_map": {name: places[name] for name in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def save_sharded_torch(tensors: dict[str, Tensor], folder: pathlib.Path) -> pathlib.Path:
+    torch.save(tensors, folder / "pytorch_model-1.bin")
+    index = {"weight_map": dict.fromkeys(tensors, "pytorch_model-1.bin")}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        *(save_torch, save_nested, save_safetensors),
+        *(save_directory, save_sharded, save_sharded_torch),
+    ],
+)
+def test_parts_of_files_that_others_wrote(
+    save: Callable[..., pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    tensors = every_tensor()
+    assert_parts(FullFile(save(tensors, tmp_path)), tensors)
+
+
+def test_views_shared_storages_and_any_strides(tmp_path: pathlib.Path) -> None:
+    base = torch.randn(6, 8, 4)
+    tensors = {
+        "base": base,
+        "again": base,
+        "slice": base[2:4, 1:3],
+        "transposed": base.transpose(0, 2),
+        "expanded": torch.randn(1, 5).expand(7, 5),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(3, 2, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(base[0].t()),
+    }
+    file = FullFile(save_torch(tensors, tmp_path))
+    assert_parts(file, {name: t.detach().resolve_conj() for name, t in tensors.items()})
+    assert file.tied == {"again": "base"}
+
+
+def test_every_range_of_strided_rows(tmp_path: pathlib.Path) -> None:
+    wide = torch.arange(6 * 10).view(6, 10)[1:, ::2]
+    file = FullFile(save_torch({"wide": wide, "t": wide.t()}, tmp_path))
+    for start in range(26):
+        for stop in range(start, 26):
+            assert torch.equal(file.read("wide", start, stop), wide.flatten()[start:stop])
+            assert torch.equal(file.read("t", start, stop), wide.t().flatten()[start:stop])
+
+
+def test_a_file_that_is_replaced_stays_readable(tmp_path: pathlib.Path) -> None:
+    """As it was when it was opened."""
+    tensors = every_tensor()
+    file = FullFile(save_torch(tensors, tmp_path))
+    torch.save({"other": torch.ones(1)}, tmp_path / "new")
+    (tmp_path / "new").replace(tmp_path / "model.pt")
+    assert_parts(file, tensors)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def parts_of(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor in two parts, the last tensor first."""
+    for name, tensor in reversed(tensors.items()):
+        flat = tensor.reshape(-1)
+        yield name, flat[: flat.numel() // 3]
+        yield name, flat[flat.numel() // 3 :]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_torch_reads_what_was_written_tensor_after_tensor(
+    tmp_path: pathlib.Path, *, deterministic: bool
+) -> None:
+    tensors = every_tensor()
+    path = tmp_path / "new" / "model.pt"
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with FullWriter(path, infos_of(tensors), format="torch") as writer:
+            for name, part in parts_of(tensors):
+                writer.append(name, part)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    for mmap in (False, True):
+        assert_all_same(torch.load(path, weights_only=True, mmap=mmap), tensors)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None, "its checksums are right"
+    assert_parts(FullFile(path), tensors)
+    assert [p.name for p in path.parent.iterdir()] == ["model.pt"]
+
+
+def test_the_safetensors_package_reads_what_was_written(tmp_path: pathlib.Path) -> None:
+    tensors = every_tensor()
+    path = tmp_path / "model.safetensors"
+    write_full(path, infos_of(tensors), parts_of(tensors), "safetensors")
+    assert_all_same(safetensors.torch.load_file(path), tensors)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert_parts(FullFile(path), tensors)
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+@pytest.mark.parametrize("size", [300, "1KiB", 10**9])
+def test_sharded_directories(tmp_path: pathlib.Path, format: str, size: int | str) -> None:  # noqa: A002
+    tensors = every_tensor()
+    write_full(tmp_path / "out", infos_of(tensors), parts_of(tensors), format, size)
+    assert_parts(FullFile(tmp_path / "out"), tensors)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    stem, suffix = ("pytorch_model", "bin") if format == "torch" else ("model", "safetensors")
+    if size == 10**9:
+        assert names == [f"{stem}.{suffix}"]
+        return
+    count = len(names) - 1
+    assert count > 1
+    numbers = range(1, count + 1)
+    expected = [f"{stem}-{i:05d}-of-{count:05d}.{suffix}" for i in numbers]
+    assert names == sorted([*expected, f"{stem}.{suffix}.index.json"])
+    load = safetensors.torch.load_file if format == "safetensors" else torch.load
+    for name in expected:
+        part = load(tmp_path / "out" / name)
+        nbytes = sum(tensor.nbytes for tensor in part.values())
+        assert nbytes <= parse_size(size) or len([t for t in part.values() if t.numel()]) == 1
+    index = json.loads((tmp_path / "out" / f"{stem}.{suffix}.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+
+
+def test_tied_names(tmp_path: pathlib.Path) -> None:
+    whole, other = torch.randn(5, 3), torch.randn(2)
+    tensors = {"a": whole, "b": whole, "c": other}
+    for name in ("model.pt", "model.safetensors"):
+        format = "torch" if name.endswith("pt") else "safetensors"  # noqa: A001
+        with FullWriter(
+            tmp_path / name, infos_of(tensors), format=format, tied={"b": "a"}
+        ) as writer:
+            writer.append("a", whole.view(-1))
+            writer.append("c", other)
+    loaded = torch.load(tmp_path / "model.pt")
+    assert list(loaded) == ["a", "b", "c"]
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    assert torch.equal(loaded["b"], whole)
+    assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["a", "c"]
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_nothing_is_left_of_a_write_that_failed(tmp_path: pathlib.Path, format: str) -> None:  # noqa: A002
+    path = tmp_path / ("model.pt" if format == "torch" else "model.safetensors")
+    path.write_text("before")
+
+    def fail() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_full(path, {"a": TensorInfo((4,), torch.float32)}, fail(), format)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+    write_full(path, {"a": TensorInfo((3,), torch.float32)}, [("a", torch.ones(3))], format)
+    loaded = torch.load(path) if format == "torch" else safetensors.torch.load_file(path)
+    assert torch.equal(loaded["a"], torch.ones(3))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def bad_files(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, str]]:
+    """Yield what is wrong, where, and what is said of it."""
+    good = every_tensor()
+    yield "absent", folder / "absent.pt", "does not exist"
+    empty = folder / "empty"
+    empty.mkdir()
+    yield "no weights", empty, "neither model.safetensors nor"
+    cut = save_safetensors(good, folder)
+    os.truncate(cut, cut.stat().st_size - 1)
+    yield "cut", cut, "ends at byte"
+    text = folder / "text.safetensors"
+    text.write_text("this is no tensor file at all")
+    yield "text", text, "no safetensors file"
+    lying = folder / "lying.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
+    lying.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    yield "lying", lying, r"'a' of shape \(2,\) .* takes 8 bytes, but the header gives it 4"
+    strange = folder / "strange.safetensors"
+    header = b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
+    strange.write_bytes(len(header).to_bytes(8, "little") + header + b"1")
+    yield "strange", strange, "'F4'"
+    cut_torch = folder / "cut.pt"
+    torch.save(good, cut_torch)
+    os.truncate(cut_torch, cut_torch.stat().st_size // 2)
+    yield "cut torch", cut_torch, "cannot be read as a file of torch.save"
+    torch.save([torch.ones(2)], folder / "list.pt")
+    yield "list", folder / "list.pt", "holds a list, not a state dict"
+    torch.save({"weights": good, "epoch": 1}, folder / "other.pt")
+    yield "other key", folder / "other.pt", r"'weights' \(dict\), 'epoch' \(int\)"
+    torch.save({"model": good, "state_dict": good}, folder / "two.pt")
+    yield "two", folder / "two.pt", r"\['model', 'state_dict'\] may all be meant"
+    torch.save({"a": torch.eye(3).to_sparse()}, folder / "sparse.pt")
+    yield "sparse", folder / "sparse.pt", "'a' is a sparse"
+    torch.save({"a": print}, folder / "code.pt")
+    yield "code", folder / "code.pt", "could execute"
+    torch.save(good, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    yield "legacy", folder / "legacy.pt", "before 1.6"
+    index = folder / "lacking"
+    index.mkdir()
+    for name, file in (("a", "part.safetensors"), ("b", "../x"), ("c", "gone.safetensors")):
+        (index / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {name: file}})
+        )
+        safetensors.torch.save_file({"b": torch.ones(1)}, index / "part.safetensors")
+        said = {"a": "lacks a", "b": "outside of its directory", "c": "not there: gone"}[name]
+        yield f"index {name}", index, said
+
+
+def test_errors_name_the_file_and_what_is_wrong(tmp_path: pathlib.Path) -> None:
+    for what, path, message in bad_files(tmp_path):
+        with pytest.raises(CheckpointError, match=f"(?s){path.name}.*{message}|{message}"):
+            print(what, FullFile(path).infos)
+
+
+def test_malicious_pickles_are_not_executed(tmp_path: pathlib.Path) -> None:
+    class Malicious:
+        def __reduce__(self) -> tuple[typing.Any, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"a": torch.ones(1), "b": Malicious()}, tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match="could execute"):
+        FullFile(tmp_path / "bad.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_a_format_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
+    infos = {"a": TensorInfo((2,), torch.complex128)}
+    with pytest.raises(CheckpointError, match=r"'a' has dtype torch.complex128"):
+        write_full(tmp_path / "x.safetensors", infos, [], "safetensors")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="'torch' or 'safetensors', got 'zip'"):
+        write_full(tmp_path / "x", infos, [], "zip")
+    for name, format in (("x.safetensors", "torch"), ("x.bin", "safetensors")):  # noqa: A001
+        with pytest.raises(CheckpointError, match=f"does not fit format='{format}'"):
+            write_full(tmp_path / name, infos, [], format)
+    save_directory({"a": torch.ones(1)}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"has weights already \(model.safetensors\)"):
+        write_full(tmp_path, infos, [], "torch", 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(7, 7), ("12", 12), ("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("2kb", 2000)],
+)
+def test_sizes(text: int | str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 bananas", 0, "-3", "1e400GB"])
+def test_sizes_that_are_none(text: int | str) -> None:
+    with pytest.raises(CheckpointError, match="max_shard_size must be"):
+        parse_size(text)
+
+
+def test_memory_for_tensors_that_come_is_not_touched(tmp_path: pathlib.Path) -> None:
+    """A file of 400 MB is begun in a fraction of that."""
+    infos = {f"t{i}": TensorInfo((10_000, 1_000), torch.float32) for i in range(10)}
+    assert sum(math.prod(info.shape) * 4 for info in infos.values()) == 4 * 10**8
+    before = resident_nbytes()
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        FullWriter(tmp_path / "x.pt", infos, format="torch"),
+    ):
+        grown = resident_nbytes() - before
+        raise ZeroDivisionError
+    assert grown < 10**7
+    assert list(tmp_path.iterdir()) == []
+
+
+def resident_nbytes() -> int:
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
