@@ -131,8 +131,10 @@ def has_saved_tensors_hooks() -> bool:
 def track_views(tensor: Tensor) -> Tensor:
     """Return a tensor whose views follow when it is written, where the device has no storages.
 
-    XLA tensors are wrapped so when they are made, but not inside a dispatch mode (torch 2.9.0).
+    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0).
     """
+    if tensor.device.type != "xla":
+        return tensor
     return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
 
 

@@ -23,6 +23,7 @@ from shardkit._bucket import Bucket, bucket_showing
 from shardkit._errors import WrapError
 from shardkit._even_layout import EvenLayout
 from shardkit._freed import NAME_ATTRIBUTE
+from shardkit._layout import FlatLayout
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
 from shardkit.backends.base import TracedGather
@@ -40,19 +41,19 @@ class WholeSpec(ShardSpec):
     To operators on sharded tensors this process is the only rank, and owns everything.
     """
 
-    __slots__ = ()
+    __slots__ = ("_padded_numel",)
     holds_whole = True
 
-    def __init__(self, layout: Any, index: int, **rest: Any) -> None:
-        super().__init__(layout, index, **rest)
-        self.start, self.stop = 0, layout.numels[index]
-        self.piece_range = (0, self.stop)
+    def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
+        numel = layout.numels[index]
+        own = FlatLayout.of_one(layout.shapes[index], (0, numel, numel, 1))
+        super().__init__(own, 0, **rest)
+        self._padded_numel = layout.padded_part_numel(index)
 
     @property
     def piece_numel(self) -> int:
         """Elements of the piece, padding included."""
-        numel: int = self.layout.padded_part_numel(self.index)  # type: ignore[attr-defined]
-        return numel
+        return self._padded_numel
 
     def trim(self, piece: Tensor) -> Tensor:
         """Return a piece without its padding."""

@@ -13,7 +13,7 @@ from shardkit._errors import CheckpointError
 from shardkit._sharded import ShardedTensor
 from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
 from shardkit.checkpoint._names import plain_name
-from shardkit.checkpoint._raw import dtype_name
+from shardkit.checkpoint._raw import copy_from_scratch, dtype_name
 from shardkit.checkpoint._state import TensorInfo
 
 if TYPE_CHECKING:
@@ -286,6 +286,9 @@ class _Loader:
         if spec.tensor_parallel is not None:
             whole = self._file.read(name, 0, target.numel()).view(target.shape)
             target.take_over(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
+        elif spec.holds_whole:
+            whole = self._file.read(name, 0, target.numel()).view(target.shape)
+            target.take_over(whole.to(target.dtype))
         elif target.is_meta:
             piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
             self._fill_flat(piece, name, spec.start)
@@ -319,7 +322,7 @@ class _Loader:
         for first in range(0, flat.numel(), typed.numel()):
             part = flat[first : first + typed.numel()]
             self._file.read_into(name, start + first, typed[: part.numel()])
-            part.copy_(typed[: part.numel()])
+            copy_from_scratch(part, typed[: part.numel()])
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class DrawApart(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         # What has no XLA tensor among its arguments comes here before views are tracked.
-        return result if on_xla else map_tensors(_with_views_tracked, result)
+        return result if on_xla else map_tensors(_compat.track_views, result)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return numbers in [0, 1), as fine as `dtype` holds, in fp32 or wider."""
@@ -83,12 +83,6 @@ class DrawApart(TorchDispatchMode):
         wide = torch.promote_types(dtype, torch.float32)
         radius = (-2.0 * (1.0 - self.uniform(shape, wide)).log()).sqrt()
         return radius * (2.0 * math.pi * self.uniform(shape, wide)).cos()
-
-
-def _with_views_tracked(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "xla":
-        return tensor
-    return _compat.track_views(tensor)
 
 
 def _shift(words: Tensor, places: int) -> Tensor:

@@ -104,6 +104,8 @@ class SpmdRegion:
 
     def spread(self, piece: Tensor) -> None:
         """Have a piece kept in parts, one per rank of the shard axis."""
+        if torch_xla._XLAC._get_xla_sharding_spec(piece):  # noqa: SLF001
+            xs.clear_sharding(piece)  # Writes may have left it whole on every device.
         xs.mark_sharding(piece, self._mesh, (_SHARD,))
 
     # --- collectives ---
