@@ -9,6 +9,7 @@ import functools
 import importlib.abc
 import importlib.util
 import sys
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from torch.utils import _foreach_utils
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -121,6 +121,15 @@ def register_foreach_class(cls: type[Tensor]) -> None:
     for supported in lists:
         if cls not in supported:
             supported.append(cls)
+
+
+def register_device_module(name: str) -> None:
+    """Give torch a module of a device type, for functions that look for one: checkpoint does.
+
+    torch_xla 2.9.0 registers none.
+    """
+    if not hasattr(torch, name):
+        torch._register_device_module(name, types.ModuleType(f"torch.{name}"))
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -7,6 +7,7 @@ loop is written as for one process: a loss of the outputs is that of the whole b
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from shardkit.backends.base import Region
 
 _SHARED = "_shardkit_shared"
+_local = threading.local()  # In replica mode ranks are threads.
+
+
+def open_passes() -> TracedPasses | None:
+    """Return the passes whose root's forward is under way in this thread, if any is traced."""
+    passes: TracedPasses | None = getattr(_local, "open", None)
+    return passes
 
 
 def shared_input(tensor: Tensor) -> Tensor:
@@ -49,10 +57,13 @@ class TracedPasses:
     Args:
         region: The ranks'.
         groups: All groups of the root.
+
+    Attributes:
+        region: As given.
     """
 
     def __init__(self, region: Region, groups: Sequence[Group]) -> None:
-        self._region = region
+        self.region = region
         self._groups = groups
         self._open: contextlib.ExitStack | None = None
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
@@ -67,14 +78,15 @@ class TracedPasses:
         """
         self.abandon()
         args, kwargs = self._enter_inputs(args, kwargs)
-        self._region.progress(None)
-        self._move(self._groups, self._region.enter_shared, outside=False)
+        self.region.progress(None)
+        self._move(self._groups, self.region.enter_shared, outside=False)
         with contextlib.ExitStack() as stack:
             stack.callback(self._restore_buffers)
             self._enter_buffers(module)
             if torch.is_grad_enabled() and not _compat.has_saved_tensors_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-            stack.enter_context(self._region.draw_apart())
+            stack.enter_context(self.region.draw_apart())
+            _local.open = self
             self._open = stack.pop_all()
         return args, kwargs
 
@@ -92,7 +104,7 @@ class TracedPasses:
                 group.show(unsharded=False)  # Else who looks at a kept one reads a rank's.
         self._move(
             [group for group in self._groups if in_use(group.index)],
-            self._region.leave_shared,
+            self.region.leave_shared,
             outside=True,
         )
         return map_tensors(self._leave_output, output)
@@ -101,27 +113,28 @@ class TracedPasses:
         """Close a forward, also one that ended in an exception."""
         if self._open is not None:
             stack, self._open = self._open, None
+            _local.open = None
             stack.close()
-        self._region.progress(None)
+        self.region.progress(None)
 
     def progress(self, tree: Any) -> None:
         """Let gathers from now on come after the first tensor in `tree`, a module's inputs."""
         first = next(iter_tensors(tree), None)
         if first is not None:
-            self._region.progress(first)
+            self.region.progress(first)
 
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
         """A backward is over: nothing of it may be kept alive."""
-        self._region.progress(None)
+        self.region.progress(None)
         self.show_outside([group for group in self._groups if in_use(group.index)])
 
     def show_outside(self, groups: Sequence[Group]) -> None:
         """Let what groups show be seen by who runs the model: after `unshard()` by hand."""
-        self._move(groups, self._region.leave_shared, outside=True)
+        self._move(groups, self.region.leave_shared, outside=True)
 
     def finish_graph(self) -> None:
         """Run what has been traced."""
-        self._region.finish_graph()
+        self.region.finish_graph()
 
     # --- inputs and outputs ---
 
@@ -131,11 +144,11 @@ class TracedPasses:
 
         first = next(filter(is_batched, iter_tensors((args, kwargs))), None)
         length = None if first is None else first.shape[0]
-        if length is not None and length % self._region.num_ranks:
+        if length is not None and length % self.region.num_ranks:
             msg = (
-                f"the batch cannot be split over {self._region.num_ranks} ranks: dim 0 of the "
+                f"the batch cannot be split over {self.region.num_ranks} ranks: dim 0 of the "
                 f"first input, of shape {tuple(first.shape)}, is {length}. Pass a "  # type: ignore[union-attr]
-                f"multiple of {self._region.num_ranks} examples, or mark an input that is no batch "
+                f"multiple of {self.region.num_ranks} examples, or mark an input that is no batch "
                 f"by shardkit.shared_input()."
             )
             raise StateError(msg)
@@ -144,7 +157,7 @@ class TracedPasses:
         def enter(tensor: Tensor) -> Tensor:
             if id(tensor) not in entered:
                 is_split = is_batched(tensor) and tensor.shape[0] == length
-                into = self._region.enter_batch if is_split else self._region.enter_shared
+                into = self.region.enter_batch if is_split else self.region.enter_shared
                 entered[id(tensor)] = into(tensor)
             return entered[id(tensor)]
 
@@ -152,10 +165,10 @@ class TracedPasses:
 
     def _leave_output(self, tensor: Tensor) -> Tensor:
         if tensor.ndim > 0:
-            return self._region.leave_batch(tensor)
+            return self.region.leave_batch(tensor)
         if tensor.is_floating_point():
-            return self._region.leave_mean(tensor)
-        return self._region.leave_shared(self._region.agree(tensor))
+            return self.region.leave_mean(tensor)
+        return self.region.leave_shared(self.region.agree(tensor))
 
     # --- buffers ---
 
@@ -164,7 +177,7 @@ class TracedPasses:
         entered: dict[int, Tensor] = {}
         for child, name, buffer in _buffers_of(module):
             if id(buffer) not in entered:
-                entered[id(buffer)] = self._region.enter_shared(buffer.detach())
+                entered[id(buffer)] = self.region.enter_shared(buffer.detach())
             local = entered[id(buffer)]
             version = _compat.version_of(local)
             self._buffers.append((child, name, buffer, local, version))
@@ -180,7 +193,7 @@ class TracedPasses:
             )
             if was_written and id(buffer) not in done:
                 done.add(id(buffer))
-                buffer.copy_(self._region.leave_shared(self._region.agree(local)))
+                buffer.copy_(self.region.leave_shared(self.region.agree(local)))
 
     def _restore_buffers(self) -> None:
         for child, name, buffer, local, _ in self._buffers:

@@ -234,6 +234,11 @@ class Region(Protocol):
 
     num_ranks: int
     device: torch.device
+    drawing: Any
+    """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
+
+    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return copies that are there only when `progress` is; the compiler cannot merge them."""
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows of `tensor`, of all ranks' axes together."""

@@ -44,6 +44,7 @@ class SpmdRegion:
         self._replicate_groups = grid.reshape(-1, shape[-1]).T.tolist()
         self._all: Any = names if len(names) > 1 else _SHARD
         self._progress: Tensor | None = None
+        self.drawing: Any = None
 
     # --- outside and inside ---
 
@@ -163,7 +164,7 @@ class SpmdRegion:
         self._progress = None if tensor is None else tensor.detach()
 
     def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return copies that are there only when `progress` is; the compiler cannot merge them."""
+        """See `Region`."""
         if self._progress is None:
             return parts
         copies = [part.clone() for part in parts]
@@ -173,7 +174,8 @@ class SpmdRegion:
     def draw_apart(self) -> DrawApart:
         """See `Region`."""
         seeds = (torch.rand(self.num_ranks, device=self.device) * 2**31).to(torch.int32)
-        return DrawApart(self.enter(seeds, self._all))
+        drawing = self.drawing = DrawApart(self.enter(seeds, self._all))
+        return drawing
 
     def finish_graph(self) -> None:
         """See `Region`."""
