@@ -3,6 +3,7 @@
 from shardkit._activation_checkpoint import checkpoint_module
 from shardkit._api import fully_shard
 from shardkit._errors import (
+    CheckpointError,
     FreedParameterError,
     LayoutError,
     MeshError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "Comm",
     "DeviceMesh",
     "FSDPModule",

@@ -45,7 +45,7 @@ class Runtime:
             group.index = index
             group.listener = self
         # One process has nobody to compare with.
-        axes = [] if backend.is_one_process else _distinct_axes(self.groups)
+        axes = [] if backend.is_traced else _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()

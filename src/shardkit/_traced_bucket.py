@@ -3,8 +3,7 @@
 [Note: tensors of a traced bucket]
 Tensors have no storage there, so nothing is swapped behind one. What lives:
 - piece: 1-D, `padded_part_numel`, storage dtype, one per parameter: its parts on all ranks, end to
-  end. Where one process computes for all ranks it holds all of them, and the backend spreads
-  them over the devices (`Backend.place`); elsewhere this rank's part alone.
+  end. One process has them all, and the backend spreads them over the devices (`place`).
 - unsharded parameter: one object for life, as on other backends; its contents come and go by
   ``.data``. Empty, and of class `FreedParameter`, in between.
 - gradients: what came, flattened and padded; laid side by side when all are there.
@@ -117,24 +116,16 @@ class TracedBucket(Bucket):
         if isinstance(param, ShardedTensor):
             piece = param.local_piece
         else:
-            flat = param.reshape(-1)
-            numel = self.layout.padded_part_numel(index)
-            if self.mesh.backend.is_one_process:
-                piece = padded(flat, numel).clone()
-            else:
-                size, rank = self.layout.sizes[index], self.axis.rank
-                piece = padded(flat, numel)[rank * size : (rank + 1) * size].clone()
+            piece = padded(param.reshape(-1), self.layout.padded_part_numel(index)).clone()
         if piece.device.type != "meta":
             self.mesh.backend.place(piece)
         return piece
 
     def _make_spec(self, index: int, siblings: Any) -> ShardSpec:
         del siblings
-        backend, name = self.mesh.backend, self.found[index].name
-        if backend.is_one_process:
-            axis = backend.process_axis
-            return WholeSpec(self.layout, index, mesh=self.mesh, axis=axis, name=name)
-        return ShardSpec(self.layout, index, mesh=self.mesh, axis=self.axis, name=name)
+        axis = self.mesh.backend.process_axis
+        name = self.found[index].name
+        return WholeSpec(self.layout, index, mesh=self.mesh, axis=axis, name=name)
 
     def _make_replacement(self, index: int) -> nn.Parameter:
         old, spec = self.found[index].param, self.specs[index]
@@ -251,11 +242,7 @@ class TracedBucket(Bucket):
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return the part of parameter `index` in a reduced shard, as pieces are kept."""
         start, stop = self.layout.columns(index)
-        backend = self.mesh.backend
-        if not backend.is_one_process:
-            stop = start + self.specs[index].stop - self.specs[index].start
-            return flat[start:stop].clone()
-        piece: Tensor = backend.leave_piece(flat[start:stop])
+        piece: Tensor = self.mesh.backend.leave_piece(flat[start:stop])
         return piece
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import Region
 
 _SHARED = "_shardkit_shared"
-_local = threading.local()  # In replica mode ranks are threads.
+_local = threading.local()
 
 
 def open_passes() -> TracedPasses | None:

@@ -49,12 +49,11 @@ def mesh_2d(mesh: DeviceMesh) -> DeviceMesh:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded(mesh: DeviceMesh) -> Iterator[None]:
     import torch
-    import torch_xla.core.xla_model as xm
+    import torch_xla
 
+    del mesh  # Made first: it turns SPMD mode on, which comes before any use of a device.
     torch.manual_seed(0)
     yield
-    # A test that failed may have left half a graph, which the next one would run.
-    del torch
-    xm.mark_step()
+    torch_xla.sync()  # A test that failed may have left half a graph.

@@ -277,8 +277,8 @@ class Backend(Protocol):
     Attributes:
         device: Where parameters are.
         host_reads_are_free: The host is in step with the device.
-        is_traced: Operators are traced, and run later; buckets are `TracedBucket`.
-        is_one_process: One process computes for all ranks.
+        is_traced: One process traces the program of all ranks, which runs later; buckets are
+            `TracedBucket`.
         gradient_weight: See `GroupGradients`: where one loss is computed of all ranks' outputs, the
             gradients on a rank are those of its part of the mean.
         batches_small_groups: Small groups had better travel together.
@@ -287,7 +287,6 @@ class Backend(Protocol):
     device: torch.device
     host_reads_are_free: bool
     is_traced: bool
-    is_one_process: bool
     gradient_weight: float
     batches_small_groups: bool
 

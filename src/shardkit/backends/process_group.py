@@ -147,7 +147,6 @@ class ProcessGroupBackend:
     """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
 
     is_traced = False
-    is_one_process = False
     gradient_weight = 1.0
     batches_small_groups = True
 

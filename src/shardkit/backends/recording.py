@@ -152,7 +152,6 @@ class RecordingBackend:
     """`Backend` of a mesh in one process."""
 
     is_traced = False
-    is_one_process = False
     gradient_weight = 1.0
     batches_small_groups = True
 

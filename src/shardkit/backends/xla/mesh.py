@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch_xla
@@ -32,10 +33,16 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
     Turns torch_xla's SPMD mode on, which cannot be turned off again.
 
     Raises:
-        MeshError: The sizes do not multiply to the number of devices, more than two axes, or a
-            device was used before SPMD mode was on.
+        MeshError: The sizes do not multiply to the number of devices, more than two axes, a
+            device was used before SPMD mode was on, or this is a replica of `torch_xla.launch`.
     """
     if not xr.is_spmd():
+        if "PJRT_LOCAL_PROCESS_COUNT" in os.environ:
+            msg = (
+                "this process was started by torch_xla.launch, as one of several replicas. Run "
+                "the script by itself: one process computes for all devices."
+            )
+            raise MeshError(msg)
         if torch_xla._XLAC._xla_get_spmd_config_is_locked():  # noqa: SLF001
             msg = (
                 "an XLA device was used before the mesh was made. Call "
@@ -99,7 +106,6 @@ class XlaBackend:
 
     host_reads_are_free = False
     is_traced = True
-    is_one_process = True
     batches_small_groups = False
     """Batched gathers come before the compute that they are meant to run beside: more memory."""
 
