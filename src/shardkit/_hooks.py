@@ -259,6 +259,7 @@ class ModuleState:
         """
         del args
         if not self._open:
+            self._abandon_trace()  # An exception ended `pre_forward`.
             return output
         forward = self._open.pop()
         runtime, group, record = self.runtime, self.group, forward.record
@@ -282,6 +283,10 @@ class ModuleState:
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)
         return output
+
+    def _abandon_trace(self) -> None:
+        if self.runtime is not None and self.runtime.traced is not None:
+            self.runtime.traced.abandon()
 
     def run_method(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -22,6 +22,7 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
+from shardkit._traced_passes import open_passes
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
@@ -335,6 +336,26 @@ def test_a_forward_that_failed_leaves_nothing_behind(mesh: DeviceMesh) -> None:
     with pytest.raises(KeyError):
         pair.sharded(pair.draw()[0])
     handle.remove()
-    assert torch.zeros(3, device="xla").sum().item() == 0
+    assert_outside()
     pair.step()
     pair.assert_equal()
+
+
+def assert_outside() -> None:
+    """Nothing draws apart, and buffers of views are written through, as outside of a forward."""
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None  # noqa: SLF001
+    assert open_passes() is None
+
+
+def test_a_root_that_is_refused_leaves_nothing_behind(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(7, 3).to("xla"), mesh)
+    x = torch.randn(BATCH, 7)
+    model(x)
+    own = model.weight
+    del model.weight
+    model.weight = nn.Parameter(torch.zeros(3, 7, device="xla"))
+    with pytest.raises(StateError, match="no longer the parameter"):
+        model(x)
+    assert_outside()
+    model.weight = own
+    model(x)
