@@ -17,6 +17,8 @@ from shardkit._boxes import Box, boxes_of_range
 from shardkit._errors import ShardedTensorError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
@@ -45,34 +47,43 @@ def boxes_to_write(spec: ShardSpec) -> list[Box]:
     return boxes_of_piece(spec) if spec.is_written_here else []
 
 
-def create_write_items(fqn: str, tensor: ShardedTensor) -> list[WriteItem]:
+def create_write_items(
+    fqn: str, piece: Tensor, shape: Sequence[int], boxes: Sequence[Box], name: str
+) -> list[WriteItem]:
     """Return what this rank has to write of a tensor: one item per box.
 
     DCP drops items that several ranks offer (the replicate axis) but for one of them.
 
+    Args:
+        fqn: Under which name.
+        piece: This rank's.
+        shape: Of the whole.
+        boxes: What is written of the piece, see `boxes_to_write`.
+        name: Of the parameter, for errors.
+
     Raises:
         ShardedTensorError: The tensor is on the meta device, so there is nothing to write.
     """
+    import torch
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    piece = tensor.local_piece.detach()
     if piece.is_meta:
         msg = (
-            f"cannot save sharded {tensor.spec.name!r} as {fqn!r}: it is on the meta device and "
-            f"has no values. Call to_empty() on the model and give it values, or load some."
+            f"cannot save sharded {name!r} as {fqn!r}: it is on the meta device and has no values. "
+            f"Call to_empty() on the model and give it values, or load some."
         )
         raise ShardedTensorError(msg)
-    properties = TensorProperties.create_from_tensor(piece)
+    properties = TensorProperties.create_from_tensor(piece.detach())
     return [
         WriteItem(
             index=MetadataIndex(fqn, box.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=_chunk_of(box), properties=properties, size=tensor.shape
+                chunk=_chunk_of(box), properties=properties, size=torch.Size(shape)
             ),
         )
-        for box in boxes_to_write(tensor.spec)
+        for box in boxes
     ]
 
 
@@ -81,7 +92,9 @@ def create_chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
     return [_chunk_of(box) for box in boxes_of_piece(tensor.spec)]
 
 
-def get_tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
+def get_tensor_shard(
+    index: MetadataIndex, piece: Tensor, shape: Sequence[int], boxes: Sequence[Box], name: str
+) -> Tensor:
     """Return the memory of one box, found by its offsets: a view of the piece, in its shape.
 
     Made outside of a dispatch, so that writing to it raises the version counter of the shard: what
@@ -90,18 +103,17 @@ def get_tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
     Raises:
         ShardedTensorError: This rank has no box there.
     """
-    piece = tensor.local_piece.detach()
-    if piece.numel() == 0 and math.prod(tensor.shape) == 0:
-        return piece.view(tensor.shape)
+    piece = piece.detach()
+    if piece.numel() == 0 and math.prod(shape) == 0:
+        return piece.view(tuple(shape))
     wanted = None if index.offset is None else tuple(index.offset)
-    for box in boxes_of_piece(tensor.spec):
+    for box in boxes:
         if box.offsets == wanted:
             return piece[box.start : box.stop].view(box.sizes)
-    have = [box.offsets for box in boxes_of_piece(tensor.spec)]
     msg = (
         f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "
-        f"{tensor.spec.name!r}, shape {tuple(tensor.shape)}, has boxes at {have} only. Plan and "
-        f"carry out a save or load with the same state dict, sharded in the same way."
+        f"{name!r}, shape {tuple(shape)}, has boxes at {[box.offsets for box in boxes]} only. Plan "
+        f"and carry out a save or load with the same state dict, sharded in the same way."
     )
     raise ShardedTensorError(msg)
 

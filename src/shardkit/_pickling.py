@@ -2,7 +2,8 @@
 
 A rank's file holds its own pieces. What is written of a tensor: the piece, how the whole is cut,
 which piece it is, and a description of the mesh. A process group cannot be written, so a piece is
-bound, when it is loaded, to a mesh of the same description that this process has.
+bound, when it is loaded, to a mesh of the same description that this process has. To another
+process of this machine (`torch.multiprocessing`) a piece goes in shared memory.
 
 `rebuild_tensor` is a safe global of torch's, so that ``torch.load(weights_only=True)`` loads state
 dicts. Its name and its arguments are a file format: what is added comes last, with a default.
@@ -11,11 +12,13 @@ dicts. Its name and its arguments are a file format: what is added comes last, w
 from __future__ import annotations
 
 import copyreg
-from typing import TYPE_CHECKING, Any
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardkit import _compat, _dcp
 from shardkit._errors import MeshError, ShardedTensorError
 from shardkit._layout import FlatLayout
 from shardkit._mesh import known_meshes
@@ -23,8 +26,7 @@ from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from shardkit._boxes import Box
     from shardkit._mesh import DeviceMesh
 
 Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
@@ -126,5 +128,89 @@ def _find_mesh(name: str, described: Description) -> DeviceMesh:
     raise MeshError(msg)
 
 
+# --- to another process of this machine -----------------------------------------------------------
+
+
+class SavedPiece(Tensor):
+    """A sharded tensor's piece in a process without its mesh: can be written to a checkpoint only.
+
+    What the process that ``dcp.async_save`` may start for writing gets.
+    """
+
+    __torch_function__ = _compat.disabled_torch_function
+
+    @staticmethod
+    def __new__(  # noqa: D417 - the class needs no description
+        cls: type[Self], piece: Tensor, shape: tuple[int, ...], boxes: list[Box], name: str
+    ) -> Self:
+        """Wrap a piece.
+
+        Args:
+            piece: 1-D.
+            shape: Of the whole.
+            boxes: Those of the piece that this rank writes.
+            name: Of the parameter, for errors.
+        """
+        self: Self = _compat.make_wrapper(cls, piece, shape)
+        self.described = (piece, shape, boxes, name)
+        return self
+
+    def __init__(self, *args: object) -> None:
+        """Nothing is left to do after `__new__`."""
+
+    described: tuple[Tensor, tuple[int, ...], list[Box], str]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show name and shape."""
+        return f"SavedPiece({self.described[-1]!r}, shape={tuple(self.shape)})"
+
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
+        """Tell a distributed checkpoint what is written."""
+        del tensor
+        return _dcp.create_write_items(fqn, *self.described)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Give a distributed checkpoint what is written."""
+        return _dcp.get_tensor_shard(index, *self.described)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse everything."""
+        del types, kwargs
+        name = next((arg.described[-1] for arg in args if isinstance(arg, cls)), "?")
+        msg = (
+            f"{func} on sharded {name!r} in a process that has no mesh like the one it is sharded "
+            f"over: it can only be saved to a distributed checkpoint there. Send full_tensor(), or "
+            f"make the mesh in that process before receiving."
+        )
+        raise ShardedTensorError(msg)
+
+
+def reduce_for_process(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
+    """Return how to send a sharded tensor to another process of this machine."""
+    spec = tensor.spec
+    piece = tensor.local_piece.detach()
+    described = None
+    if spec.tensor_parallel is None and spec.subclass is None:
+        described = (piece, *reduce_tensor(tensor)[1][1:])
+    boxes = _dcp.boxes_to_write(spec)
+    return rebuild_in_process, (described, (piece, tuple(spec.shape), boxes, spec.name))
+
+
+def rebuild_in_process(
+    described: tuple[Any, ...] | None, saved: tuple[Tensor, tuple[int, ...], list[Box], str]
+) -> Tensor:
+    """Return a sharded tensor that was sent, or where there is no such mesh a `SavedPiece`."""
+    if described is not None:
+        try:
+            return rebuild_tensor(*described)
+        except MeshError:
+            pass
+    return SavedPiece(*saved)
+
+
 copyreg.pickle(ShardedTensor, reduce_tensor)
+ForkingPickler.register(ShardedTensor, reduce_for_process)
 torch.serialization.add_safe_globals([rebuild_tensor])

@@ -385,7 +385,9 @@ class ShardedTensor(Tensor):
     def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
         """Tell a distributed checkpoint what this rank writes; see `_dcp`."""
         del tensor
-        return _dcp.create_write_items(fqn, self)
+        spec = self.spec
+        boxes = _dcp.boxes_to_write(spec)
+        return _dcp.create_write_items(fqn, self.local_piece, spec.shape, boxes, spec.name)
 
     def __create_chunk_list__(self) -> list[Any]:
         """Tell a distributed checkpoint what this rank wants to load; see `_dcp`."""
@@ -393,7 +395,9 @@ class ShardedTensor(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Give a distributed checkpoint the memory to read or write; see `_dcp`."""
-        return _dcp.get_tensor_shard(self, index)
+        spec = self.spec
+        boxes = _dcp.boxes_of_piece(spec)
+        return _dcp.get_tensor_shard(index, self.local_piece, spec.shape, boxes, spec.name)
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
         """Name the inner tensor, so that `module.to(dtype)` and torch.compile see it."""

@@ -477,3 +477,29 @@ def load_gpt(folder: str) -> WholeState:
     model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
     checkpoint.load(folder, model, optimizer)
     return whole_state(model, optimizer)
+
+
+def outputs_after_load(folder: str) -> list[float]:
+    """Load into a model that stays gathered between forwards; return losses before and after."""
+    case = CASES["gpt"]
+    torch.manual_seed(7)
+    model = shard(case, case.make(), make_mesh((2,)), reshard_after_forward=False)
+    batch = case.batch(torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        before = case.loss(model, batch).item()
+        checkpoint.load(folder, model)
+        return [before, case.loss(model, batch).item()]
+
+
+def output_of_saved(folder: str) -> float:
+    model, _ = make_sharded(CASES["gpt"], (2,), seed=5)
+    checkpoint.load(folder, model)
+    with torch.no_grad():
+        return CASES["gpt"].loss(model, CASES["gpt"].batch(torch.Generator().manual_seed(3))).item()
+
+
+def test_a_gathered_model_sees_what_was_loaded(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x"
+    spawn(save_gpt, 2, str(path))
+    before, after = spawn(outputs_after_load, 2, str(path))[0]
+    assert before != after == spawn(output_of_saved, 2, str(path))[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import typing
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -158,14 +160,45 @@ def set_full(name: str, mesh_shape: tuple[int, ...]) -> None:
             other, other_optimizer, saved_optim, options=options
         )
         assert_same(whole_state(other, other_optimizer), expected)
-        for param in other.parameters():
-            for value in other_optimizer.state.get(param, {}).values():
-                assert value.ndim == 0 or isinstance(value, ShardedTensor)
+        for param, own in zip(other.parameters(), model.parameters(), strict=True):
+            kinds = {key: type(value) for key, value in optimizer.state[own].items()}
+            state = other_optimizer.state[param]
+            assert {key: type(value) for key, value in state.items()} == kinds
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (3,)), ("tied", (2, 2))])
 def test_torch_sets_full_states(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
     spawn(set_full, math.prod(mesh_shape), name, mesh_shape)
+
+
+def most_received_at_once() -> int:
+    """Return how many whole tensors exist beside the one that is sent, at most."""
+    case = CHECKPOINT_CASES["gpt"]
+    model, _ = make_sharded(case, (2,))
+    options = torch_functions.StateDictOptions(
+        full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True
+    )
+    saved = torch_functions.get_model_state_dict(model, options=options)
+    other, _ = make_sharded(case, (2,), seed=7)
+    received: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    broadcast = dist.broadcast
+
+    def note(tensor: torch.Tensor, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in received))
+        if tensor.dtype.is_floating_point and dist.get_rank() > 0:
+            received.append(weakref.ref(tensor))
+        return broadcast(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "broadcast", note):
+        torch_functions.set_model_state_dict(other, saved, options=options)
+    assert dist.get_rank() == 0 or len(received) == len(saved or other.state_dict())
+    return most
+
+
+def test_what_rank_0_sends_is_cut_before_the_next_one_comes(spawn: Spawn) -> None:
+    assert max(spawn(most_received_at_once, 2)) <= 1
 
 
 # --- files of torch.save --------------------------------------------------------------------------
@@ -187,6 +220,7 @@ def read_from_torch(folder: str) -> dict[str, typing.Any]:
     return whole(model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9's own
 def test_converted_to_a_torch_file_and_back(spawn: Spawn, tmp_path: Path) -> None:
     expected, *_ = spawn(write_for_torch, 2, str(tmp_path / "sharded"))
     format_utils.dcp_to_torch_save(tmp_path / "sharded", tmp_path / "whole.pt")

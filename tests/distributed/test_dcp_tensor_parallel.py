@@ -9,16 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import parallel_models
-from checkpoints import WholeState, assert_same, whole_state
+from checkpoints import WholeState, assert_same, whole, whole_state
 from reference import OPTIMIZERS, make_mesh, rank_batch, shard, train
+from shardkit import fully_shard
 from shardkit.checkpoint import get_state_dict, set_state_dict
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 Spawn = typing.Callable[..., list[typing.Any]]
 CASE = parallel_models.CASES["gpt"].case  # The vocabulary is split unevenly.
@@ -65,3 +68,49 @@ def test_saved_on_one_mesh_loads_on_another(
         assert_same(other, expected)
     for state in spawn(load, math.prod(loaded), loaded, str(tmp_path)):
         assert_same(state, expected)
+
+
+class Uneven(nn.Module):
+    """Behind rows that are split unevenly, others that all ranks of a tensor-parallel mesh have."""
+
+    def __init__(self, tp: DeviceMesh | None) -> None:
+        super().__init__()
+        rows, copied, plain = torch.randn(5, 8), torch.randn(33), torch.randn(64)
+        self.rows = nn.Parameter(rows if tp is None else distribute_tensor(rows, tp, [Shard(0)]))
+        self.copied = nn.Parameter(
+            copied if tp is None else distribute_tensor(copied, tp, [Replicate()])
+        )
+        self.plain = nn.Parameter(plain)
+
+    def forward(self) -> None:
+        """Never run."""
+
+
+def make_uneven(mesh_shape: tuple[int, ...], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    if len(mesh_shape) == 1:
+        return fully_shard(Uneven(None), make_mesh(mesh_shape))
+    dp, tp = parallel_models.make_meshes(mesh_shape)
+    return fully_shard(Uneven(tp), dp)
+
+
+def save_uneven(mesh_shape: tuple[int, ...], folder: str) -> tuple[WholeState, tuple[int, int]]:
+    model = make_uneven(mesh_shape, seed=0)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return whole(model.state_dict()), (model.plain.spec.start, model.plain.spec.stop)
+
+
+def load_uneven(mesh_shape: tuple[int, ...], folder: str) -> WholeState:
+    model = make_uneven(mesh_shape, seed=7)
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+    return whole(model.state_dict())
+
+
+@pytest.mark.parametrize("loaded", [(3,), (2, 2)], ids=str)
+def test_copies_that_are_cut_differently_are_written_once(
+    spawn: Spawn, tmp_path: Path, loaded: tuple[int, ...]
+) -> None:
+    saved = spawn(save_uneven, 4, (2, 2), str(tmp_path))
+    assert saved[0][1] != saved[1][1]  # The same part of the shard axis.
+    for state in spawn(load_uneven, math.prod(loaded), loaded, str(tmp_path)):
+        assert_same(state, saved[0][0])

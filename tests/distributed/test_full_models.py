@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
 import pathlib
 import typing
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -18,7 +20,7 @@ import parallel_models
 from models import CASES
 from reference import full, make_mesh, my_batch, shard
 from shardkit import fully_shard
-from shardkit.checkpoint import load_full, save_full
+from shardkit.checkpoint import FullFile, _raw, load_full, save_full
 
 Spawn = typing.Callable[..., list[typing.Any]]
 StateDict = dict[str, Tensor]
@@ -76,6 +78,21 @@ def assert_holds(model: nn.Module, state: StateDict) -> None:
 
 
 def there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: str) -> None:
+    with small_buffers():
+        check_there_and_back(name, mesh_shape, kind, folder)
+
+
+@contextlib.contextmanager
+def small_buffers() -> typing.Iterator[None]:
+    """Let pieces of these small models need several parts, as large ones do."""
+    before, _raw.PART_NBYTES = _raw.PART_NBYTES, 64
+    try:
+        yield
+    finally:
+        _raw.PART_NBYTES = before
+
+
+def check_there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: str) -> None:
     case = CASES[name]
     state = draw(case.make().state_dict())
     path = write(state, kind, folder)
@@ -156,6 +173,11 @@ def test_tensor_parallel_models(spawn: Spawn, tmp_path: pathlib.Path) -> None:
 
 
 def convert(folder: str) -> None:
+    with small_buffers():
+        check_conversion(folder)
+
+
+def check_conversion(folder: str) -> None:
     case = CASES["conv"]
     state = draw(case.make().state_dict())
     half = {n: v.bfloat16() if v.is_floating_point() else v for n, v in state.items()}
@@ -242,6 +264,75 @@ def load_odd(folder: str) -> None:
 
 def test_what_is_not_sharded(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(load_odd, 2, str(tmp_path))
+
+
+def load_from_first(name: str, mesh_shape: tuple[int, ...], folder: str) -> None:
+    """The file is where only rank 0 finds it."""
+    case = CASES[name]
+    state = draw(case.make().state_dict())
+    path = pathlib.Path(folder)
+    if dist.get_rank() == 0:
+        torch.save(state, path / "model.pt")
+    mine = path / ("model.pt" if dist.get_rank() == 0 else "elsewhere.pt")
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        with torch.device(device):
+            model = shard(case, case.make().to(dtype), make_mesh(mesh_shape))
+        meter = mock.Mock()
+        with small_buffers():
+            load_full(mine, model, broadcast_from_rank0=True, progress=meter)
+        floating = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+        assert_holds(model, floating)
+        done, total = meter.call_args.args
+        assert done == total > 0
+
+
+def load_from_first_with_tensor_parallelism(folder: str) -> None:
+    plain, model = parallel_models.make("gpt", (2, 2))
+    state = draw(plain.state_dict())
+    path = write(state, "nested.pt", folder)
+    load_full(path if dist.get_rank() == 0 else "elsewhere", model, broadcast_from_rank0=True)
+    assert_holds(model, state)
+
+
+@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (3,)), ("conv", (2, 2))], ids=str)
+def test_only_the_first_rank_needs_the_file(
+    spawn: Spawn, tmp_path: pathlib.Path, name: str, mesh_shape: tuple[int, ...]
+) -> None:
+    spawn(load_from_first, torch.Size(mesh_shape).numel(), name, mesh_shape, str(tmp_path))
+
+
+def test_only_the_first_rank_of_tensor_parallelism_needs_the_file(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    spawn(load_from_first_with_tensor_parallelism, 4, str(tmp_path))
+
+
+def load_what_fails(folder: str, how: str) -> None:
+    case = CASES["mlp"]
+    path = pathlib.Path(folder) / "model.safetensors"
+    before = FullFile.read
+    if dist.get_rank() == 0 and how == "damaged":
+        safetensors.torch.save_file(case.make().state_dict(), path)
+        FullFile.read = fail_to_read
+    model = shard(case, case.make(), make_mesh((2,)))
+    try:
+        load_full(path, model, broadcast_from_rank0=True)
+    finally:
+        FullFile.read = before
+
+
+def fail_to_read(*_: object) -> Tensor:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("how", ["absent", "damaged"])
+def test_all_ranks_say_why_the_first_could_not_read(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, how: str
+) -> None:
+    for error in spawn_errors(load_what_fails, 2, str(tmp_path), how):
+        assert error.type_name == "CheckpointError"
+        assert "rank 0 could not read" in error.message
+        assert ("does not exist" if how == "absent" else "Input/output") in error.message
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -8,11 +8,15 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from reference import Differences, assert_within, full_grads, full_parameters, make_mesh
 from shardkit import WrapError, fully_shard
 from shardkit.backends.recording import recording_mesh
+
+if typing.TYPE_CHECKING:
+    from pathlib import Path
 
 Spawn = typing.Callable[..., list[typing.Any]]
 
@@ -270,3 +274,38 @@ def test_a_subclass_that_stores_something_else_is_refused_by_name() -> None:
     with pytest.raises(WrapError, match=r"'weight' of shape \(4, 4\).*Two over.*int8"):
         fully_shard(layer, mesh)
     assert type(layer) is nn.Linear
+
+
+def save_subclass(folder: str) -> dict[str, Tensor]:
+    model = make_subclass_model(seed=0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return full_parameters(model)
+
+
+def load_subclass(folder: str) -> dict[str, Tensor]:
+    """Load also where another cut is: its rows are padded otherwise."""
+    model = make_subclass_model(seed=7)
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        before = model(x)
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+        assert not torch.equal(model(x), before)
+    return full_parameters(model)
+
+
+def make_subclass_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 7)
+    model.weight = nn.Parameter(Int8Gather(model.weight.detach()))
+    return fully_shard(model, make_mesh((dist.get_world_size(),)), reshard_after_forward=False)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (4, 2)])
+def test_checkpoints_hold_the_plain_tensor(
+    spawn: Spawn, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    expected, *_ = spawn(save_subclass, saved, str(tmp_path))
+    for parameters in spawn(load_subclass, loaded, str(tmp_path)):
+        assert parameters.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(parameters[name], value), name

@@ -44,8 +44,10 @@ def test_it_keeps_inputs_only() -> None:
     saved: list[torch.Tensor] = []
     model = checkpoint_module(Counting())
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        model(torch.randn(3, 6, requires_grad=True))
-    assert len(saved) <= 1
+        x = torch.randn(3, 6, requires_grad=True)
+        model(x)
+    # Torch 2.9 saves an empty tensor besides.
+    assert all(tensor is x or tensor.numel() == 0 for tensor in saved)
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "shard"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
+import pathlib
 import typing
 import zipfile
 
@@ -20,7 +22,6 @@ from shardkit.checkpoint._full_files import FullWriter, parse_size, write_full
 from shardkit.checkpoint._state import TensorInfo
 
 if typing.TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable, Iterator
 
 DTYPES = [
@@ -256,6 +257,22 @@ def test_nothing_is_left_of_a_write_that_failed(tmp_path: pathlib.Path, format: 
     assert torch.equal(loaded["a"], torch.ones(3))
 
 
+def test_a_file_has_its_name_once_it_is_on_the_disk(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    infos = {"a": TensorInfo((3,), torch.float32)}
+    for name, format in (("x.pt", "torch"), ("x.safetensors", "safetensors")):  # noqa: A001
+        (tmp_path / name).write_text("before")
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            write_full(tmp_path / name, infos, [("a", torch.ones(3))], format)
+        assert (tmp_path / name).read_text() == "before"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -357,17 +374,20 @@ def test_memory_for_tensors_that_come_is_not_touched(tmp_path: pathlib.Path) -> 
     """A file of 400 MB is begun in a fraction of that."""
     infos = {f"t{i}": TensorInfo((10_000, 1_000), torch.float32) for i in range(10)}
     assert sum(math.prod(info.shape) * 4 for info in infos.values()) == 4 * 10**8
-    before = resident_nbytes()
+    gc.collect()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # The high-water mark begins anew.
+    before = peak_nbytes()
     with (
         contextlib.suppress(ZeroDivisionError),
         FullWriter(tmp_path / "x.pt", infos, format="torch"),
     ):
-        grown = resident_nbytes() - before
+        grown = peak_nbytes() - before
         raise ZeroDivisionError
     assert grown < 10**7
     assert list(tmp_path.iterdir()) == []
 
 
-def resident_nbytes() -> int:
-    with open("/proc/self/statm") as file:  # noqa: PTH123
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def peak_nbytes() -> int:
+    """Return this process's largest resident size."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024

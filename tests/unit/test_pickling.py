@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import gc
 import io
 import math
 import pickle
 import typing
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from shardkit import (
     StateError,
     fully_shard,
 )
+from shardkit._pickling import SavedPiece, reduce_for_process, reduce_tensor
 from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
@@ -300,3 +303,55 @@ def test_requires_grad_is_written() -> None:
     assert isinstance(twin.weight, nn.Parameter)
     moment = pickle.loads(pickle.dumps(torch.zeros_like(layer.weight)))
     assert not isinstance(moment, nn.Parameter)
+
+
+# --- to another process of this machine -----------------------------------------------------------
+
+
+def sent(mesh_shape: tuple[int, ...], rank: int) -> dict[str, typing.Any]:
+    """Return how to rebuild what a model's state dict becomes in another process."""
+    mesh, _ = recording_mesh(mesh_shape, rank=rank)
+    state = {k: v for k, v in make(mesh).state_dict().items() if isinstance(v, ShardedTensor)}
+    return {name: reduce_for_process(value) for name, value in state.items()}
+
+
+def test_without_the_mesh_pieces_can_be_written_to_a_checkpoint() -> None:
+    mesh_shape, rank = (2, 3), 4
+    reduced = sent(mesh_shape, rank)
+    gc.collect()  # The mesh is gone, as it is in another process.
+    received = {name: rebuild(*args) for name, (rebuild, args) in reduced.items()}
+    mesh, _ = recording_mesh(mesh_shape, rank=rank)
+    expected = make(mesh).state_dict()
+    num_items = 0
+    for name, piece in received.items():
+        assert isinstance(piece, SavedPiece)
+        items = piece.__create_write_items__("name", piece)
+        assert items == expected[name].__create_write_items__("name", expected[name])
+        for item in items:
+            data = piece.__get_tensor_shard__(item.index)
+            assert torch.equal(data, expected[name].__get_tensor_shard__(item.index))
+            num_items += 1
+        with pytest.raises(ShardedTensorError, match=r"'.+' in a process that has no mesh"):
+            piece + 1
+    assert num_items > 0
+
+
+def test_where_the_mesh_is_pieces_are_sharded_tensors() -> None:
+    mesh, _ = recording_mesh((2, 3), rank=4)
+    for name, value in make(mesh).state_dict().items():
+        if not isinstance(value, ShardedTensor):
+            continue
+        rebuild, args = reduce_for_process(value)
+        received = rebuild(*args)
+        assert type(received) is ShardedTensor, name
+        assert torch.equal(received.to_local(), value.to_local())
+        assert received.spec.mesh == mesh
+
+
+def test_sending_goes_this_way() -> None:
+    assert dispatch_table(ForkingPickler)[ShardedTensor] is reduce_for_process
+    assert dispatch_table(pickle.Pickler)[ShardedTensor] is reduce_tensor
+
+
+def dispatch_table(cls: typing.Any) -> typing.Any:
+    return getattr(cls(io.BytesIO()), "dispatch_table", copyreg.dispatch_table)

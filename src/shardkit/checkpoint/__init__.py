@@ -4,10 +4,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._background import SaveHandle
+from shardkit.checkpoint._consolidate import consolidate
 from shardkit.checkpoint._directory import latest
 from shardkit.checkpoint._full_files import FullFile
-from shardkit.checkpoint._full_models import LoadedNames, load_full, save_full
+from shardkit.checkpoint._full_models import LoadedNames, load_full
+from shardkit.checkpoint._full_save import save_full
 from shardkit.checkpoint._load import load
+from shardkit.checkpoint._local_files import load_local_state_dict, local_state_dict
 from shardkit.checkpoint._reader import CheckpointReader
 from shardkit.checkpoint._save import async_save, release_staging_memory, save
 from shardkit.checkpoint._state import (
@@ -29,12 +32,15 @@ __all__ = [
     "SaveHandle",
     "StateDictOptions",
     "async_save",
+    "consolidate",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
     "latest",
     "load",
     "load_full",
+    "load_local_state_dict",
+    "local_state_dict",
     "release_staging_memory",
     "save",
     "save_full",

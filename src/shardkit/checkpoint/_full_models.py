@@ -1,7 +1,8 @@
-"""Whole-model files read into sharded models and written from them, tensor by tensor."""
+"""Files of whole tensors read into sharded models, tensor by tensor."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,18 +12,21 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._sharded import ShardedTensor
-from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
+from shardkit.checkpoint import _raw
+from shardkit.checkpoint._agreement import rank_of
+from shardkit.checkpoint._full_files import FullFile
 from shardkit.checkpoint._names import plain_name
+from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._raw import copy_from_scratch, dtype_name
-from shardkit.checkpoint._state import TensorInfo
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Mapping
 
     from shardkit._mesh import DeviceMesh
+    from shardkit.checkpoint._progress import Progress
+    from shardkit.checkpoint._state import TensorInfo
 
-_BUFFER_NBYTES = 2**24
 _EXTRA_STATE = "_extra_state"
 _MAX_LISTED = 50
 
@@ -44,7 +48,7 @@ class LoadedNames(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """A tensor of the model with all its names."""
 
     names: list[str]
@@ -53,47 +57,59 @@ class _Entry:
 
 @torch.no_grad()
 def load_full(
-    path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+    progress: Progress = None,
 ) -> LoadedNames:
     """Load a file of whole tensors into a model, sharded or not, on any device or on meta.
 
     Each rank reads the ranges that it owns, straight into its pieces, and converts to the dtype of
     the model's tensors. Parameters stay the objects that they are. Names are those of
     ``model.state_dict()``; of tied ones the file needs one. Hooks that rename what is loaded, as
-    some modules have for old files, are not called.
+    some modules have for old files, are not called, nor what transformers does for models that it
+    saves under other names (``save_pretrained(..., save_original_format=False)`` saves theirs).
 
     Args:
         path: What `FullFile` reads: a file of torch.save, of safetensors, or a Hugging Face
-            directory. All ranks must see it.
+            directory. All ranks must see it, unless `broadcast_from_rank0`.
         model: Where to. Parameters on meta get memory for this rank's pieces only.
         strict: Refuse missing and unexpected names.
+        broadcast_from_rank0: Only the first rank of the mesh reads, and sends to the others.
+        progress: By default a bar on rank 0's terminal, if it takes longer than a second and rich
+            is installed; False: none; or a function of the bytes that this rank has done and will.
 
     Raises:
         CheckpointError: Before anything is loaded, on all ranks alike: for all names that are
             missing, unexpected, or of another shape or kind of dtype.
 
     Cost: no collectives. Reads this rank's share of the file straight into the pieces; where dtype
-    or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole.
+    or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole. With
+    `broadcast_from_rank0` a broadcast of every 16 MiB of each tensor over each axis of the mesh.
     """
-    file = FullFile(path)
-    state = _state_of(model)
-    entries = _by_identity(state)
+    state = state_of(model)
+    entries = by_identity(state)
+    mesh = mesh_of(state, path, allow_meta=True) if broadcast_from_rank0 else None
+    file = FullFile(path) if mesh is None else _FirstRanksFile(path, mesh)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
     missing += [name for name in extra if name not in file.others]
     unexpected = [name for name in (*file.infos, *file.others) if name not in state]
-    complaints = list(_misfits(entries, file))
+    complaints = list(_misfits(entries, file.infos))
     if strict:
         complaints += [f"missing in the file: {_described(n, state[n])}" for n in missing]
-        complaints += [f"unexpected in the file: {_described(n, file)}" for n in unexpected]
+        complaints += [
+            f"unexpected in the file: {_described(n, file.infos.get(n))}" for n in unexpected
+        ]
     if complaints:
         raise _refused(path, complaints)
-    loader = _Loader(file, _device_of(entries))
-    for entry in entries:
-        names = [name for name in entry.names if name in file.infos]
-        if names:
-            # The last name is what torch's load_state_dict would leave in a tied tensor.
-            loader.fill(entry.tensor, names[-1])
+    with Meter(progress, f"loading {Path(path).name}", rank=rank_of(None)) as meter:
+        loader = _Loader(file, _device_of(entries), meter)
+        loader.fill_all(entries)
+    if isinstance(file, _FirstRanksFile):
+        file.raise_errors()
     for name, module in model.named_modules():
         key = f"{plain_name(model, name)}.{_EXTRA_STATE}".removeprefix(".")
         if key in extra and key in file.others:
@@ -101,164 +117,53 @@ def load_full(
     return LoadedNames(missing, unexpected, _on_meta(model))
 
 
-def save_full(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    format: Format = "torch",  # noqa: A002 - the word for it
-    max_shard_size: int | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Path:
-    """Write a sharded model as whole tensors, as ``model.state_dict()`` of a plain one is saved.
-
-    Call it on all ranks; the first rank of the mesh writes. What it writes appears under its name
-    when it is complete and on the disk.
+class _FirstRanksFile:
+    """A file that only the first rank of a mesh sees; all get all of it, part after part.
 
     Args:
-        path: A file, which is replaced; or a directory for several files and for safetensors,
-            see `FullWriter`.
-        model: Sharded by `fully_shard`.
-        format: ``"torch"``: what torch.load reads, also with ``mmap=True``; ``"safetensors"``: what
-            Hugging Face's libraries read. Of tied names it keeps the first, as they do.
-        max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `path` is a directory.
-        dtype: Of floating-point tensors in the file; None: their own.
-
-    Returns:
-        `path`.
+        path: The file.
+        mesh: All of its ranks make this object, and read the same tensors in the same order.
 
     Raises:
-        CheckpointError: On all ranks: it cannot be written (with the reason), or the model is not
-            sharded, or on several meshes.
-
-    Cost: a broadcast per piece and 16 MiB within the writer's shard axis, in sum the file's bytes,
-    and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole tensor.
-    """
-    state = _state_of(model)
-    mesh = _mesh_of(state, path)
-    tied = {name: entry.names[0] for entry in _by_identity(state) for name in entry.names[1:]}
-    tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
-    others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
-    infos = {n: TensorInfo(tuple(v.shape), _saved_dtype(v, dtype)) for n, v in tensors.items()}
-    if others and (format == "safetensors" or max_shard_size is not None):
-        msg = (
-            f"the model has state that is no tensor ({', '.join(others)}), which {path} cannot "
-            f"hold: use format='torch' without max_shard_size."
-        )
-        raise CheckpointError(msg)
-
-    def arrange(by_name: dict[str, Tensor]) -> Any:
-        return {name: by_name.get(name, others.get(name)) for name in state}
-
-    target = _Target(is_writer=mesh.rank == mesh.ranks[0])
-    target.open(
-        lambda: FullWriter(
-            path, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
-        )
-    )
-    _agree(mesh, target, path)
-    sender = _Sender(mesh.ranks[0])
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name not in tied:
-                for part in sender.parts(tensor.detach(), infos[name].dtype):
-                    target.append(name, part)
-    target.close()
-    _agree(mesh, target, path)
-    return Path(path)
-
-
-class _Target:
-    """The writer, on the rank that has it. Its first error is kept: other ranks must not wait."""
-
-    def __init__(self, *, is_writer: bool) -> None:
-        self.is_writer = is_writer
-        self.error: Exception | None = None
-        self._writer: FullWriter | None = None
-
-    def open(self, make: Callable[[], FullWriter]) -> None:
-        """Open the file where this rank writes."""
-        if self.is_writer:
-            try:
-                self._writer = make().__enter__()
-            except Exception as error:  # noqa: BLE001 - raised on all ranks by `_agree`
-                self.error = error
-
-    def append(self, name: str, flat: Tensor) -> None:
-        """Write, unless that has failed before."""
-        if self._writer is not None:
-            try:
-                self._writer.append(name, flat)
-            except Exception as error:  # noqa: BLE001
-                self.error = error
-                self.close()
-
-    def close(self) -> None:
-        """Commit what was written, or remove it after an error."""
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        kind = None if self.error is None else type(self.error)
-        try:
-            writer.__exit__(kind, self.error, None)
-        except Exception as error:  # noqa: BLE001
-            self.error = error
-
-
-def _agree(mesh: DeviceMesh, target: _Target, path: object) -> None:
-    """Raise on all ranks of the mesh if the writer failed. Cost: a small exchange per axis."""
-    reason = None if target.error is None else f"{type(target.error).__name__}: {target.error}"
-    for axis in range(mesh.ndim):
-        reasons = mesh.backend.axis(axis).exchange(reason)
-        reason = next((r for r in reasons if r is not None), None)
-    if reason is not None:
-        target.close()
-        msg = f"rank {mesh.ranks[0]} could not write {path}: {reason}"
-        raise CheckpointError(msg) from target.error
-
-
-class _Sender:
-    """Brings tensors of the model, part after part, to the rank that writes.
-
-    Args:
-        writer: Its global rank.
+        CheckpointError: On all ranks, if the first one cannot open it.
     """
 
-    def __init__(self, writer: int) -> None:
-        self._writer = writer
-        self._buffers: dict[torch.device, Tensor] = {}
+    def __init__(self, path: str | os.PathLike[str], mesh: DeviceMesh) -> None:
+        self._path = path
+        self._mesh = mesh
+        self._file: FullFile | None = None
+        self._error: Exception | None = None
+        if mesh.rank == mesh.ranks[0]:
+            try:
+                self._file = FullFile(path)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
+                self._error = error
+        self.raise_errors()
+        found: Any = self._file and (self._file.infos, self._file.others)
+        for axis in range(mesh.ndim):
+            found = mesh.backend.axis(axis).exchange(found)[0]
+        self.infos: dict[str, TensorInfo] = found[0]
+        self.others: dict[str, Any] = found[1]
+        self._room = torch.empty(_raw.PART_NBYTES, dtype=torch.uint8, device=mesh.backend.device)
 
-    def parts(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield the flattened tensor in order, each part good until the next. Collective.
+    def parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield a flattened tensor's parts with where they begin. Collective."""
+        info = self.infos[name]
+        numel, room = math.prod(info.shape), self._room.view(info.dtype)
+        for start in range(0, numel, room.numel()):
+            part = room[: min(room.numel(), numel - start)]
+            if self._file is not None and self._error is None:
+                try:
+                    part.copy_(self._file.read(name, start, start + part.numel()))
+                except Exception as error:  # noqa: BLE001 - others wait for what comes
+                    self._error = error
+            for axis in range(self._mesh.ndim):
+                self._mesh.backend.axis(axis).broadcast(part.view(torch.uint8), src=0)
+            yield start, part
 
-        Ranks whose shard axis does not lead to the writer hold the same as others, and yield none.
-        """
-        if not isinstance(tensor, ShardedTensor):
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield whole.reshape(-1).to(dtype)
-            return
-        spec = tensor.spec
-        if spec.tensor_parallel is not None:
-            yield tensor.full_tensor().reshape(-1).to(dtype)
-            return
-        size = spec.axis.size
-        first = spec.mesh.ranks.index(spec.mesh.rank) // size * size
-        if self._writer not in spec.mesh.ranks[first : first + size]:
-            return
-        room = self._buffer(spec.device).view(dtype)
-        for owner in spec.layout.owners(spec.index):
-            start, stop = spec.layout.owned_range(spec.index, owner)
-            for begin in range(0, stop - start, room.numel()):
-                part = room[: min(room.numel(), stop - start - begin)]
-                if owner == spec.axis.rank:
-                    part.copy_(tensor.to_local()[begin : begin + part.numel()])
-                # As bytes: not every backend sends every dtype.
-                spec.axis.broadcast(part.view(torch.uint8), src=owner)
-                yield part
-
-    def _buffer(self, device: torch.device) -> Tensor:
-        if device not in self._buffers:
-            self._buffers[device] = torch.empty(_BUFFER_NBYTES, dtype=torch.uint8, device=device)
-        return self._buffers[device]
+    def raise_errors(self) -> None:
+        """Raise on all ranks what the first one met. Collective."""
+        raise_on_all(self._mesh, self._error, f"could not read {self._path}")
 
 
 class _Loader:
@@ -272,10 +177,27 @@ class _Loader:
         device: Where tensors on meta belong that are not sharded.
     """
 
-    def __init__(self, file: FullFile, device: torch.device) -> None:
+    def __init__(
+        self, file: FullFile | _FirstRanksFile, device: torch.device, meter: Meter
+    ) -> None:
         self._file = file
         self._device = device
+        self._meter = meter
         self._buffer: Tensor | None = None
+
+    def fill_all(self, entries: list[Entry]) -> None:
+        """Fill those tensors of the model that the file has under one of their names."""
+        infos = self._file.infos
+        wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
+        # The last name is what torch's load_state_dict would leave in a tied tensor.
+        jobs = [(tensor, names[-1]) for tensor, names in wanted if names]
+        for tensor, name in jobs:
+            numel = tensor.numel()
+            if isinstance(tensor, ShardedTensor) and tensor.spec.tensor_parallel is None:
+                numel = tensor.spec.stop - tensor.spec.start
+            self._meter.expect(numel * infos[name].dtype.itemsize)
+        for tensor, name in jobs:
+            self.fill(tensor, name)
 
     def fill(self, target: Tensor, name: str) -> None:
         """Fill a tensor of the model, or this rank's piece of it."""
@@ -284,11 +206,10 @@ class _Loader:
             return
         spec = target.spec
         if spec.tensor_parallel is not None:
-            whole = self._file.read(name, 0, target.numel()).view(target.shape)
+            whole = self._read_whole(name)
             target.take_over(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
         elif spec.holds_whole:
-            whole = self._file.read(name, 0, target.numel()).view(target.shape)
-            target.take_over(whole.to(target.dtype))
+            target.take_over(self._read_whole(name).to(target.dtype))
         elif target.is_meta:
             piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
             self._fill_flat(piece, name, spec.start)
@@ -307,44 +228,73 @@ class _Loader:
         elif target.is_contiguous():
             self._fill_flat(target.detach().view(-1), name, 0)
         else:
-            target.copy_(self._file.read(name, 0, target.numel()).view(target.shape))
+            target.copy_(self._read_whole(name))
+
+    def _read_whole(self, name: str) -> Tensor:
+        info = self._file.infos[name]
+        whole = torch.empty(info.shape, dtype=info.dtype)
+        self._fill_flat(whole.view(-1), name, 0)
+        return whole
 
     def _fill_flat(self, flat: Tensor, name: str, start: int) -> None:
         dtype = self._file.infos[name].dtype
-        if flat.dtype == dtype and flat.device.type == "cpu":
+        if isinstance(self._file, _FirstRanksFile):
+            stop = start + flat.numel()
+            for begin, part in self._file.parts(name):
+                low, high = max(begin, start), min(begin + part.numel(), stop)
+                if low < high:
+                    copy_from_scratch(
+                        flat[low - start : high - start], part[low - begin : high - begin]
+                    )
+        elif flat.dtype == dtype and flat.device.type == "cpu":
             self._file.read_into(name, start, flat)
             # Reading wrote past torch's back.
             torch.autograd.graph.increment_version(flat)
-            return
+        else:
+            self._convert(flat, self._file, name, start)
+        self._meter.add(flat.numel() * dtype.itemsize)
+
+    def _convert(self, flat: Tensor, file: FullFile, name: str, start: int) -> None:
         if self._buffer is None:
-            self._buffer = torch.empty(_BUFFER_NBYTES, dtype=torch.uint8)
-        typed = self._buffer.view(dtype)
+            self._buffer = torch.empty(_raw.PART_NBYTES, dtype=torch.uint8)
+        typed = self._buffer.view(file.infos[name].dtype)
         for first in range(0, flat.numel(), typed.numel()):
             part = flat[first : first + typed.numel()]
-            self._file.read_into(name, start + first, typed[: part.numel()])
+            file.read_into(name, start + first, typed[: part.numel()])
             copy_from_scratch(part, typed[: part.numel()])
 
 
-def _state_of(model: nn.Module) -> dict[str, Any]:
+def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
+    """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    for axis in range(mesh.ndim):
+        reasons = mesh.backend.axis(axis).exchange(reason)
+        reason = next((r for r in reasons if r is not None), None)
+    if reason is not None:
+        msg = f"rank {mesh.ranks[0]} {what}: {reason}"
+        raise CheckpointError(msg) from error
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's state dict: the objects themselves, also sharded ones not shown now."""
     state = model.state_dict(keep_vars=True)
     return {plain_name(model, name): value for name, value in state.items()}
 
 
-def _by_identity(state: dict[str, Any]) -> list[_Entry]:
+def by_identity(state: dict[str, Any]) -> list[Entry]:
     """Return the model's tensors, each once."""
-    entries: dict[int, _Entry] = {}
+    entries: dict[int, Entry] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            entries.setdefault(id(value), _Entry([], value)).names.append(name)
+            entries.setdefault(id(value), Entry([], value)).names.append(name)
     return list(entries.values())
 
 
-def _misfits(entries: list[_Entry], file: FullFile) -> Iterator[str]:
+def _misfits(entries: list[Entry], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield what the file has under the model's names but cannot be loaded."""
     for entry in entries:
         for name in entry.names:
-            info = file.infos.get(name)
+            info = infos.get(name)
             if info is None:
                 continue
             mine, found = _described(name, entry.tensor), f"{info.shape}, {dtype_name(info.dtype)}"
@@ -362,10 +312,9 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def _described(name: str, value: Any) -> str:
-    info = value.infos.get(name) if isinstance(value, FullFile) else value
-    if info is None or not hasattr(info, "dtype"):
+    if not hasattr(value, "dtype"):
         return f"{name!r}, not a tensor"
-    return f"{name!r} of shape {tuple(info.shape)}, {dtype_name(info.dtype)}"
+    return f"{name!r} of shape {tuple(value.shape)}, {dtype_name(value.dtype)}"
 
 
 def _refused(path: object, complaints: list[str]) -> CheckpointError:
@@ -379,7 +328,7 @@ def _refused(path: object, complaints: list[str]) -> CheckpointError:
     )
 
 
-def _device_of(entries: list[_Entry]) -> torch.device:
+def _device_of(entries: list[Entry]) -> torch.device:
     """Return where tensors on meta belong that are not sharded."""
     for entry in entries:
         if isinstance(entry.tensor, ShardedTensor):
@@ -392,18 +341,14 @@ def _on_meta(model: nn.Module) -> list[str]:
     return [name for name, tensor in named if tensor.is_meta]
 
 
-def _saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-
-
-def _mesh_of(state: dict[str, Any], path: object) -> DeviceMesh:
+def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) -> DeviceMesh:
     """Return the mesh of all ranks that hold the model.
 
     Raises:
         CheckpointError: There is none, several, or the model is on meta.
     """
     on_meta = [name for name, value in state.items() if getattr(value, "is_meta", False)]
-    if on_meta:
+    if on_meta and not allow_meta:
         msg = f"{on_meta[0]!r} is on the meta device and has no values to write to {path}."
         raise CheckpointError(msg)
     meshes = [v.spec.mesh for v in state.values() if isinstance(v, ShardedTensor)]

@@ -27,6 +27,7 @@ from shardkit.checkpoint._sections import (
 )
 from shardkit.checkpoint._state import (
     get_model_state_dict,
+    get_optimizer_state_dict,
     optimizer_template,
     put_optimizer_state,
     set_model_state_dict,
@@ -106,6 +107,7 @@ class ModelPart:
         """Find the model's entries."""
         self._model = model
         self._state = get_model_state_dict(model)
+        self._in_place: set[str] = set()
         infos = source.infos
         prefix = model_prefix(infos, self._state)
         self.entries = {name: prefix + name for name in self._state}
@@ -115,7 +117,10 @@ class ModelPart:
             if entry not in infos:
                 findings.missing.append(f"model: {name!r}: expected {described(value)}")
             elif findings.fits(f"model: {name!r}", value, infos[entry]):
-                self.targets[entry] = self._state[name] = _with_memory(value)
+                target = _with_memory(value)
+                if target is not None and target is value:
+                    self._in_place.add(name)
+                self.targets[entry] = self._state[name] = target
         own = set(self.entries.values())
         others = entries_of_optimizers(infos) - own
         self.claimed = {entry for entry in infos if entry.startswith(prefix)} - others
@@ -126,11 +131,11 @@ class ModelPart:
         ]
 
     def put(self, loaded: Mapping[str, Any]) -> None:
-        """Give the model what could not be read in place, and let it know of the rest."""
+        """Give the model what could not be read in place, and have its hooks called."""
         state = {
             name: loaded.get(entry, self._state[name])
             for name, entry in self.entries.items()
-            if entry in self.targets
+            if entry in self.targets and name not in self._in_place
         }
         set_model_state_dict(self._model, state, options=_NOT_STRICT)
 
@@ -214,7 +219,21 @@ class OptimizerPart:
         """Return what is read where, by entry; called when the model's parameters have memory."""
         if not self._places and not self._groups:
             return {}
-        self._state = optimizer_template(self._model, self._optimizers, self._saved)
+        # What the optimizers have is read into: fresh memory takes longer than reading does.
+        present = get_optimizer_state_dict(self._model, self._optimizers)["state"]
+        lacking = {
+            name: {
+                key: info
+                for key, info in infos.items()
+                if not _is_room(element(present, (name, key)), info)
+            }
+            for name, infos in self._saved.items()
+        }
+        self._state = optimizer_template(self._model, self._optimizers, lacking)
+        for name, infos in self._saved.items():
+            values = self._state["state"].setdefault(name, {})
+            for key in infos.keys() - lacking[name].keys():
+                values[key] = present[name][key]
         if self._groups:
             self._state["param_groups"] = self._groups
         for entry, (name, keys) in self._places.items():
@@ -250,6 +269,15 @@ class OptimizerPart:
                 values = values.setdefault(key, {})
             values[keys[-1]] = loaded.get(entry, self.targets[entry])
         put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
+
+
+def _is_room(value: Any, info: TensorInfo | None) -> bool:
+    """Whether what an optimizer has can be read into: sharded tensors; others are small."""
+    return (
+        isinstance(value, ShardedTensor)
+        and not value.is_meta
+        and info == TensorInfo(tuple(value.shape), value.dtype)
+    )
 
 
 def _compare_names(

@@ -12,10 +12,13 @@ from torch import Tensor
 from shardkit._errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from shardkit.checkpoint._state import TensorInfo
+
+PART_NBYTES = 2**24
+"""Of tensors that come part after part."""
 
 
 class TensorSource(Protocol):
@@ -27,16 +30,33 @@ class TensorSource(Protocol):
     """
 
     @property
-    def infos(self) -> Mapping[str, TensorInfo]: ...
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See above."""
 
     @property
-    def tied(self) -> Mapping[str, str]: ...
+    def tied(self) -> Mapping[str, str]:
+        """See above."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened tensor: 1-D, on the host, a copy."""
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, of the tensor's dtype, 1-D, contiguous, on the host, from `start` on."""
+
+
+class Checkpoint(TensorSource, Protocol):
+    """A source of nested state dicts."""
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where each entry stood in nested dicts and lists, by its key."""
+
+    @property
+    def others(self) -> Collection[str]:
+        """Keys of entries that are no tensors."""
+
+    def read_other(self, key: str) -> Any:
+        """Return an entry that is no tensor."""
 
 
 def read_new(source: TensorSource, name: str, start: int, stop: int) -> Tensor:

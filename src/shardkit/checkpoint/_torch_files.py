@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
+from shardkit._sharded import ShardedTensor
 from shardkit.checkpoint._raw import bytes_of, info_nbytes, read_at, read_new, write_at
 from shardkit.checkpoint._state import TensorInfo
 
@@ -160,6 +161,8 @@ class TorchFile:
         return loaded[key], {k: v for k, v in loaded.items() if k != key}
 
     def _describe(self, name: str, tensor: Tensor) -> TensorInfo:
+        if isinstance(tensor, ShardedTensor):
+            raise _sharded_error(self.path)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             msg = (
                 f"{self.path}: {name!r} is a sparse, quantized or meta tensor, which has no plain "
@@ -173,6 +176,8 @@ def _load(path: Path) -> Any:
     try:
         _check_byte_order(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (MeshError, ShardedTensorError) as error:
+        raise _sharded_error(path) from error
     except pickle.UnpicklingError as error:
         msg = (
             f"{path} holds more than tensors and plain values, or is not a file of torch.save, and "
@@ -185,6 +190,14 @@ def _load(path: Path) -> Any:
             f"a torch before 1.6: then load and save it once by a newer one."
         )
         raise CheckpointError(msg) from error
+
+
+def _sharded_error(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds sharded tensors, as torch.save of a sharded model's state_dict() writes "
+        f"them: only as many processes as wrote it can load it. Load it there, and write whole "
+        f"tensors by shardkit.checkpoint.save_full, or local files by local_state_dict."
+    )
 
 
 def _check_byte_order(path: Path) -> None:

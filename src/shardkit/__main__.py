@@ -1,0 +1,25 @@
+"""``python -m shardkit``: look into checkpoints, check them, and make whole files of them."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command, or say what it needs."""
+    try:
+        from shardkit._commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in {"typer", "rich"}:
+            raise
+        print(
+            f"python -m shardkit needs the package {error.name!r}, which is not installed: "
+            f"pip install 'shardkit[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    app(prog_name="python -m shardkit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The commands of ``python -m shardkit``; needs the packages of the extra ``cli``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate
+from shardkit.checkpoint._inspect import describe, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import Any
+
+    from shardkit.checkpoint._inspect import Description, Entry
+
+_PIPE_WIDTH = 240
+_UNIT = 1024
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help=(
+        "Checkpoints of sharded models, in one process, without a GPU.\n\n"
+        "CKPT is a checkpoint directory (of shardkit, FSDP2 or torch.distributed.checkpoint), a "
+        "file of torch.save or safetensors, a Hugging Face directory, or the common prefix of "
+        "per-rank files."
+    ),
+)
+
+_Source = Annotated[str, typer.Argument(metavar="CKPT", show_default=False)]
+_Suffix = Annotated[
+    str, typer.Option("--ckpt_suffix", "--ckpt-suffix", help="Pattern after the prefix.")
+]
+
+
+@app.command(name="consolidate")
+def consolidate_command(  # noqa: PLR0913, PLR0917 - options of a command
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="[CKPT] OUT", show_default=False, help="From what, and to where."),
+    ],
+    file_format: Annotated[
+        Literal["torch", "safetensors"],
+        typer.Option("--format", help="What torch.load reads, or Hugging Face's libraries."),
+    ] = "torch",
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard-size",
+            help="Bytes of a file at most, e.g. 5GB; OUT is a directory then.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of floating-point tensors, e.g. bfloat16.", show_default=False),
+    ] = None,
+    optimizer: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--optimizer", help="The optimizer's state as well.")
+    ] = False,
+    model_key: Annotated[
+        str | None,
+        typer.Option("--model-key", help="Where the model is, e.g. app.model.", show_default=False),
+    ] = None,
+    ckpt_prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--ckpt_prefix",
+            "--ckpt-prefix",
+            help="What names of per-rank files begin with, in the place of CKPT.",
+            show_default=False,
+        ),
+    ] = None,
+    ckpt_suffix: _Suffix = DEFAULT_SUFFIX,
+) -> None:
+    """Write a checkpoint of many ranks as whole tensors.
+
+    By default the model alone, as its state_dict() has it. Needs memory for the largest tensor.
+
+    Examples:
+        python -m shardkit consolidate checkpoints/step-1000 model.pt
+
+        python -m shardkit consolidate checkpoints/step-1000 hf/ --format safetensors
+        --max-shard-size 5GB
+
+        python -m shardkit consolidate --ckpt_prefix run/final model.pt
+    """
+    sources = [ckpt_prefix] if ckpt_prefix is not None else []
+    if len(sources) + len(paths) != 2:  # noqa: PLR2004 - from and to
+        msg = "give CKPT and OUT, or --ckpt_prefix and OUT"
+        raise typer.BadParameter(msg)
+    source, out = [*sources, *paths]
+    written: Path = _or_exit(
+        consolidate,
+        source,
+        out,
+        format=file_format,
+        max_shard_size=max_shard_size,
+        dtype=_dtype(dtype),
+        optimizer=optimizer,
+        model_key=model_key,
+        suffix=ckpt_suffix,
+    )
+    files = list(written.iterdir()) if written.is_dir() else [written]
+    print(f"{written}: {_size(sum(file.stat().st_size for file in files))}")
+
+
+@app.command(name="inspect")
+def inspect_command(
+    source: _Source,
+    as_json: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--json", help="For programs.")
+    ] = False,
+    ckpt_suffix: _Suffix = DEFAULT_SUFFIX,
+) -> None:
+    """Show names, shapes, dtypes, sizes, the step, and which files hold what."""
+    found: Description = _or_exit(describe, source, ckpt_suffix)
+    if as_json:
+        print(json.dumps({"source": source, **dataclasses.asdict(found)}, indent=2))
+        return
+    # Lines for other programs are not folded at the width of no terminal.
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    facts = [
+        found.kind,
+        f"step {found.step}" if found.step is not None else "",
+        f"{found.world_size} ranks" if found.world_size is not None else "",
+        f"{len(found.entries)} tensors, {_size(found.nbytes)}",
+        f"{len(found.files)} files, {_size(sum(found.files.values()))}",
+        "checksums" if found.verified else "",
+    ]
+    console.print(Text(f"{source}: " + ", ".join(fact for fact in facts if fact)))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", overflow="fold")
+    for column in ("shape", "dtype", "size"):
+        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    for entry in found.entries:
+        row = (entry.name, str(list(entry.shape)), entry.dtype, _size(entry.nbytes), _where(entry))
+        table.add_row(*map(Text, row))
+    console.print(table)
+    if found.others:
+        console.print(Text(f"no tensors: {', '.join(found.others)}"))
+
+
+@app.command(name="verify")
+def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> None:
+    """Read everything and compare checksums; exit with 1 if something is wrong."""
+    problems = verify(source, ckpt_suffix)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+    print(f"{source}: nothing is wrong")
+
+
+def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call; print an error of a checkpoint or of the system, and exit with 1."""
+    try:
+        return call(*args, **kwargs)
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name is not None else None
+    if name is not None and not isinstance(found, torch.dtype):
+        msg = f"--dtype: torch has no dtype {name!r}"
+        raise typer.BadParameter(msg)
+    return found
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < _UNIT:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= _UNIT
+    return f"{nbytes:.1f} TiB"
+
+
+def _where(entry: Entry) -> str:
+    files = list(dict.fromkeys(chunk["file"] for chunk in entry.chunks))
+    count = f"{len(entry.chunks)} chunks: " if len(entry.chunks) > len(files) else ""
+    shown = files if len(files) <= 3 else [files[0], f"{len(files) - 2} more", files[-1]]  # noqa: PLR2004
+    return count + ", ".join(shown)

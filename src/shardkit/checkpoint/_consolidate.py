@@ -1,0 +1,276 @@
+"""Checkpoints of many ranks made into whole files, in one process, tensor after tensor."""
+
+from __future__ import annotations
+
+import glob
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._dcp_files import DcpFiles
+from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
+from shardkit.checkpoint._local_source import LocalFiles
+from shardkit.checkpoint._metadata import METADATA_FILE
+from shardkit.checkpoint._progress import Meter
+from shardkit.checkpoint._raw import PART_NBYTES, Checkpoint, info_nbytes
+from shardkit.checkpoint._sections import nested
+from shardkit.checkpoint._state import TensorInfo
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from shardkit.checkpoint._progress import Progress
+
+DEFAULT_SUFFIX = "_rank-*-of-*.pth"
+"""Of per-rank files, after their common prefix."""
+
+_OPTIMIZERS = ("optim", "optimizer")
+
+
+class WholeFile(FullFile):
+    """A file of whole tensors as a checkpoint, to convert it."""
+
+    @property
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """See `Checkpoint`."""
+        return {name: (name,) for name in (*self.infos, *self.others)}
+
+    def read_other(self, key: str) -> Any:
+        """See `Checkpoint`."""
+        return self.others[key]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written where.
+
+    Attributes:
+        names: Key in the checkpoint by name in the file.
+        arrange: Makes the content of one torch file; None: it is flat.
+    """
+
+    names: dict[str, str]
+    others: dict[str, str] = field(default_factory=dict)
+    arrange: Callable[[dict[str, Tensor]], Any] | None = None
+
+
+def consolidate(  # noqa: PLR0913 - what there is to say of both sides
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: Format = "torch",  # noqa: A002 - the word for it
+    max_shard_size: int | str | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: bool = False,
+    model_key: str | None = None,
+    suffix: str = DEFAULT_SUFFIX,
+    progress: Progress = None,
+) -> Path:
+    """Write a checkpoint of any number of ranks as whole tensors. No process group, no GPU.
+
+    Args:
+        source: A checkpoint directory (shardkit's, FSDP2's or another of
+            torch.distributed.checkpoint's), the common prefix of per-rank files of
+            `local_state_dict`, or a file of whole tensors to convert.
+        out: A file; or a directory, see `FullWriter`.
+        format: ``"torch"`` or ``"safetensors"``.
+        max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `out` is a directory.
+        dtype: Of floating-point tensors of the model in the file; None: their own.
+        optimizer: Write ``{"model": ..., "optim": ...}`` with the optimizer's state by parameter
+            names. Default: the model's state dict alone.
+        model_key: Where in a checkpoint directory the model is, e.g. ``"app.model"``; None: under a
+            key ``model``, or all of it.
+        suffix: Pattern of what follows the prefix of per-rank files.
+        progress: By default a bar on the terminal if it takes longer than a second and rich is
+            installed; False: none; or a function of the bytes done and of all.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, incomplete (naming the missing ranks' files),
+            mixed or foreign, or `out` cannot hold it.
+
+    Cost: each byte read and written once; memory: the largest tensor, and one saved chunk of it
+    where that is not a run of it; 16 MiB for per-rank files.
+    """
+    checkpoint = open_checkpoint(source, suffix)
+    plan = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    if optimizer and (format != "torch" or max_shard_size is not None):
+        msg = "an optimizer's state fits one torch file only: leave out the other options."
+        raise CheckpointError(msg)
+    if plan.others and (format != "torch" or max_shard_size is not None):
+        msg = (
+            f"{source} has entries that are no tensors ({', '.join(plan.others)}): they fit one "
+            f"torch file only, without max_shard_size."
+        )
+        raise CheckpointError(msg)
+    infos = {name: _converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
+    by_key = {key: name for name, key in reversed(plan.names.items())}
+    tied = {
+        name: by_key[checkpoint.tied[key]]
+        for name, key in plan.names.items()
+        if checkpoint.tied.get(key) in by_key
+    }
+    others = {name: checkpoint.read_other(key) for name, key in plan.others.items()}
+
+    def arrange(tensors: dict[str, Tensor]) -> Any:
+        everything = {**tensors, **others}
+        return plan.arrange(everything) if plan.arrange is not None else everything
+
+    kept = [name for name in plan.names if name not in tied]
+    with (
+        Meter(progress, f"consolidating {Path(source).name}", rank=0) as meter,
+        FullWriter(
+            out, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
+        ) as writer,
+    ):
+        meter.expect(sum(info_nbytes(infos[name]) for name in kept))
+        reader = _Parts(checkpoint, [plan.names[name] for name in kept])
+        for name in kept:
+            for part in reader.of(plan.names[name]):
+                converted = part.to(infos[name].dtype)
+                writer.append(name, converted)
+                meter.add(converted.nbytes)
+    return Path(out)
+
+
+def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Checkpoint:
+    """Open whatever there is under a path or prefix.
+
+    Raises:
+        CheckpointError: There is nothing that can be read, or it is damaged.
+    """
+    path = Path(source)
+    if (path / METADATA_FILE).exists():
+        return DcpFiles(path)
+    files = local_files(source, suffix)
+    if files:
+        return LocalFiles(files)
+    if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
+        return DcpFiles(path)  # Which says what is missing.
+    if not path.exists():
+        msg = (
+            f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
+            f"checkpoint directory, a file, or the prefix and suffix of per-rank files."
+        )
+        raise CheckpointError(msg)
+    return WholeFile(path)
+
+
+def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[Path]:
+    """Return the per-rank files of a prefix, in order."""
+    return [Path(name) for name in sorted(glob.glob(glob.escape(str(prefix)) + suffix))]  # noqa: PTH207 - a prefix is no directory
+
+
+class _Parts:
+    """Reads tensors part after part into one buffer, so that none is there beside the next.
+
+    From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
+
+    Args:
+        checkpoint: What is read.
+        keys: All tensors that will be.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, keys: list[str]) -> None:
+        self._checkpoint = checkpoint
+        largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
+        is_whole = isinstance(checkpoint, DcpFiles)
+        self._room = torch.empty(
+            largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8
+        )
+
+    def of(self, key: str) -> Iterator[Tensor]:
+        """Yield a flattened tensor in order, in parts of 16 MiB, each good until the next."""
+        info = self._checkpoint.infos[key]
+        numel = math.prod(info.shape)
+        room_numel = self._room.numel() // info.dtype.itemsize
+        room = self._room[: room_numel * info.dtype.itemsize].view(info.dtype)
+        for start in range(0, numel, max(room_numel, 1)):
+            read = room[: min(room_numel, numel - start)]
+            self._checkpoint.read_into(key, start, read)
+            yield from read.split(PART_NBYTES // info.dtype.itemsize)
+
+
+def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    keep = dtype is None or not info.dtype.is_floating_point
+    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
+
+
+# --- which entries --------------------------------------------------------------------------------
+
+
+def _plan(
+    checkpoint: Checkpoint, source: object, *, model_key: str | None, optimizer: bool
+) -> _Plan:
+    root = model_root(checkpoint, source, model_key)
+    keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
+    if not optimizer:
+        names = {_join(checkpoint.paths[key][len(root) :]): key for key in keys}
+        return _Plan(
+            {name: key for name, key in names.items() if key in checkpoint.infos},
+            {name: key for name, key in names.items() if key not in checkpoint.infos},
+        )
+    optim = next(
+        (
+            (*root[:-1], name)
+            for name in _OPTIMIZERS
+            if root and any(p[: len(root)] == (*root[:-1], name) for p in checkpoint.paths.values())
+        ),
+        None,
+    )
+    if optim is None:
+        msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
+        raise CheckpointError(msg)
+    places: dict[str, tuple[str | int, ...]] = {}
+    for key, path in checkpoint.paths.items():
+        if path[: len(root)] == root:
+            places[key] = ("model", _join(path[len(root) :]))
+        elif path[: len(optim)] == optim:
+            places[key] = ("optim", *path[len(optim) :])
+    return _Plan(
+        {key: key for key in places if key in checkpoint.infos},
+        {key: key for key in places if key not in checkpoint.infos},
+        lambda entries: nested({places[key]: value for key, value in entries.items()}),
+    )
+
+
+def model_root(
+    checkpoint: Checkpoint, source: object, model_key: str | None = None
+) -> tuple[str | int, ...]:
+    """Return where in a checkpoint the model's state dict is.
+
+    Raises:
+        CheckpointError: It is not where it should be, or there are several.
+    """
+    parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
+    shown = ", ".join(sorted({_join(parent[:2]) or "(top)" for parent in parents}))
+    if model_key is not None:
+        root = tuple(model_key.split(".")) if model_key else ()
+        if root not in parents:
+            msg = f"{source} has no state dict under {model_key!r}; it has {shown}."
+            raise CheckpointError(msg)
+        return root
+    found = [parent for parent in parents if parent and parent[-1] == "model"]
+    if len(found) > 1:
+        names = ", ".join(map(_join, found))
+        msg = f"{source} has several models ({names}). Choose one by model_key."
+        raise CheckpointError(msg)
+    if found:
+        return found[0]
+    if parents == [()]:
+        return ()
+    msg = f"{source} has no state dict under a key 'model', but {shown}. Choose by model_key."
+    raise CheckpointError(msg)
+
+
+def _join(path: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, path))
