@@ -20,7 +20,8 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 TORCH = os.environ.get("SHARDKIT_TORCH", "torch==2.13.0")
-NEED_NOTHING = "not gpu and not models"  # tests that need no more than torch
+XLA = ("torch==2.9.0", "torch_xla==2.9.0")  # torch_xla loads with the torch it was built for only
+NEED_NOTHING = "not gpu and not models and not xla"  # tests that need no more than torch
 MINIMUM_TORCH = "torch==2.9.0"  # the lower bound in pyproject.toml
 
 
@@ -78,6 +79,16 @@ def models(session: nox.Session) -> None:
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
     session.run("pytest", "-m", "models", "tests/real_models", *session.posargs)
+
+
+@nox.session(python="3.11")
+def xla(session: nox.Session) -> None:
+    """Run the tests that need torch_xla, on four virtual devices of the CPU."""
+    if not use_outer_environment(session):
+        session.install(*XLA)
+        session.install("--editable", ".[test,demo]")
+    session.env |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    session.run("pytest", "-m", "xla", "tests/xla", *session.posargs)
 
 
 @nox.session

@@ -5,6 +5,10 @@ On one machine, with two CPU processes or with every GPU:
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
     torchrun --standalone --nproc-per-node gpu examples/train_gpt.py --device cuda --bf16
 
+On XLA devices one process computes for all ranks, and passes the batches of all of them:
+
+    python examples/train_gpt.py --device xla --bf16
+
 On several hosts the same script runs under torchrun's --nnodes and --rdzv-endpoint. Everything that
 concerns sharding is in `shard`; the rest is plain PyTorch.
 """
@@ -30,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from shardkit import MixedPrecisionPolicy, fully_shard, init_device_mesh
+from shardkit import DeviceMesh, MixedPrecisionPolicy, fully_shard, init_device_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -102,14 +106,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def shard(model: GPT, options: argparse.Namespace) -> None:
-    """Leave on this rank its part of `model`, and gather each block only while it is in use."""
-    world_size = dist.get_world_size()
+def make_mesh(options: argparse.Namespace, num_ranks: int) -> DeviceMesh:
+    """All ranks, or with --replicate several groups of them that each hold the whole model."""
     if options.replicate == 1:
-        mesh = init_device_mesh(options.device, (world_size,), mesh_dim_names=("shard",))
-    else:
-        sizes = (options.replicate, world_size // options.replicate)
-        mesh = init_device_mesh(options.device, sizes, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(options.device, (num_ranks,), mesh_dim_names=("shard",))
+    sizes = (options.replicate, num_ranks // options.replicate)
+    return init_device_mesh(options.device, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: GPT, mesh: DeviceMesh, options: argparse.Namespace) -> None:
+    """Leave on this rank its part of `model`, and gather each block only while it is in use."""
     policy = MixedPrecisionPolicy()
     if options.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -148,6 +154,62 @@ def random_segments(
 # ---------------------------------------------------------------------------------------- training
 
 
+class Ranks:
+    """The ranks of this training.
+
+    Attributes:
+        device: What this process computes on.
+        rank: This process's position.
+        size: How many ranks there are.
+        batches: Batches that this process passes to the model, one for each rank it computes for.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.is_xla = device_type == "xla"
+        self.rank, self.batches = 0, 1
+        if self.is_xla:
+            import torch_xla.runtime as xr
+
+            self.size = self.batches = xr.global_runtime_device_count()
+            self.device = torch.device("xla")
+            return
+        if device_type == "cpu":
+            dist.init_process_group("gloo")
+            self.device = torch.device("cpu")
+        else:
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", device_id=self.device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def of_first(self, value: float) -> float:
+        """Return the value of rank 0, on all ranks."""
+        if self.is_xla:
+            return value
+        shared = torch.tensor(value, device=self.device)
+        dist.broadcast(shared, src=0)
+        return shared.item()
+
+    def mean(self, value: Tensor) -> float:
+        """Return the mean over the ranks; on XLA it is one already."""
+        if self.is_xla:
+            return value.item()
+        dist.all_reduce(value)
+        return value.item() / self.size
+
+    def end_step(self) -> None:
+        """Run what was traced; elsewhere it runs at once."""
+        if self.is_xla:
+            import torch_xla
+
+            torch_xla.sync()
+
+    def leave(self) -> None:
+        """Leave the other processes."""
+        if not self.is_xla:
+            dist.destroy_process_group()
+
+
 class Budget:
     """Says what part of the training is done; the answer is the same on all ranks.
 
@@ -155,10 +217,10 @@ class Budget:
     one step apart from the others and leave them waiting.
     """
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
         self.num_steps = options.steps
         self.seconds = options.seconds
-        self.device = device
+        self.ranks = ranks
         self.started = time.monotonic()
         self.done = 0.0
 
@@ -168,9 +230,7 @@ class Budget:
             return step / self.num_steps
         if step % REPORT_EVERY == 0:
             done = (time.monotonic() - self.started) / self.seconds
-            shared = torch.tensor(done, device=self.device)
-            dist.broadcast(shared, src=0)
-            self.done = shared.item()
+            self.done = self.ranks.of_first(done)
         return self.done
 
 
@@ -195,31 +255,33 @@ def train(
     optimizer: torch.optim.Optimizer,
     text: Tensor,
     options: argparse.Namespace,
-    device: torch.device,
+    ranks: Ranks,
 ) -> None:
     """Train until the time or the number of steps is used up."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(1 + rank)  # Every rank draws data of its own.
+    rank, device = ranks.rank, ranks.device
+    generator = torch.Generator().manual_seed(1 + rank)  # Every process draws data of its own.
+    count = options.batch * ranks.batches
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=rank != 0) as bar:
         task = bar.add_task("starting", total=1.0)
-        budget = Budget(options, device)
+        budget = Budget(options, ranks)
         step, tenths = 0, 0
         recent_loss = torch.zeros((), device=device)
         while (progress := budget.progress(step)) < 1.0:
             warmup = min(1.0, (progress + 1e-3) / WARMUP)
             for group in optimizer.param_groups:
                 group["lr"] = options.lr * warmup * (1 + math.cos(math.pi * progress)) / 2
-            loss = loss_of(model, *random_segments(text, options.batch, generator, device))
+            loss = loss_of(model, *random_segments(text, count, generator, device))
             optimizer.zero_grad()  # Here and not after the step: the gradients are weighed later.
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
             step += 1
             recent_loss += loss.detach()
+            ranks.end_step()
             if step % REPORT_EVERY == 0 and rank == 0:
                 seconds = time.monotonic() - budget.started
-                rate = step * options.batch * CONTEXT * world_size / seconds
+                rate = step * options.batch * CONTEXT * ranks.size / seconds
                 mean_loss = recent_loss.item() / REPORT_EVERY
                 recent_loss.zero_()
                 state = f"step {step}  loss {mean_loss:.3f}  {rate:,.0f} tokens/s"
@@ -231,40 +293,45 @@ def train(
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, text: Tensor, device: torch.device) -> float:
+def validation_loss(model: GPT, text: Tensor, ranks: Ranks) -> float:
     """Mean loss over random segments of `text`, other ones on every rank."""
-    generator = torch.Generator().manual_seed(1_000_000 + dist.get_rank())
-    batches = [random_segments(text, 16, generator, device) for _ in range(12)]
-    mean = torch.stack([loss_of(model, *batch) for batch in batches]).mean()
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
+    generator = torch.Generator().manual_seed(1_000_000 + ranks.rank)
+    count = 16 * ranks.batches
+    losses = []
+    for _ in range(12):
+        losses.append(loss_of(model, *random_segments(text, count, generator, ranks.device)))
+        ranks.end_step()
+    return ranks.mean(torch.stack(losses).mean())
 
 
 @torch.no_grad()
-def sample(model: GPT, prompt: str, num_bytes: int, device: torch.device) -> str:
+def sample(model: GPT, prompt: str, num_bytes: int, ranks: Ranks) -> str:
     """Continue `prompt` by `num_bytes` bytes; every rank must call it, since each holds a part."""
     generator = torch.Generator().manual_seed(0)  # The same bytes on all ranks.
-    tokens = torch.tensor([list(prompt.encode())], device=device)
+    tokens = list(prompt.encode())
     for _ in range(num_bytes):
-        logits = model(tokens[:, -CONTEXT:])[0, -1].float().cpu()
+        seen = tokens[-CONTEXT:]
+        # Of one length, or XLA would compile for each; what follows does not change what is before.
+        padded = torch.tensor(seen + [0] * (CONTEXT - len(seen)), device=ranks.device)
+        logits = model(padded.expand(ranks.batches, -1))[0].float().cpu()[len(seen) - 1]
         token = torch.multinomial(F.softmax(logits / 0.7, dim=-1), 1, generator=generator)
-        tokens = torch.cat((tokens, token.to(device)[None]), dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+        tokens.append(int(token))
+    return bytes(tokens).decode(errors="replace")
 
 
 # ------------------------------------------------------------------------------------------ memory
 
 
-def memory_table(model: GPT, optimizer: torch.optim.Optimizer) -> Table:
+def memory_table(model: GPT, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Table:
     """Bytes that this rank holds between steps and in them, beside those of a whole copy."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
     stats = model.memory_stats()
     rows = [
-        ("parameters", local_nbytes(parameters), whole_nbytes(parameters)),
-        ("gradients", local_nbytes(gradients), whole_nbytes(gradients)),
-        ("optimizer state", local_nbytes(states), whole_nbytes(states)),
+        ("parameters", local_nbytes(parameters, ranks), whole_nbytes(parameters)),
+        ("gradients", local_nbytes(gradients, ranks), whole_nbytes(gradients)),
+        ("optimizer state", local_nbytes(states, ranks), whole_nbytes(states)),
         ("unsharded parameters, at most", stats["peak_unsharded_nbytes"], 0),
         ("buffers to reduce gradients", stats["reduce_buffer_nbytes"], 0),
     ]
@@ -277,9 +344,12 @@ def memory_table(model: GPT, optimizer: torch.optim.Optimizer) -> Table:
     return table
 
 
-def local_nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's pieces; what is not sharded, like step counters, counts whole."""
-    return whole_nbytes(t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+def local_nbytes(tensors: Iterable[Tensor], ranks: Ranks) -> int:
+    """Bytes of one rank's pieces; what is not sharded, like step counters, counts whole."""
+    tensors = list(tensors)
+    sharded = whole_nbytes(t.to_local() for t in tensors if hasattr(t, "to_local"))
+    # On XLA this process has the pieces of all ranks.
+    return sharded // ranks.batches + whole_nbytes(t for t in tensors if not hasattr(t, "to_local"))
 
 
 def whole_nbytes(tensors: Iterable[Tensor]) -> int:
@@ -293,7 +363,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "xla"), default="cpu")
     parser.add_argument("--seconds", type=float, default=110.0, help="time to train (110)")
     parser.add_argument("--steps", type=int, help="steps to train, whatever time they take")
     parser.add_argument("--batch", type=int, default=4, help="segments per rank and step (4)")
@@ -301,6 +371,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bf16, reduce in fp32")
     parser.add_argument("--replicate", type=int, default=1, help="copies of the sharded model (1)")
     options = parser.parse_args()
+    if options.device == "xla":
+        return options
     if "RANK" not in os.environ:
         parser.exit(2, f"{__file__} must be started by torchrun:\n\n{parser.description}")
     if int(os.environ["WORLD_SIZE"]) % options.replicate:
@@ -308,42 +380,32 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def start_ranks(device_type: str) -> torch.device:
-    """Join this process to the others; return the device that it computes on."""
-    if device_type == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
 def main() -> None:
     """Train, then show memory, validation loss and a sample."""
     options = parse_options()
-    device = start_ranks(options.device)
-    console.quiet = dist.get_rank() != 0
+    ranks = Ranks(options.device)
+    mesh = make_mesh(options, ranks.size)  # On XLA before the device is used.
+    console.quiet = ranks.rank != 0
 
     torch.manual_seed(0)  # Every rank makes the same model.
-    model = GPT().to(device)
+    model = GPT().to(ranks.device)
     train_text, validation_text = read_texts()
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    shard(model, options)
+    shard(model, mesh, options)
     console.print(
-        f"{num_params:,} parameters over {dist.get_world_size()} ranks, "
+        f"{num_params:,} parameters over {ranks.size} ranks, "
         f"{len(train_text):,} bytes of Python to train on",
         highlight=False,
     )
 
     optimizer = make_optimizer(model, options.lr)
-    train(model, optimizer, train_text, options, device)
-    console.print(memory_table(model, optimizer))
-    loss = validation_loss(model, validation_text, device)
+    train(model, optimizer, train_text, options, ranks)
+    console.print(memory_table(model, optimizer, ranks))
+    loss = validation_loss(model, validation_text, ranks)
     console.print(f"validation loss, on files held out: [bold]{loss:.3f}[/bold] nats per byte")
-    written = sample(model, "def read", 300, device)
+    written = sample(model, "def read", 300, ranks)
     console.print(Panel(Text(written), title="written by the model", expand=False))
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Sharded data-parallel training in PyTorch: FSDP2's API, faster, on CPU and GPU."""
+"""Sharded data-parallel training in PyTorch: FSDP2's API, faster, on CPU, GPU and XLA."""
 
+from shardkit._activation_checkpoint import checkpoint_module
 from shardkit._api import fully_shard
 from shardkit._errors import (
     CheckpointError,
@@ -21,6 +22,7 @@ from shardkit._module import (
 )
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._sharded import FlatShard, Replicate, ShardedTensor
+from shardkit._traced_passes import shared_input
 from shardkit.backends import init_device_mesh
 from shardkit.backends.base import AllGather, Comm, ReduceScatter
 
@@ -48,8 +50,10 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "WrapError",
+    "checkpoint_module",
     "fully_shard",
     "init_device_mesh",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "shared_input",
 ]

@@ -138,6 +138,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             _cast_buffers(each, mp_policy.buffer_dtype)
         ModuleState(each, group, mp_policy).install()
         swap_class(each)
+    if shard_mesh.backend.is_traced:
+        shard_mesh.backend.region.finish_graph()  # Now, so that the whole parameters are let go.
     return module
 
 

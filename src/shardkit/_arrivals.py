@@ -30,7 +30,7 @@ class BackwardListener(Protocol):
     def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
         """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
 
-    def enter_backward(self, record: ForwardRecord) -> None:
+    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """A gradient of a group's outputs came."""
 
     def exit_backward(self, record: ForwardRecord) -> None:

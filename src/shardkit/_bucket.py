@@ -72,6 +72,11 @@ def bucket_showing(param: object) -> Bucket | None:
 class Bucket:
     """See the module's docstring. Nothing is changed before `adopt`.
 
+    Class attributes:
+        send_buffer_class: What collects its gradients; None: `_gradients.SendBuffer`.
+        keeps_flats: Reduced gradients are views of one tensor, as the pieces are of the shard.
+        key: Number of the bucket where collectives are traced.
+
     Args:
         found: The parameters: ordinary ones, or sharded ones whose pieces changed or were copied.
         mesh: Shard over its last axis.
@@ -79,6 +84,10 @@ class Bucket:
         layout: How sharded ones are cut; None plans anew.
         offload: Where the shard is.
     """
+
+    send_buffer_class: Any = None
+    keeps_flats = True
+    key = 0
 
     def __init__(
         self,
@@ -108,26 +117,12 @@ class Bucket:
         self._prepare()
         itemsize = min(d.itemsize for d in (self.orig_dtype, self.param_dtype, self.reduce_dtype))
         self.layout = layout or self._plan(itemsize)
-        self.aliases_shard = (
-            self.axis.size == 1 and self.param_dtype == self.orig_dtype and not self.is_offloaded
-        )
+        self.aliases_shard = self._aliases_shard()
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
             self.shard = self._cut_shard()
             siblings = FlatMaker()
-            self.specs = [
-                ShardSpec(
-                    self.layout,
-                    i,
-                    mesh=mesh,
-                    axis=self.axis,
-                    name=f.name,
-                    siblings=siblings,
-                    tensor_parallel=self.tensor_parallel[i],
-                    subclass=self.subclass,
-                )
-                for i, f in enumerate(found)
-            ]
+            self.specs = [self._make_spec(i, siblings) for i in range(len(found))]
             for index, (spec, item) in enumerate(zip(self.specs, found, strict=True)):
                 spec.found = weakref.ref(item)
                 spec.is_written_here = self._is_written_here(index)
@@ -153,6 +148,23 @@ class Bucket:
             for f, tp in zip(self.found, self.tensor_parallel, strict=True)
         ]
         return FlatLayout.plan(shapes, world_size=self.axis.size, itemsize=itemsize)
+
+    def _aliases_shard(self) -> bool:
+        """Whether the unsharded buffer is the shard: nothing to gather, nothing to cast."""
+        is_same_dtype = self.param_dtype == self.orig_dtype
+        return self.axis.size == 1 and is_same_dtype and not self.is_offloaded
+
+    def _make_spec(self, index: int, siblings: Any) -> ShardSpec:
+        return ShardSpec(
+            self.layout,
+            index,
+            mesh=self.mesh,
+            axis=self.axis,
+            name=self.found[index].name,
+            siblings=siblings,
+            tensor_parallel=self.tensor_parallel[index],
+            subclass=self.subclass,
+        )
 
     def _is_written_here(self, index: int) -> bool:
         """Whether this rank offers a parameter to checkpoints.
@@ -212,9 +224,18 @@ class Bucket:
         new.__dict__.update(user_attributes(old))
         if old.grad is not None:
             new.grad = ShardedTensor(spec.slice_full(old.grad.detach()).clone(), spec)
+        self._take_hooks(old, new)
+        return new
+
+    def _take_hooks(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Give what the user's parameter is exchanged with the user's hooks."""
         for hook in _compat.post_accumulate_grad_hooks(old):
             new.register_post_accumulate_grad_hook(hook)
-        return new
+
+    def _repoint(self, index: int) -> None:
+        """Let a sharded parameter's piece lie in this bucket's shard."""
+        param: Any = self.found[index].param
+        param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
 
     def _make_unsharded(self) -> None:
         """Make the unsharded buffer, with nothing behind it, and the views into it."""
@@ -278,7 +299,7 @@ class Bucket:
                 _compat.rnn_forget_weight_refs(module)
         if replacement is None:
             assert isinstance(found.param, ShardedTensor)
-            found.param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
+            self._repoint(index)
             return
         if self.tensor_parallel[index] is not None:
             found.param, self.replacements[index] = replacement, found.param
@@ -345,6 +366,11 @@ class Bucket:
         self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
 
     # --- unsharded memory ---
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.shard.nbytes
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._bucket import Bucket
 from shardkit._errors import StateError
 from shardkit._subclass_bucket import SubclassBucket, subclass_of
+from shardkit._traced_bucket import TracedBucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +55,9 @@ def restore(
     offload: OffloadPolicy,
 ) -> Bucket:
     """Return a bucket of sharded parameters that are cut as `layout` says."""
-    kind = Bucket if subclass_of(found[0]) is None else SubclassBucket
-    result = kind(found, mesh=mesh, policy=policy, layout=layout, offload=offload)
+    result = _kind_of(found[0], mesh)(
+        found, mesh=mesh, policy=policy, layout=layout, offload=offload
+    )
     for index in range(len(found)):
         result.adopt(index)
     return result
@@ -82,8 +84,12 @@ def make_buckets(
             kind = (*kind, id(param))  # Alone.
         by_kind.setdefault(kind, []).append(item)
     return [
-        (Bucket if subclass_of(items[0]) is None else SubclassBucket)(
-            items, mesh=mesh, policy=policy, offload=offload
-        )
+        _kind_of(items[0], mesh)(items, mesh=mesh, policy=policy, offload=offload)
         for items in by_kind.values()
     ]
+
+
+def _kind_of(item: FoundParam, mesh: DeviceMesh) -> type[Bucket]:
+    if mesh.backend.is_traced:
+        return TracedBucket
+    return Bucket if subclass_of(item) is None else SubclassBucket

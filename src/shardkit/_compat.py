@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import sys
 import threading
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from torch.utils import _foreach_utils
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -88,6 +88,9 @@ foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
+
+
 def foreach_norm(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
 ) -> Sequence[Tensor]:
@@ -147,6 +150,30 @@ def register_foreach_class(cls: type[Tensor]) -> None:
     for supported in lists:
         if cls not in supported:
             supported.append(cls)
+
+
+def register_device_module(name: str) -> None:
+    """Give torch a module of a device type, for functions that look for one: checkpoint does.
+
+    torch_xla 2.9.0 registers none.
+    """
+    if not hasattr(torch, name):
+        torch._register_device_module(name, types.ModuleType(f"torch.{name}"))
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody decides how tensors are saved for backward; nothing public tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def track_views(tensor: Tensor) -> Tensor:
+    """Return a tensor whose views follow when it is written, where the device has no storages.
+
+    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0).
+    """
+    if tensor.device.type != "xla":
+        return tensor
+    return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -67,8 +67,7 @@ class ForwardRecord:
 
 def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
     """Hook of a group's outputs."""
-    del grad
-    record.runtime.enter_backward(record)
+    record.runtime.enter_backward(record, grad)
 
 
 class InputGrads(torch.autograd.Function):

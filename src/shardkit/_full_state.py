@@ -67,7 +67,7 @@ def cut_whole(whole: Tensor, like: ShardedTensor, name: str) -> Tensor:
     check_shape(name, tuple(whole.shape), tuple(like.shape))
     if like.is_meta:
         spec = like.spec
-        piece = torch.empty(spec.stop - spec.start, dtype=whole.dtype, device=spec.device)
+        piece = torch.empty(spec.piece_numel, dtype=whole.dtype, device=spec.device)
         new: Tensor = ShardedTensor(piece, spec)
     else:
         new = torch.zeros_like(like, dtype=whole.dtype)

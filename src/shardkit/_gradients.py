@@ -140,6 +140,8 @@ class GroupGradients:
         replicate_axis: All-reduce over it, or None.
         receive_chunks: Shard-sized pieces that the backend wants room for.
         comm: What the user chose; may change between backwards.
+        weight: What a rank's gradients are to be multiplied by to be those of a mean over the
+            rank's own batch.
 
     Attributes:
         fired: Per bucket, one byte per parameter: 1 if its gradient came since the last synced
@@ -154,6 +156,7 @@ class GroupGradients:
         replicate_axis: AxisComm | None,
         receive_chunks: int,
         comm: CommSettings,
+        weight: float = 1.0,
     ) -> None:
         self._buckets = buckets
         self._comm = comm
@@ -161,6 +164,8 @@ class GroupGradients:
         self._replicate_axis = replicate_axis
         self._receive_chunks = receive_chunks
         self._num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
+        self._weight = weight
+        self._may_be_local = self._num_ranks == 1 and all(b.keeps_flats for b in buckets)
         self.fired = [bytearray(len(bucket.found)) for bucket in buckets]
         self._held: list[dict[int, Tensor]] = [{} for _ in buckets]
         self._buffers: list[SendBuffer | None] = [None] * len(buckets)
@@ -173,12 +178,12 @@ class GroupGradients:
     @property
     def is_local(self) -> bool:
         """Whether gradients are assigned at once: one rank, and no hook on reduced buffers."""
-        return self._num_ranks == 1 and self._comm.all_reduce_hook is None
+        return self._may_be_local and self._comm.all_reduce_hook is None
 
     @property
     def _scale(self) -> float:
         factor = self._comm.divide_factor
-        return 1.0 / (self._num_ranks if factor is None else factor)
+        return self._weight / (self._num_ranks if factor is None else factor)
 
     @property
     def send_nbytes(self) -> int:
@@ -281,7 +286,8 @@ class GroupGradients:
         if buffer is None:
             bucket = self._buckets[bucket_index]
             with torch.inference_mode(mode=False):
-                buffer = SendBuffer(
+                make = bucket.send_buffer_class or SendBuffer
+                buffer = make(
                     bucket, receive_numel=self._receive_chunks * bucket.layout.shard_numel
                 )
             self._buffers[bucket_index] = buffer
@@ -320,6 +326,7 @@ class GroupGradients:
                     comm=self._comm.reduce_scatter,
                     hook=None if self._is_partial else self._comm.all_reduce_hook,
                     hook_stream=self._comm.all_reduce_hook_stream,
+                    key=bucket.key,
                 )
             )
         return reductions
@@ -369,10 +376,11 @@ class GroupGradients:
 
     def _assign(self, bucket_index: int, out: Tensor) -> None:
         bucket, fired = self._buckets[bucket_index], self.fired[bucket_index]
+        flat = out if bucket.keeps_flats else None
         for index, found in enumerate(bucket.found):
             piece = bucket.piece(out, index)
             if fired[index]:
-                assign_grad(found.param, piece, bucket.specs[index], out)
+                assign_grad(found.param, piece, bucket.specs[index], flat)
             else:
                 self._unsettled.append((bucket_index, index, piece))
 

@@ -173,6 +173,7 @@ class Group(CopiedGroup):
             replicate_axis=self.replicate_axis,
             receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
             comm=self.settings.comm,
+            weight=self.mesh.backend.gradient_weight,
         )
         at_once = self.needs_memory or not self.gradients.is_local
         self.arrivals = Arrivals(self, self.grad_buckets, at_once=at_once)
@@ -229,7 +230,7 @@ class Group(CopiedGroup):
     @property
     def shard_nbytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(bucket.shard.nbytes for bucket in self.buckets)
+        return sum(bucket.shard_nbytes for bucket in self.buckets)
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -194,8 +194,12 @@ class ModuleState:
             if self._num_known:
                 self._check_no_newcomers()
             runtime.begin_pass(self)
-            if runtime.device.type != "cpu":
+            if runtime.traced is not None:
+                args, kwargs = runtime.traced.enter(self.module, args, kwargs)
+            elif runtime.device.type != "cpu":
                 args, kwargs = _map_inputs(_Mover(runtime.device), args, kwargs)
+        elif runtime is not None and runtime.traced is not None and not is_recompute:
+            runtime.traced.progress((args, kwargs))
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _map_inputs(_Caster(policy.param_dtype), args, kwargs)
         record = None
@@ -255,6 +259,7 @@ class ModuleState:
         """
         del args
         if not self._open:
+            self._abandon_trace()  # An exception ended `pre_forward`.
             return output
         forward = self._open.pop()
         runtime, group, record = self.runtime, self.group, forward.record
@@ -273,9 +278,15 @@ class ModuleState:
                 leave(group, record, outputs, module)
             if forward.is_root:
                 runtime.end_pass(needs_backward=bool(outputs))
+                if runtime.traced is not None:
+                    output = runtime.traced.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)
         return output
+
+    def _abandon_trace(self) -> None:
+        if self.runtime is not None and self.runtime.traced is not None:
+            self.runtime.traced.abandon()
 
     def run_method(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

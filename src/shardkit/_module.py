@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,6 +176,26 @@ class FSDPModule:
         """
         for group in _groups(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging them over the ranks, in the ``with`` block.
+
+        As `set_requires_gradient_sync` set to False for this module and those in it, and then to
+        what it was. Backwards must run inside::
+
+            with model.no_sync():
+                for batch in batches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(batches[-1])).backward()
+        """
+        before = [(group, group.settings.sync) for group in _groups(self, recurse=True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for group, sync in before:
+                group.settings.sync = sync
 
     def set_requires_all_reduce(
         self,

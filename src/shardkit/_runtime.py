@@ -18,6 +18,7 @@ from shardkit._group import start_unshard
 from shardkit._memory import SlotPool
 from shardkit._reductions import Reductions
 from shardkit._schedule import Action, Op, UnshardSchedule
+from shardkit._traced_passes import TracedPasses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,7 +44,8 @@ class Runtime:
         for index, group in enumerate(self.groups):
             group.index = index
             group.listener = self
-        axes = _distinct_axes(self.groups)
+        # One process has nobody to compare with.
+        axes = [] if backend.is_traced else _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()
@@ -51,12 +53,16 @@ class Runtime:
                 group.refresh()
         shared_lanes: Lanes | None = share.lanes if share is not None else None
         self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
+        region = self.lanes.region
+        self.traced = TracedPasses(region, self.groups) if region is not None else None
         self.device = groups[0].device
         self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         nbytes, is_idle = self._sizes()
-        self.schedule = UnshardSchedule(nbytes=nbytes, is_idle=is_idle)
+        self.schedule = UnshardSchedule(
+            nbytes=nbytes if backend.batches_small_groups else (), is_idle=is_idle
+        )
         self.pass_root: Any = None
         self._host_reads_are_free = backend.host_reads_are_free
         self._backward_running = False
@@ -246,6 +252,8 @@ class Runtime:
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self._carry_out(actions)
+        if is_root and self.traced is not None:
+            self.traced.abandon()
         if is_root:
             # Not reset at once: to wait for collectives would hold up the exception.
             self.pass_root = None
@@ -293,8 +301,10 @@ class Runtime:
         self.reductions.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
-    def enter_backward(self, record: ForwardRecord) -> None:
-        """A gradient of a group's outputs came."""
+    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+        """A gradient of a group's outputs came (`BackwardListener`)."""
+        if self.traced is not None:
+            self.traced.progress(grad)
         if not self._backward_running:
             self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
@@ -394,6 +404,8 @@ class Runtime:
                 group.show(unsharded=False)
             if group.kept_axis is not None and not self.schedule.awaits_backward(group.index):
                 group.drop_parts()  # On a rank whose backward did not come to the group.
+        if self.traced is not None:
+            self.traced.end_backward(self.schedule.in_use)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
 
@@ -413,6 +425,8 @@ class Runtime:
         if group.index in self.schedule.live:
             group.wait_unshard()
             group.show(unsharded=True)
+            if self.traced is not None and self.pass_root is None and not self._backward_running:
+                self.traced.show_outside([group])
 
     def reshard(self, group: Group) -> None:
         """Give a group's memory back."""
@@ -424,6 +438,8 @@ class Runtime:
         self._backward_running = False
         self._interrupted = False
         self.pass_root = None
+        if self.traced is not None:
+            self.traced.abandon()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)

@@ -102,6 +102,21 @@ class ShardSpec:
         self.start, self.stop = layout.owned_range(index, axis.rank)
         self.piece_range = layout.shard_range(index, axis.rank)
 
+    holds_whole = False
+    """This process has the pieces of all ranks, with padding behind them."""
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of this rank's piece."""
+        return self.stop - self.start
+
+    def trim(self, piece: Tensor) -> Tensor:
+        """Return a piece without padding behind it; there is none here."""
+        return piece
+
+    def place(self, piece: Tensor) -> None:
+        """Have a piece spread over devices of this process; there is only one here."""
+
     def __deepcopy__(self, memo: object) -> ShardSpec:
         """Return itself: copies of a tensor are cut alike, on the same mesh."""
         del memo
@@ -292,7 +307,7 @@ class ShardedTensor(Tensor):
             self.copy_(value)
             return
         spec = self.spec
-        piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
+        piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
         ShardedTensor(piece, spec).copy_(value)
         self.adopt(piece)
 
@@ -411,6 +426,8 @@ class ShardedTensor(Tensor):
 def gather_full(local: Tensor, spec: ShardSpec) -> Tensor:
     """Return the whole tensor of which `local` is this rank's piece. Collective."""
     layout, index, axis = spec.layout, spec.index, spec.axis
+    if spec.holds_whole:
+        return spec.trim(local).reshape(spec.shape).clone()
     owners = layout.owners(index)
     full = local.new_empty(layout.numels[index])
     if len(owners) * 2 < axis.size:

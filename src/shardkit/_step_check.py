@@ -134,6 +134,8 @@ class StepCheck:
     def used_anywhere(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""
         self.finish()
+        if not self._axes:
+            return [[list(fired) for fired in group.gradients.fired] for group in self._groups]
         flags = self._vector[2:].tolist()
         result, position = [], 0
         for group in self._groups:

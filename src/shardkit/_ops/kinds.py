@@ -43,6 +43,10 @@ def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     raise refuse(func, first_sharded((*args, *kwargs.values())), "it needs more than a piece.")
 
 
+def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Do nothing."""
+
+
 def _classify(func: Any) -> Any:
     """Choose the handler of an operator seen for the first time."""
     name = func.name().split("::")[-1].split(".")[0]
@@ -93,5 +97,7 @@ _register(mean, _aten.mean.default, _aten.mean.dim)
 _register(agree, _aten.equal.default, _aten.allclose.default)
 _register(item, _compat.item_op)
 _register(vector_norm, _aten.linalg_vector_norm.default, _aten.norm.Scalar)
+_register(vector_norm, _aten.norm.ScalarOpt_dim)  # What torch_xla's `clip_grad_norm_` calls.
+_register(nothing, _compat.propagate_xla_data_op)
 _register(foreach_norm, _compat.foreach_norm_op)
 _register(unscale, _compat.unscale_op)

@@ -30,6 +30,11 @@ def sharded_norms(
     rule.
     """
     pieces = [t.local_piece if type(t) is ShardedTensor else t for t in tensors]
+    if any(type(t) is ShardedTensor and t.spec.holds_whole for t in tensors[:1]):
+        pieces = [
+            t.spec.trim(piece) if type(t) is ShardedTensor else piece
+            for t, piece in zip(tensors, pieces, strict=True)
+        ]
     norms = _local_norms(pieces, order, dtype)
     is_power = order not in (0.0, _INF, -_INF)
     if is_power:

@@ -37,7 +37,7 @@ def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         tensor = args[0]
         check_whole(func, tensor, args[1:])
-        value = local_reduce(tensor.local_piece, **kwargs).clone()
+        value = local_reduce(tensor.spec.trim(tensor.local_piece), **kwargs).clone()
         all_reduce(value, tensor.spec, op)
         return value
 
@@ -53,7 +53,7 @@ def extreme(op: str) -> Handler:
         check_whole(func, tensor, args[1:])
         if tensor.numel() == 0:
             raise refuse(func, tensor, "it has no elements.")
-        local = tensor.local_piece
+        local = tensor.spec.trim(tensor.local_piece)
         identity = _identity(op, local.dtype)
         value = identity if local.numel() == 0 else getattr(local, op)()
         pair = torch.stack([torch.as_tensor(value, dtype=local.dtype, device=local.device)] * 2)
@@ -95,7 +95,7 @@ def truth(op: str) -> Handler:
         del kwargs
         tensor = args[0]
         check_whole(func, tensor, args[1:])
-        value: Tensor = func(tensor.local_piece).to(torch.uint8)
+        value: Tensor = func(tensor.spec.trim(tensor.local_piece)).to(torch.uint8)
         all_reduce(value, tensor.spec, op)
         return value.to(torch.bool)
 
@@ -107,7 +107,7 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     check_whole(func, tensor, args[1:])
     dtype = kwargs.get("dtype") or tensor.dtype
     wide = torch.promote_types(dtype, torch.float32)  # A sum of many fp16 numbers overflows.
-    total: Tensor = tensor.local_piece.sum(dtype=wide)
+    total: Tensor = tensor.spec.trim(tensor.local_piece).sum(dtype=wide)
     all_reduce(total, tensor.spec, "sum")
     mean: Tensor = (total / tensor.numel()).to(dtype)
     return mean
@@ -119,9 +119,11 @@ def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     pieces = [
-        local_operand(func, arg, reference)
-        if type(arg) is ShardedTensor
-        else reference.spec.slice_full(arg)
+        reference.spec.trim(
+            local_operand(func, arg, reference)
+            if type(arg) is ShardedTensor
+            else reference.spec.slice_full(arg)
+        )
         for arg in args[:2]
     ]
     is_same = func(*pieces, *args[2:], **kwargs)

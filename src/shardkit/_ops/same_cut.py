@@ -21,7 +21,10 @@ def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that makes one tensor of the same shape from one."""
     tensor = args[0]
     kwargs.pop("memory_format", None)
-    return ShardedTensor(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
+    piece = func(tensor.local_piece, *args[1:], **kwargs)
+    if tensor.spec.holds_whole:
+        piece = _compat.track_views(piece)
+    return ShardedTensor(piece, tensor.spec)
 
 
 def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,9 +120,10 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs.pop("memory_format", None)
     if tuple(size) != tuple(tensor.shape):
         return func(tensor.local_piece, size, *rest, **kwargs)
-    return ShardedTensor(
-        func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs), tensor.spec
-    )
+    piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
+    if tensor.spec.holds_whole:
+        piece = _compat.track_views(piece)
+    return ShardedTensor(piece, tensor.spec)
 
 
 def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -143,6 +147,8 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         source = local_operand(func, source, target)
     func(target.local_piece, source, *args[2:], **kwargs)
+    if target.spec.holds_whole:
+        target.spec.place(target.local_piece)
     note_write(target)
     return target
 
@@ -158,6 +164,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(full, *args[1:], **kwargs)
     if _compat.is_mutable_op(func):
         local.copy_(tensor.spec.slice_full(full))
+        tensor.spec.place(local)
         note_write(tensor)
         return tensor
     return ShardedTensor(tensor.spec.slice_full(result).clone(), tensor.spec)

@@ -46,8 +46,8 @@ def init_device_mesh(
     (gloo for ``"cpu"``, NCCL for ``"cuda"``).
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``. On CUDA set the current device first
-            (``torch.cuda.set_device(local_rank)``).
+        device_type: ``"cpu"``, ``"cuda"`` or ``"xla"``. On CUDA set the current device first
+            (``torch.cuda.set_device(local_rank)``). On XLA one process computes for all devices.
         mesh_shape: Size of each axis; their product is the number of ranks.
         mesh_dim_names: Names of the axes. A 1-D mesh shards; the axes of a 2-D one are
             (replicate, shard), in this order, whatever their names.
@@ -58,6 +58,8 @@ def init_device_mesh(
 
     Cost: one process group per axis.
     """
+    if device_type == "xla":
+        return _init_xla_mesh(mesh_shape, mesh_dim_names)
     backend_class = _backend_class(device_type)
     names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
     mesh = make_torch_mesh(device_type, tuple(mesh_shape), names)
@@ -72,6 +74,8 @@ def as_device_mesh(mesh: Any, *, device_type: str) -> DeviceMesh:
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
+    if mesh is None and device_type == "xla":
+        return _init_xla_mesh(None, (SHARD_AXIS,))
     if mesh is None:
         return init_device_mesh(device_type, (world_size_or_raise(),), mesh_dim_names=(SHARD_AXIS,))
     if isinstance(mesh, TorchDeviceMesh):
@@ -106,6 +110,18 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     return TensorParallel.of(param, mesh)
 
 
+def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> DeviceMesh:
+    try:
+        from shardkit.backends.xla.mesh import init_xla_mesh
+    except ImportError as error:
+        msg = (
+            f"meshes of XLA devices need torch_xla, which cannot be imported ({error}). Install "
+            f"it with the torch that it is made for: pip install torch==2.9.0 torch_xla==2.9.0"
+        )
+        raise MeshError(msg) from error
+    return init_xla_mesh(shape, names)
+
+
 def _backend_class(device_type: str) -> type[Any]:
     if device_type == "cpu":
         from shardkit.backends.gloo import GlooBackend
@@ -115,5 +131,5 @@ def _backend_class(device_type: str) -> type[Any]:
         from shardkit.backends.nccl import NcclBackend
 
         return NcclBackend
-    msg = f"unknown device type {device_type!r}; meshes can be made for 'cpu' and 'cuda'."
+    msg = f"unknown device type {device_type!r}; meshes can be made for 'cpu', 'cuda' and 'xla'."
     raise MeshError(msg)

@@ -100,6 +100,7 @@ class Reduction:
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         hook: Called with the reduced and scaled result, which it may change; or None.
         hook_stream: Where an accelerator runs the hook; None: after the reduction.
+        key: Number of the bucket where it is traced, equal in every step.
     """
 
     send: Tensor
@@ -114,6 +115,26 @@ class Reduction:
     comm: ReduceScatter | None = None
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
+    key: int = 0
+
+
+@dataclass(slots=True)
+class TracedGather:
+    """One bucket to gather on a backend that traces (`Backend.is_traced`).
+
+    Attributes:
+        pieces: 1-D, storage dtype, one per parameter, as the bucket keeps them.
+        dtype: Cast to it before they travel.
+        tail_numel: Elements to put behind the pieces of every rank.
+        key: Number of the bucket, equal in every step.
+        rows: Result: one row per rank, in which the pieces lie side by side.
+    """
+
+    pieces: list[Tensor]
+    dtype: torch.dtype
+    tail_numel: int
+    key: int
+    rows: Tensor | None = None
 
 
 class Comm(Protocol):
@@ -151,7 +172,13 @@ class ReduceScatter(Comm, Protocol):
 
 
 class Lanes(Protocol):
-    """The streams that all groups of one root share: one per kind of collective."""
+    """The streams that all groups of one root share: one per kind of collective.
+
+    Attributes:
+        region: Where the ranks' forwards and backwards are traced; None: they are run.
+    """
+
+    region: Region | None
 
     def watch(self, progress: Any) -> None:
         """Take what can explain a hang (`hang_watch.Progress`); may be ignored."""
@@ -198,11 +225,70 @@ class Lanes(Protocol):
         """MAX all-reduce of a small host tensor over every axis, one after another."""
 
 
+class Region(Protocol):
+    """What is traced for each rank, of tensors that one process has for all of them.
+
+    Outside a tensor is whole; inside it is what one rank has of it. `enter` and `leave` of a batch,
+    of something shared and of a mean are differentiable.
+    """
+
+    num_ranks: int
+    device: torch.device
+    drawing: Any
+    """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
+
+    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return copies that are there only when `progress` is; the compiler cannot merge them."""
+
+    def enter_batch(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of `tensor`, of all ranks' axes together."""
+
+    def leave_batch(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' rows."""
+
+    def enter_shared(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, equal on all ranks; its gradient is the sum of theirs."""
+
+    def leave_shared(self, tensor: Tensor) -> Tensor:
+        """Return what all ranks have alike. Not differentiable."""
+
+    def leave_mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over the ranks of a 0-dim floating-point tensor."""
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """Return the mean over the ranks, the maximum of integers, on every rank. In the region.
+
+        Cost: one all-reduce.
+        """
+
+    def progress(self, tensor: Tensor | None) -> None:
+        """Let gathers from now on come after `tensor` in the graph; None: after nothing."""
+
+    def draw_apart(self) -> Any:
+        """Return a context in which every rank draws random numbers of its own."""
+
+    def finish_graph(self) -> None:
+        """Run what has been traced."""
+
+
 class Backend(Protocol):
-    """One mesh's way to communicate."""
+    """One mesh's way to communicate.
+
+    Attributes:
+        device: Where parameters are.
+        host_reads_are_free: The host is in step with the device.
+        is_traced: One process traces the program of all ranks, which runs later; buckets are
+            `TracedBucket`.
+        gradient_weight: See `GroupGradients`: where one loss is computed of all ranks' outputs, the
+            gradients on a rank are those of its part of the mean.
+        batches_small_groups: Small groups had better travel together.
+    """
 
     device: torch.device
     host_reads_are_free: bool
+    is_traced: bool
+    gradient_weight: float
+    batches_small_groups: bool
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""

@@ -351,6 +351,8 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
 class HostLanes:
     """gloo has no streams: order comes from waiting."""
 
+    region = None
+
     def __init__(self) -> None:
         self._hang_watch = HangWatch()
 

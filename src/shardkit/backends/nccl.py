@@ -129,6 +129,8 @@ class CudaLanes:
     not run more of them at once.
     """
 
+    region = None
+
     def __init__(self, device: torch.device, share: CudaLanes | None = None) -> None:
         self._device = device
         # High priority: collectives of the next group must not queue behind this group's kernels.

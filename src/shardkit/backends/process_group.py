@@ -169,6 +169,10 @@ def _axis_of(group: dist.ProcessGroup, axis_class: type[ProcessGroupAxis]) -> Pr
 class ProcessGroupBackend:
     """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
 
+    is_traced = False
+    gradient_weight = 1.0
+    batches_small_groups = True
+
     host_reads_are_free = True
     axis_class: type[ProcessGroupAxis] = ProcessGroupAxis
 

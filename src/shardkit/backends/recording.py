@@ -80,6 +80,8 @@ class RecordingHandle:
 class RecordingLanes:
     """`Lanes` that log starting and waiting apart."""
 
+    region = None
+
     def __init__(self, log: list[tuple[str, int]]) -> None:
         self._log = log
 
@@ -148,6 +150,10 @@ class RecordingLanes:
 
 class RecordingBackend:
     """`Backend` of a mesh in one process."""
+
+    is_traced = False
+    gradient_weight = 1.0
+    batches_small_groups = True
 
     host_reads_are_free = True
 

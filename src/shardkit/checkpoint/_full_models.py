@@ -17,7 +17,7 @@ from shardkit.checkpoint._agreement import rank_of
 from shardkit.checkpoint._full_files import FullFile
 from shardkit.checkpoint._names import plain_name
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._raw import dtype_name
+from shardkit.checkpoint._raw import copy_from_scratch, dtype_name
 
 if TYPE_CHECKING:
     import os
@@ -208,6 +208,8 @@ class _Loader:
         if spec.tensor_parallel is not None:
             whole = self._read_whole(name)
             target.take_over(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
+        elif spec.holds_whole:
+            target.take_over(self._read_whole(name).to(target.dtype))
         elif target.is_meta:
             piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
             self._fill_flat(piece, name, spec.start)
@@ -241,7 +243,9 @@ class _Loader:
             for begin, part in self._file.parts(name):
                 low, high = max(begin, start), min(begin + part.numel(), stop)
                 if low < high:
-                    flat[low - start : high - start].copy_(part[low - begin : high - begin])
+                    copy_from_scratch(
+                        flat[low - start : high - start], part[low - begin : high - begin]
+                    )
         elif flat.dtype == dtype and flat.device.type == "cpu":
             self._file.read_into(name, start, flat)
             # Reading wrote past torch's back.
@@ -257,7 +261,7 @@ class _Loader:
         for first in range(0, flat.numel(), typed.numel()):
             part = flat[first : first + typed.numel()]
             file.read_into(name, start + first, typed[: part.numel()])
-            part.copy_(typed[: part.numel()])
+            copy_from_scratch(part, typed[: part.numel()])
 
 
 def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint._raw import copy_from_scratch
 from shardkit.checkpoint._stream import raw_bytes
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class ItemFile:
         memory = raw_bytes(run)
         assert memory is not None
         self.read_into(item, begin, memory, name)
-        target.copy_(run.as_strided(tuple(box.lengths), box.strides))
+        copy_from_scratch(target, run.as_strided(tuple(box.lengths), box.strides))
 
 
 class Box:

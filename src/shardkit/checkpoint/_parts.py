@@ -146,7 +146,7 @@ def _with_memory(value: Any, device: torch.device) -> Any:
         return value
     if isinstance(value, ShardedTensor):
         spec = value.spec
-        piece = torch.empty(spec.stop - spec.start, dtype=value.dtype, device=spec.device)
+        piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
         return ShardedTensor(piece, spec)
     mesh: Any = getattr(value, "device_mesh", None)
     return torch.empty_like(value, device=device if mesh is None else mesh.device_type)

@@ -117,3 +117,9 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def copy_from_scratch(target: Tensor, scratch: Tensor) -> None:
+    """Copy from host memory that is used again soon, to a device that may read it later (XLA)."""
+    at_once = target.device.type in {"cpu", "cuda"}
+    target.copy_(scratch if at_once else scratch.clone())

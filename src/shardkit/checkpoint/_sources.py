@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from shardkit._sharded import ShardedTensor
 from shardkit.checkpoint._optimizer_state import TensorInfo
 from shardkit.checkpoint._planners import LoadPlanner
 from shardkit.checkpoint._reader import CheckpointReader
@@ -72,6 +73,9 @@ class DistributedCheckpoint:
         planner.set_up_planner(dict(targets), self._metadata, is_coordinator=False)
         plan = planner.finish_plan(planner.create_local_plan())
         self._reader.read_data(plan, planner).wait()
+        for target in targets.values():
+            if isinstance(target, ShardedTensor):
+                target.spec.place(target.local_piece)
         return planner.loaded
 
 

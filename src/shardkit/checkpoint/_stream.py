@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BUFFER_NBYTES = 8 << 20
-_RESERVED_NBYTES = 256 << 20
 _STEP_NBYTES = 1 << 19  # Copied and summed while it is in the cache.
 _DISK_BLOCK_NBYTES = 4096  # What a write past the page cache must be a multiple of.
 
@@ -58,7 +57,6 @@ class FileStream:
         self._current = 0
         self._filled = 0
         self._flushed = 0
-        self._reserved = 0
         self._thread = ThreadPoolExecutor(1, "shardkit-write")
 
     def __enter__(self) -> Self:
@@ -147,8 +145,6 @@ class FileStream:
 
     def _write(self, buffer: mmap.mmap, nbytes: int, offset: int) -> None:
         padded = -(-nbytes // _DISK_BLOCK_NBYTES) * _DISK_BLOCK_NBYTES
-        if offset + padded > self._reserved:
-            self._reserve(offset)
         with memoryview(buffer) as view:
             done = 0
             while done < padded:
@@ -159,16 +155,6 @@ class FileStream:
                         raise
         if self._report is not None:
             self._report(nbytes)
-
-    def _reserve(self, offset: int) -> None:
-        """Have the file system set room aside.
-
-        It would do so for each write, and those of several ranks would lie in turns on the disk,
-        where reading them takes twice the time.
-        """
-        with contextlib.suppress(OSError):  # It cannot, or has not so much: the writes will tell.
-            os.posix_fallocate(self._fd, offset, _RESERVED_NBYTES)
-        self._reserved = offset + _RESERVED_NBYTES
 
     def _finish(self) -> None:
         nbytes = self.nbytes

@@ -1,0 +1,104 @@
+"""Collectives on XLA: traced where they are started; the compiler orders and overlaps them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardkit.backends.base import AxisComm, Reduction, TracedGather
+    from shardkit.backends.xla.region import SpmdRegion
+
+
+class Traced:
+    """`Handle` and `ReduceHandle` of what is part of the graph by now."""
+
+    fence = "traced"
+
+    def __init__(self, outs: Sequence[Tensor] = ()) -> None:
+        self._outs = list(outs)
+
+    def wait(self) -> list[Tensor]:
+        """Return the results."""
+        return self._outs
+
+    def wait_sent(self) -> None:
+        """Nothing is on a wire."""
+
+
+class XlaLanes:
+    """`Lanes` that trace.
+
+    Args:
+        region: Does the collectives.
+    """
+
+    def __init__(self, region: SpmdRegion) -> None:
+        self.region = region
+
+    def watch(self, progress: Any) -> None:
+        """One process does not wait for another."""
+
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
+        """The compiler allocates."""
+
+    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
+        """The compiler has no queues."""
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Never called: nothing that is traced has a storage."""
+        raise NotImplementedError(nbytes)
+
+    def after_optimizer(self, event: Any) -> None:
+        """The graph knows what depends on what."""
+
+    def follow_compute(self) -> None:
+        """The graph knows what depends on what."""
+
+    def fence(self) -> None:
+        """The graph knows what depends on what."""
+
+    def wait_fence(self, fence: Any) -> None:
+        """The graph knows what depends on what."""
+
+    @torch.no_grad()
+    def start_gather(
+        self, gathers: Sequence[TracedGather], axis: AxisComm, after: Sequence[Any]
+    ) -> Traced:
+        """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
+        del axis, after
+        for gather in gathers:
+            parts = [self.region.enter_piece(piece) for piece in gather.pieces if piece.numel()]
+            parts = [part.to(gather.dtype) for part in self.region.after_progress(parts)]
+            if gather.tail_numel or not parts:
+                tail = torch.zeros(gather.tail_numel, dtype=gather.dtype, device=self.region.device)
+                parts.append(tail)
+            gather.rows = self.region.all_gather(torch.cat(parts), gather.key)
+        return Traced()
+
+    @torch.no_grad()
+    def start_reduce(self, reductions: Sequence[Reduction]) -> Traced:
+        """Trace reductions: one reduce-scatter each, one all-reduce with a replicate axis."""
+        outs = []
+        for reduction in reductions:
+            carry = reduction.carry
+            early = reduction.scale if carry is None else 1.0
+            out = self.region.reduce_scatter(reduction.send, early, reduction.key)
+            if carry is not None:
+                out = (out.to(carry.dtype) + carry) * reduction.scale
+            if reduction.replicate_axis is not None and reduction.replicate_axis.size > 1:
+                out = self.region.all_reduce(out)
+            if reduction.hook is not None:
+                reduction.hook(out)
+            outs.append(out.to(reduction.out_dtype))
+        return Traced(outs)
+
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> Traced:
+        """One process has what all ranks have."""
+        del tensor, axes
+        return Traced()

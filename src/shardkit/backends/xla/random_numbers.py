@@ -1,0 +1,184 @@
+"""Random numbers that differ between ranks, inside a region.
+
+XLA's own generator has one state for all devices of a region: each would drop the same elements of
+its part of the batch. Here they come from a counter-based generator with a key per rank: a hash of
+(key, number of the operator, index of the element), which costs no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit import _compat
+from shardkit._tree import iter_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_aten = torch.ops.aten
+_FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
+"""Random bits that a dtype holds; of more, rounding would make 1.0, which a draw never is."""
+_MOST_BITS = 24
+
+
+class DrawApart(TorchDispatchMode):
+    """A context in which random operators on XLA tensors draw with this rank's key.
+
+    Bernoulli (dropout, attention's as well), uniform, normal, exponential and integer draws.
+    Others (permutations, multinomial), and those with a generator of the user's, are the same on
+    all ranks.
+
+    Args:
+        key: One int32, another one on each rank; also for each forward.
+        count: Number of the first operator.
+
+    Attributes:
+        key: As given.
+        count: Number of the next operator.
+    """
+
+    def __init__(self, key: Tensor, count: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.key = key
+        self.count = count
+
+    def again(self) -> DrawApart:
+        """Return a context that repeats what is drawn in this one from now on."""
+        return DrawApart(self.key, self.count)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Draw, or run `func` as it is."""
+        del types
+        kwargs = kwargs or {}
+        on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
+        draw = _DRAWS.get(func)
+        wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
+        if draw is not None and wants_xla and kwargs.get("generator") is None:
+            result = draw(self, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        # What has no XLA tensor among its arguments comes here before views are tracked.
+        return result if on_xla else map_tensors(_compat.track_views, result)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return numbers in [0, 1), as fine as `dtype` holds, in fp32 or wider."""
+        bits = _FRACTION_BITS.get(dtype, _MOST_BITS)
+        wide = torch.promote_types(dtype, torch.float32)
+        index = torch.arange(math.prod(shape), dtype=torch.int32, device=self.key.device)
+        self.count += 1
+        key = _mix(_mix(self.key) + self.count * 0x3243F6A9)
+        words = _mix(_mix(index * 0x27D4EB2F + key) ^ key)
+        numbers = _shift(words, 32 - bits).to(wide) / (1 << bits)
+        return numbers.view(tuple(shape))
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return normal numbers (Box-Muller), in fp32 or wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+        radius = (-2.0 * (1.0 - self.uniform(shape, wide)).log()).sqrt()
+        return radius * (2.0 * math.pi * self.uniform(shape, wide)).cos()
+
+
+def _shift(words: Tensor, places: int) -> Tensor:
+    """Shift int32 to the right, zeros in."""
+    return (words >> places) & ((1 << (32 - places)) - 1)
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Mix the bits of int32: the finalizer of MurmurHash3."""
+    words = (words ^ _shift(words, 16)) * -0x7A143595
+    words = (words ^ _shift(words, 13)) * -0x3D4D51CB
+    return words ^ _shift(words, 16)
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+def _dtype_of(like: Tensor | None, kwargs: dict[str, Any]) -> torch.dtype:
+    dtype: torch.dtype | None = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype
+    return torch.get_default_dtype() if like is None else like.dtype
+
+
+def _bernoulli(self: DrawApart, like: Tensor, p: float = 0.5, **_: Any) -> Tensor:
+    return (self.uniform(like.shape, torch.float32) < p).to(like.dtype)
+
+
+def _bernoulli_of(self: DrawApart, p: Tensor, **_: Any) -> Tensor:
+    return (self.uniform(p.shape, torch.float32) < p).to(p.dtype)
+
+
+def _rand(self: DrawApart, size: Sequence[int], **kwargs: Any) -> Tensor:
+    dtype = _dtype_of(None, kwargs)
+    return self.uniform(size, dtype).to(dtype)
+
+
+def _rand_like(self: DrawApart, like: Tensor, **kwargs: Any) -> Tensor:
+    dtype = _dtype_of(like, kwargs)
+    return self.uniform(like.shape, dtype).to(dtype)
+
+
+def _uniform(
+    self: DrawApart, like: Tensor, low: float = 0.0, high: float = 1.0, **_: Any
+) -> Tensor:
+    return (self.uniform(like.shape, like.dtype) * (high - low) + low).to(like.dtype)
+
+
+def _randn(self: DrawApart, size: Sequence[int], **kwargs: Any) -> Tensor:
+    dtype = _dtype_of(None, kwargs)
+    return self.normal(size, dtype).to(dtype)
+
+
+def _randn_like(self: DrawApart, like: Tensor, **kwargs: Any) -> Tensor:
+    dtype = _dtype_of(like, kwargs)
+    return self.normal(like.shape, dtype).to(dtype)
+
+
+def _normal(self: DrawApart, like: Tensor, mean: float = 0, std: float = 1, **_: Any) -> Tensor:
+    return (self.normal(like.shape, like.dtype) * std + mean).to(like.dtype)
+
+
+def _exponential(self: DrawApart, like: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    return (-(1.0 - self.uniform(like.shape, torch.float32)).log() / rate).to(like.dtype)
+
+
+def _randint(self: DrawApart, *args: Any, **kwargs: Any) -> Tensor:
+    *bounds, size = args
+    low, high = (0, *bounds)[-2:]
+    numbers = (self.uniform(size, torch.float64) * (high - low)).floor() + low
+    result: Tensor = numbers.to(kwargs.get("dtype") or torch.int64)
+    return result
+
+
+def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def write(self: DrawApart, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        target.copy_(draw(self, target, *args, **kwargs))
+        return target
+
+    return write
+
+
+_DRAWS: dict[Any, Callable[..., Tensor]] = {
+    _aten.bernoulli.p: _bernoulli,
+    _aten.bernoulli.default: _bernoulli_of,
+    _aten.bernoulli_.float: _in_place(_bernoulli),
+    _aten.rand.default: _rand,
+    _aten.rand_like.default: _rand_like,
+    _aten.uniform.default: _uniform,
+    _aten.uniform_.default: _in_place(_uniform),
+    _aten.randn.default: _randn,
+    _aten.randn_like.default: _randn_like,
+    _aten.normal_functional.default: _normal,
+    _aten.normal_.default: _in_place(_normal),
+    _aten.exponential.default: _exponential,
+    _aten.exponential_.default: _in_place(_exponential),
+    _aten.randint.default: _randint,
+    _aten.randint.low: _randint,
+}

@@ -1,0 +1,218 @@
+"""Manual-sharding regions: between entering and leaving, a tensor is what one rank has of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from shardkit.backends.xla.random_numbers import DrawApart
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_REPLICATE, _SHARD = "replicate", "shard"
+_GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
+"""First of the numbers of collectives; those of buckets are two apart."""
+
+
+class SpmdRegion:
+    """`Region` of a mesh over all devices of this process.
+
+    Args:
+        shape: Of the mesh: (shard,) or (replicate, shard).
+
+    Attributes:
+        num_ranks: Devices of the mesh.
+        device: The one that stands for all of them.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
+        self.num_ranks = math.prod(shape)
+        self.device: torch.device = torch_xla.device()
+        ids = np.arange(self.num_ranks)
+        self._mesh = xs.Mesh(ids, tuple(shape), names)
+        grid = ids.reshape(shape)
+        self._shard_groups = grid.reshape(-1, shape[-1]).tolist()
+        self._replicate_groups = grid.reshape(-1, shape[-1]).T.tolist()
+        self._all: Any = names if len(names) > 1 else _SHARD
+        self._progress: Tensor | None = None
+        self.drawing: Any = None
+
+    # --- outside and inside ---
+
+    def enter(self, tensor: Tensor, axes: Any) -> Tensor:
+        """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
+        spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
+        # A clone, since the tensor is marked in place.
+        whole = tensor.detach().clone()
+        local: Tensor = xs.enable_manual_sharding(whole, spec, mesh=self._mesh).global_tensor
+        return local
+
+    def leave(self, tensor: Tensor, axes: Any, num_parts: int) -> Tensor:
+        """Return the whole of which `tensor` is a rank's part."""
+        spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
+        shape = torch.Size((tensor.shape[0] * num_parts, *tensor.shape[1:]) if tensor.ndim else ())
+        whole: Tensor = xs.disable_manual_sharding(
+            tensor.detach(), spec, shape, mesh=self._mesh
+        ).global_tensor
+        return whole
+
+    def enter_batch(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        result: Tensor = _EnterBatch.apply(self, tensor.to(self.device))  # type: ignore[no-untyped-call]
+        return result
+
+    def leave_batch(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        result: Tensor = _LeaveBatch.apply(self, tensor)  # type: ignore[no-untyped-call]
+        return result
+
+    def enter_shared(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        result: Tensor = _EnterShared.apply(self, tensor.to(self.device))  # type: ignore[no-untyped-call]
+        return result
+
+    def leave_shared(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        if tensor.ndim == 0:
+            return self.leave(tensor.reshape(1), None, 1).reshape(())
+        return self.leave(tensor, None, 1)
+
+    def leave_mean(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        return self.leave_batch(tensor.reshape(1)).mean()
+
+    @property
+    def batch_axes(self) -> Any:
+        """The axes that dim 0 of a batch is split over: all of them."""
+        return self._all
+
+    def enter_piece(self, piece: Tensor) -> Tensor:
+        """Return a rank's part of a piece."""
+        return self.enter(piece, _SHARD)
+
+    def leave_piece(self, part: Tensor) -> Tensor:
+        """Return the piece of which `part` is a rank's."""
+        return self.leave(part, _SHARD, len(self._shard_groups[0]))
+
+    def spread(self, piece: Tensor) -> None:
+        """Have a piece kept in parts, one per rank of the shard axis."""
+        if torch_xla._XLAC._get_xla_sharding_spec(piece):  # noqa: SLF001
+            xs.clear_sharding(piece)  # Writes may have left it whole on every device.
+        xs.mark_sharding(piece, self._mesh, (_SHARD,))
+
+    # --- collectives ---
+
+    def all_gather(self, part: Tensor, key: int) -> Tensor:
+        """Return the 1-D parts of all ranks of the shard axis, as rows."""
+        rows: Tensor = xm.all_gather(
+            part,
+            0,
+            groups=self._shard_groups,
+            pin_layout=False,
+            channel_id=2 * key + _GATHER_CHANNEL,
+            use_global_device_ids=True,
+        )
+        return rows.view(len(self._shard_groups[0]), -1)
+
+    def reduce_scatter(self, whole: Tensor, scale: float, key: int) -> Tensor:
+        """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
+        part: Tensor = xm.reduce_scatter(
+            xm.REDUCE_SUM,
+            whole,
+            scale,
+            0,
+            len(self._shard_groups[0]),
+            groups=self._shard_groups,
+            pin_layout=False,
+            channel_id=2 * key + _REDUCE_CHANNEL,
+            use_global_device_ids=True,
+        )
+        return part
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the replicate axis."""
+        result: Tensor = torch_xla._XLAC._xla_spmd_all_reduce(  # noqa: SLF001
+            xm.REDUCE_SUM, tensor, 1.0, self._replicate_groups
+        )
+        return result
+
+    def sum_of_all(self, tensor: Tensor, op: str = xm.REDUCE_SUM, scale: float = 1.0) -> Tensor:
+        """Return the reduction over all ranks."""
+        everyone = [[*range(self.num_ranks)]]
+        result: Tensor = torch_xla._XLAC._xla_spmd_all_reduce(op, tensor, scale, everyone)  # noqa: SLF001
+        return result
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        if tensor.is_floating_point():
+            return self.sum_of_all(tensor, scale=1.0 / self.num_ranks)
+        return self.sum_of_all(tensor.to(torch.int64), xm.REDUCE_MAX).to(tensor.dtype)
+
+    # --- order in the graph ---
+
+    def progress(self, tensor: Tensor | None) -> None:
+        """See `Region`."""
+        self._progress = None if tensor is None else tensor.detach()
+
+    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
+        """See `Region`."""
+        if self._progress is None:
+            return parts
+        copies = [part.clone() for part in parts]
+        xm.optimization_barrier_([*copies, self._progress.clone()])
+        return copies
+
+    def draw_apart(self) -> DrawApart:
+        """See `Region`."""
+        seeds = (torch.rand(self.num_ranks, device=self.device) * 2**31).to(torch.int32)
+        drawing = self.drawing = DrawApart(self.enter(seeds, self._all))
+        return drawing
+
+    def finish_graph(self) -> None:
+        """See `Region`."""
+        torch_xla.sync()
+
+
+class _EnterBatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
+        ctx.region = region
+        return region.enter(tensor, region.batch_axes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        region = ctx.region
+        return None, region.leave(grad, region.batch_axes, region.num_ranks)
+
+
+class _LeaveBatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
+        ctx.region = region
+        return region.leave(tensor, region.batch_axes, region.num_ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.region.enter(grad, ctx.region.batch_axes)
+
+
+class _EnterShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
+        ctx.region = region
+        if tensor.ndim == 0:
+            return region.enter(tensor.reshape(1), None).reshape(())
+        return region.enter(tensor, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.region.leave_shared(ctx.region.sum_of_all(grad))

@@ -1,0 +1,82 @@
+"""`checkpoint_module`: less is kept, the numbers are the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import StateError, checkpoint_module, fully_shard
+from shardkit.backends.recording import recording_mesh
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.num_forwards = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.num_forwards += 1
+        return nn.functional.dropout(torch.tanh(self.linear(x)), 0.5) * scale
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model(x, scale=2.0).square().sum().backward()
+    return [param.grad for param in model.parameters()]
+
+
+def test_forward_runs_again_with_the_same_random_numbers() -> None:
+    plain = Counting()
+    kept = copy.deepcopy(plain)
+    assert checkpoint_module(kept) is kept
+    x = torch.randn(3, 6)
+    for found, expected in zip(gradients(kept, x), gradients(plain, x), strict=True):
+        assert torch.equal(found, expected)
+    assert (plain.num_forwards, kept.num_forwards) == (1, 2)
+
+
+def test_it_keeps_inputs_only() -> None:
+    saved: list[torch.Tensor] = []
+    model = checkpoint_module(Counting())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        x = torch.randn(3, 6, requires_grad=True)
+        model(x)
+    # Torch 2.9 saves an empty tensor besides.
+    assert all(tensor is x or tensor.numel() == 0 for tensor in saved)
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "shard"])
+def test_sharded_before_or_after(first: str) -> None:
+    mesh, log = recording_mesh((1,))
+    plain = Counting()
+    model = copy.deepcopy(plain)
+    if first == "checkpoint":
+        fully_shard(checkpoint_module(model), mesh)
+    else:
+        checkpoint_module(fully_shard(model, mesh))
+    x = torch.randn(3, 6)
+    for found, expected in zip(gradients(model, x), gradients(plain, x), strict=True):
+        assert torch.equal(found.full_tensor(), expected)
+    del log
+
+
+def test_copies_and_pickles_are_independent() -> None:
+    model = checkpoint_module(Counting())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        gradients(copied, torch.randn(3, 6))
+        assert (copied.num_forwards, model.num_forwards) == (2, 0)
+
+
+def test_twice_is_an_error() -> None:
+    model = checkpoint_module(Counting())
+    with pytest.raises(StateError, match="Counting is checkpointed already"):
+        checkpoint_module(model)
+    other = Counting()
+    other.forward = lambda x: x
+    with pytest.raises(StateError, match="has a forward of its own"):
+        checkpoint_module(other)

@@ -1,0 +1,50 @@
+"""Meshes that cannot be made say why; each in a process of its own, before SPMD mode is on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+USED = "import torch, torch_xla; torch.ones(1, device='xla').cpu()"
+LAUNCHED = "import os; os.environ['PJRT_LOCAL_PROCESS_COUNT'] = '4'"
+MAKE = "from shardkit import init_device_mesh; init_device_mesh('xla', (4,))"
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("XLA_USE_SPMD", None)  # Set in this process, once a mesh was made.
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [(USED, "before any tensor or module is moved"), (LAUNCHED, "one of several replicas")],
+)
+def test_what_came_before_forbids_it(before: str, reason: str) -> None:
+    done = run(f"{before}\n{MAKE}")
+    assert done.returncode == 1
+    assert "MeshError" in done.stderr
+    assert reason in done.stderr
+
+
+def test_without_a_mesh_all_devices_are_one() -> None:
+    code = (
+        "import torch_xla.runtime as xr; xr.use_spmd()\n"
+        "from torch import nn; from shardkit import fully_shard\n"
+        "model = fully_shard(nn.Linear(5, 3).to('xla'))\n"
+        "assert model.weight.device_mesh.shape == (4,), model.weight.device_mesh\n"
+        "model(__import__('torch').ones(4, 5)).sum().backward()\n"
+        "assert model.bias.grad.full_tensor().tolist() == [4.0] * 3\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,361 @@
+"""What happens between steps and in unusual ones: accumulation, dtypes, states, errors, copies."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+import torch_xla
+from pairs import BATCH, Pair, adamw, on_xla, own_graph, sharding_of
+from torch import nn
+
+import models
+from shardkit import (
+    FreedParameterError,
+    MeshError,
+    MixedPrecisionPolicy,
+    ShardedTensorError,
+    StateError,
+    WrapError,
+    fully_shard,
+    init_device_mesh,
+)
+from shardkit._traced_passes import open_passes
+
+if typing.TYPE_CHECKING:
+    from shardkit import DeviceMesh
+
+
+# --- accumulation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("syncs", [False, True], ids=["one graph", "graph per batch"])
+def test_gradients_are_accumulated_and_sent_once(syncs: bool, mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh, adamw)
+    for _ in range(2):
+        for is_last in (False, False, True):
+            pair.sharded.set_requires_gradient_sync(is_last)
+            pair.backward(pair.draw(), scale=1 / 3)
+            if syncs:
+                torch_xla.sync()
+            assert all((p.grad is None) != is_last for p in pair.sharded.parameters())
+        pair.assert_equal_gradients()
+        pair.update()
+    pair.assert_equal()
+
+
+def test_partial_sums_wait_for_their_all_reduce(mesh_2d: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh_2d)
+    pair.sharded.set_requires_all_reduce(False)
+    pair.backward(pair.draw())
+    assert all(p.grad is None for p in pair.sharded.parameters())
+    pair.sharded.set_requires_all_reduce(True)
+    pair.backward(pair.draw())
+    pair.assert_equal_gradients()
+
+
+def test_a_gradient_is_divided_as_the_user_says(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    for module in (*pair.sharded.layers, pair.sharded):
+        module.set_gradient_divide_factor(2.0)
+    pair.backward(pair.draw())
+    for param in pair.plain.parameters():
+        param.grad *= mesh.size() / 2.0
+    pair.assert_equal_gradients()
+
+
+# --- graphs that end inside a step --------------------------------------------------------------
+
+
+def test_a_step_may_be_cut_anywhere(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    for _ in range(2):
+        plain, sharded = pair.losses(pair.draw())
+        assert sharded.item() == pytest.approx(plain.item(), abs=2e-6)
+        plain.backward()
+        sharded.backward()
+        torch_xla.sync()
+        pair.assert_equal_gradients()
+        pair.update()
+    pair.assert_equal()
+
+
+def test_a_compiled_step_is_the_same_step(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = pair.case.loss(pair.sharded, (x, y))
+        loss.backward()
+        pair.optimizers[1].step()
+        pair.optimizers[1].zero_grad()
+        return loss.detach()
+
+    compiled = torch_xla.compile(step)
+    for _ in range(3):
+        batch = pair.draw()
+        expected = pair.case.loss(pair.plain, batch)
+        expected.backward()
+        pair.optimizers[0].step()
+        pair.optimizers[0].zero_grad()
+        loss = compiled(*(part.to("xla") for part in batch))
+        torch.testing.assert_close(loss.cpu(), expected.detach(), rtol=0, atol=2e-6)
+
+
+def test_evaluation_without_gradients(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    batch, _ = pair.draw()
+    with torch.no_grad():
+        outputs = pair.sharded(batch.to("xla"))
+        assert not outputs.requires_grad
+        torch.testing.assert_close(outputs.cpu(), pair.plain(batch), rtol=0, atol=1e-6)
+
+
+# --- dtypes -------------------------------------------------------------------------------------
+
+
+def test_parameters_travel_in_bf16_and_gradients_in_fp32(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    pair = Pair.make("mlp", mesh, mp_policy=policy)
+    plain, sharded = pair.backward(pair.draw())
+    hlo = own_graph([p.grad.local_piece for p in pair.sharded.parameters()])
+    gathers = [line for line in hlo.splitlines() if " all-gather(" in line]
+    scatters = [line for line in hlo.splitlines() if " reduce-scatter(" in line]
+    assert gathers
+    assert all("bf16[" in line.split(" all-gather(")[0] for line in gathers)
+    assert scatters
+    assert all("f32[" in line.split(" reduce-scatter(")[0] for line in scatters)
+    assert all(p.grad.dtype == torch.float32 for p in pair.sharded.parameters())
+    torch.testing.assert_close(sharded.cpu(), plain, rtol=0.02, atol=0)
+
+
+# --- inputs and outputs -------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Takes a batch, a table and a number; returns rows, their mean and how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(
+        self, x: torch.Tensor, table: torch.Tensor, *, scale: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        rows = self.linear(x) * scale + table.sum()
+        return {"rows": rows, "mean": rows.square().mean(), "most": (rows > 0).sum()}
+
+
+def test_batches_are_split_and_other_inputs_are_not(mesh: DeviceMesh) -> None:
+    plain = Mixed()
+    sharded = fully_shard(on_xla(plain), mesh)
+    x, table, scale = torch.randn(BATCH, 5), torch.randn(3, 2), torch.tensor(1.5)
+    inputs = [[t.clone().to(d).requires_grad_() for t in (x, table, scale)] for d in ("cpu", "xla")]
+    outputs = [
+        model(mine[0], mine[1], scale=mine[2])
+        for model, mine in zip((plain, sharded), inputs, strict=True)
+    ]
+    for output in outputs:
+        (output["mean"] + output["rows"].mean()).backward()
+    torch_xla.sync()
+    for key in ("rows", "mean"):
+        torch.testing.assert_close(outputs[1][key].cpu(), outputs[0][key])
+    for mine, theirs in zip(inputs[1], inputs[0], strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+    torch.testing.assert_close(
+        sharded.linear.weight.grad.full_tensor().cpu(), plain.linear.weight.grad
+    )
+
+
+def test_a_batch_that_cannot_be_split_is_refused(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    with pytest.raises(StateError, match=r"4 ranks: dim 0 .* \(6, 7\), is 6"):
+        pair.sharded(torch.randn(6, 7))
+    pair.step()
+
+
+# --- random numbers -----------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(x)[:, None]
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+        return nn.functional.dropout(attended[:, 0] * 0 + 1, 0.5)
+
+
+def test_ranks_drop_different_elements_and_a_seed_repeats_them(mesh: DeviceMesh) -> None:
+    import torch_xla.core.xla_model as xm
+
+    model = fully_shard(Dropping().to("xla"), mesh)
+    x = torch.randn(4 * mesh.size(), 16)
+    outputs = []
+    for seed in (3, 3, 4):
+        xm.set_rng_state(seed)
+        outputs.append(model(x).detach().cpu())
+    parts = outputs[0].chunk(mesh.size())
+    assert all(not torch.equal(parts[0], other) for other in parts[1:])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert 0.3 < (outputs[0] > 0).float().mean() < 0.7
+
+
+# --- buffers ------------------------------------------------------------------------------------
+
+
+def test_running_statistics_are_the_mean_over_the_ranks(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).to("xla"), mesh)
+    x = torch.randn(BATCH, 3)
+    model(x).sum().backward()
+    torch_xla.sync()
+    parts = x.chunk(mesh.size())
+    mean = torch.stack([part.mean(0) for part in parts]).mean(0)
+    # Of torch_xla's batch normalization running variances are the biased ones.
+    var = torch.stack([part.var(0, correction=0) for part in parts]).mean(0)
+    torch.testing.assert_close(model[0].running_mean.cpu(), 0.1 * mean)
+    torch.testing.assert_close(model[0].running_var.cpu(), 0.9 + 0.1 * var)
+    assert model[0].num_batches_tracked.item() == 1
+    model.eval()
+    model(x)
+    assert model[0].num_batches_tracked.item() == 1
+
+
+# --- parameters outside of forward --------------------------------------------------------------
+
+
+def test_an_ungathered_parameter_cannot_be_used(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    weight = pair.sharded.layers[0].weight
+    for use in (
+        lambda: weight @ weight.t(),
+        lambda: nn.functional.linear(torch.ones(1, 7), weight),
+    ):
+        with pytest.raises(ShardedTensorError, match=r"layers\.0\.weight|'weight'"):
+            use()
+    kept = []
+    pair.sharded.layers[0].register_forward_pre_hook(lambda m, _: kept.append(m.weight))
+    pair.step()
+    with pytest.raises(FreedParameterError, match=r"layers\.0\.weight"):
+        kept[0].sum()
+
+
+def test_parameters_unsharded_by_hand_can_be_read(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    pair.step()
+    layer = pair.sharded.layers[0]
+    layer.unshard()
+    expected = pair.plain.layers[0].weight.detach()
+    torch.testing.assert_close(layer.weight.detach().cpu(), expected, rtol=0, atol=1e-6)
+    pair.step()
+    pair.assert_equal()
+    assert layer.weight.shape == expected.shape
+    layer.reshard()
+    pair.step()
+    pair.assert_equal()
+
+
+def test_reductions_do_not_count_padding(mesh: DeviceMesh) -> None:
+    layer = nn.Linear(3, 3)
+    sharded = fully_shard(on_xla(layer), mesh)
+    with torch.no_grad():
+        for each in (layer, sharded):
+            each.weight.fill_(2.0)
+            each.weight.add_(1.0)
+    weight = sharded.weight.detach()
+    assert weight.sum().item() == 27
+    assert weight.prod().item() == 3.0**9
+    assert weight.min().item() == 3
+    assert weight.mean().item() == 3
+    assert torch.linalg.vector_norm(weight).item() == 9
+    assert bool((weight == 3).all())
+
+
+def test_initialization_of_sharded_parameters(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Embedding(9, 5, padding_idx=2).to("xla"), mesh)
+    weight = model.weight
+    nn.init.constant_(weight, 0.5)
+    with torch.no_grad():
+        weight[2].fill_(0)
+    expected = torch.full((9, 5), 0.5)
+    expected[2] = 0
+    assert torch.equal(weight.full_tensor().detach().cpu(), expected)
+    nn.init.normal_(weight)
+    torch_xla.sync()
+    assert sharding_of(weight.local_piece) == "{devices=[4]0,1,2,3}"
+    assert 0.5 < weight.detach().full_tensor().std().item() < 1.5
+
+
+def test_state_dicts_are_loaded_and_copies_are_independent(mesh: DeviceMesh) -> None:
+    pair = Pair.make("gpt", mesh)
+    torch.manual_seed(5)
+    other = models.CASES["gpt"].make()
+    copied = copy.deepcopy(pair.sharded)
+    pair.sharded.load_state_dict(other.state_dict())
+    torch_xla.sync()
+    for name, param in pair.sharded.named_parameters():
+        assert sharding_of(param.local_piece) == "{devices=[4]0,1,2,3}", name
+        expected = other.get_parameter(name).detach()
+        assert torch.equal(param.full_tensor().detach().cpu(), expected)
+    x, _ = pair.draw()
+    with torch.no_grad():
+        for model, plain in ((copied, pair.plain), (pair.sharded, other)):
+            torch.testing.assert_close(model(x).cpu(), plain(x), rtol=0, atol=2e-6)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_is_not_supported_is_refused(mesh: DeviceMesh) -> None:
+    from shardkit import CPUOffloadPolicy
+
+    with pytest.raises(MeshError, match="reshard_after_forward=2"):
+        fully_shard(nn.Linear(2, 2).to("xla"), mesh, reshard_after_forward=2)
+    with pytest.raises(WrapError, match="offload"):
+        fully_shard(nn.Linear(2, 2).to("xla"), mesh, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(WrapError, match="Move the module first"):
+        fully_shard(nn.Linear(2, 2), mesh)
+    with pytest.raises(MeshError, match=r"needs 6 devices, but there are 4"):
+        init_device_mesh("xla", (6,))
+    with pytest.raises(MeshError, match="no process groups"):
+        mesh.get_group()
+
+
+def test_a_forward_that_failed_leaves_nothing_behind(mesh: DeviceMesh) -> None:
+    pair = Pair.make("mlp", mesh)
+    pair.step()
+
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    handle = pair.sharded.layers[1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        pair.sharded(pair.draw()[0])
+    handle.remove()
+    assert_outside()
+    pair.step()
+    pair.assert_equal()
+
+
+def assert_outside() -> None:
+    """Nothing draws apart, and buffers of views are written through, as outside of a forward."""
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None  # noqa: SLF001
+    assert open_passes() is None
+
+
+def test_a_root_that_is_refused_leaves_nothing_behind(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(7, 3).to("xla"), mesh)
+    x = torch.randn(BATCH, 7)
+    model(x)
+    own = model.weight
+    del model.weight
+    model.weight = nn.Parameter(torch.zeros(3, 7, device="xla"))
+    with pytest.raises(StateError, match="no longer the parameter"):
+        model(x)
+    assert_outside()
+    model.weight = own
+    model(x)
