@@ -87,7 +87,7 @@ def xla(session: nox.Session) -> None:
     if not use_outer_environment(session):
         session.install(*XLA)
         session.install("--editable", ".[test,demo]")
-    session.env |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    session.env.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
     session.run("pytest", "-m", "xla", "tests/xla", *session.posargs)
 
 
