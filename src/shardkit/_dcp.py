@@ -104,7 +104,7 @@ def get_tensor_shard(
 ) -> Tensor:
     """Return the memory of one box, found by its offsets, in its shape.
 
-    It has a storage of its own, over the same memory: DCP copies what does not fill its storage,
+    On the host it has a storage of its own, over the same memory: DCP copies what does not fill its storage,
     and into fresh pages.
 
     Raises:
@@ -119,7 +119,8 @@ def get_tensor_shard(
     for box in boxes:
         if box.offsets == wanted:
             view = piece[box.start : box.stop].view(box.sizes)
-            return torch.utils.dlpack.from_dlpack(view)
+            # On other devices DCP copies to the host anyway.
+            return torch.utils.dlpack.from_dlpack(view) if view.is_cpu else view
     msg = (
         f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "
         f"{name!r}, shape {tuple(shape)}, has boxes at {[box.offsets for box in boxes]} only. Plan "

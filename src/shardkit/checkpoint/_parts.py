@@ -130,7 +130,12 @@ def _storage_of(tensor: Tensor) -> int | None:
     """Return what tells memory from other memory; None of tensors that have none of their own."""
     memory = memory_of(tensor)
     plain = type(memory) in {Tensor, nn.Parameter, nn.Buffer} and memory.layout is torch.strided
-    return memory.untyped_storage().data_ptr() if plain else None
+    if not plain:
+        return None
+    try:
+        return memory.untyped_storage().data_ptr()
+    except RuntimeError:  # Traced tensors have no address; what is sharded shares its piece.
+        return id(memory)
 
 
 def _with_memory(value: Any, device: torch.device) -> Any:
