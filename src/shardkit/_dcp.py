@@ -104,8 +104,8 @@ def get_tensor_shard(
 ) -> Tensor:
     """Return the memory of one box, found by its offsets, in its shape.
 
-    On the host it has a storage of its own, over the same memory: DCP copies what does not fill its storage,
-    and into fresh pages.
+    On the host it has a storage of its own, over the same memory: DCP copies what does not fill its
+    storage, and into fresh pages.
 
     Raises:
         ShardedTensorError: This rank has no box there.
