@@ -76,7 +76,9 @@ _group_names = threading.local()
 def _wrap_naming() -> None:
     original = getattr(c10d, "_hash_ranks_to_str", None)
     if original is not None:
-        c10d._hash_ranks_to_str = lambda ranks: getattr(_group_names, "name", original(ranks))
+        c10d._hash_ranks_to_str = lambda ranks: (
+            getattr(_group_names, "name", None) or original(ranks)
+        )
 
 
 # Operators whose names are private, though every optimizer and `model.to` calls them.

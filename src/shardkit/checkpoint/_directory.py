@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._manifest import (
+    DAMAGED,
     MANIFEST_FILE,
     Header,
     Manifest,
@@ -30,6 +31,7 @@ from shardkit.checkpoint._manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._metadata import METADATA_FILE
+from shardkit.checkpoint._raw import fsync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,14 +94,11 @@ def check_size(path: Path, nbytes: int) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        msg = f"{path}: {error.strerror}. The checkpoint is damaged: load another one."
+        msg = f"{path}: {error.strerror}. {DAMAGED}"
         raise CheckpointError(msg) from error
     if found != nbytes:
         kind = "truncated" if found < nbytes else "overwritten"
-        msg = (
-            f"{path}: {kind}: expected {nbytes} bytes, found {found}. The checkpoint is damaged: "
-            f"load another one."
-        )
+        msg = f"{path}: {kind}: expected {nbytes} bytes, found {found}. {DAMAGED}"
         raise CheckpointError(msg)
 
 
@@ -195,7 +194,7 @@ def recover(path: Path) -> None:
     if (source / METADATA_FILE).exists():
         with contextlib.suppress(FileNotFoundError):  # Another process was faster.
             source.rename(path)
-        sync_directory(path.parent)
+        fsync_directory(path.parent)
 
 
 def _recover_all(directory: Path) -> None:
@@ -247,7 +246,7 @@ def commit(path: Path) -> None:
         OSError: It cannot be renamed; what was there before is there again.
     """
     new, old = incomplete(path), replaced(path)
-    sync_directory(new)
+    fsync_directory(new)
     if not os.path.lexists(path):
         new.rename(path)
     else:
@@ -261,7 +260,7 @@ def commit(path: Path) -> None:
         except OSError:
             old.rename(path)
             raise
-    sync_directory(path.parent)
+    fsync_directory(path.parent)
     with _warning(old):
         remove(old)
 
@@ -307,15 +306,6 @@ def remove(path: Path) -> None:
             path.unlink()
         else:
             shutil.rmtree(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Have the names in a directory written to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_synced(path: Path, content: bytes) -> None:

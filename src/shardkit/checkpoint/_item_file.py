@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint._manifest import DAMAGED
 from shardkit.checkpoint._raw import copy_from_scratch
 from shardkit.checkpoint._stream import raw_bytes
 
@@ -99,8 +100,8 @@ class ItemFile:
             if found != crc32:
                 msg = (
                     f"{self.path}: {name!r}: bytes {item.offset + begin} to {item.offset + end} "
-                    f"are not what was written (checksum {found:08x}, expected {crc32:08x}). The "
-                    f"checkpoint is damaged: load another one."
+                    f"are not what was written (checksum {found:08x}, expected {crc32:08x}). "
+                    f"{DAMAGED}"
                 )
                 raise CheckpointError(msg)
 
@@ -113,8 +114,7 @@ class ItemFile:
                 got = os.preadv(self._fd, [step], offset)
                 if got == 0:
                     msg = (
-                        f"{self.path}: truncated: {name!r} should go on at byte {offset}. The "
-                        f"checkpoint is damaged: load another one."
+                        f"{self.path}: truncated: {name!r} should go on at byte {offset}. {DAMAGED}"
                     )
                     raise CheckpointError(msg)
                 crc32 = zlib.crc32(step[:got], crc32)

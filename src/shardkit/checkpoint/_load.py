@@ -16,7 +16,7 @@ from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._reader import CheckpointReader
 from shardkit.checkpoint._save import wait_for_last_save
 from shardkit.checkpoint._sections import entries_of_models, entries_of_optimizers
-from shardkit.checkpoint._sources import open_source
+from shardkit.checkpoint._sources import DistributedCheckpoint
 from shardkit.checkpoint._write import check_arguments
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def load(
         agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
         def plan() -> _Plan:
-            source = open_source(target, meter)
+            source = DistributedCheckpoint(target, meter)
             identity = zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
             return _Plan(source, identity, model, optimizer, extra, strict=strict)
 

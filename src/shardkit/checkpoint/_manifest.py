@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 BLOCK_NBYTES = 4 << 20
 """Every so many bytes of an item have a checksum of their own: parts of it can be verified."""
 
-_DAMAGED = "The checkpoint is damaged: load another one."
+DAMAGED = "The checkpoint is damaged: load another one."
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def read_manifest(directory: Path) -> Manifest:
             block_nbytes=body["block_nbytes"],
         )
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{path}: not the manifest of a shardkit checkpoint: {error!r}. {_DAMAGED}"
+        msg = f"{path}: not the manifest of a shardkit checkpoint: {error!r}. {DAMAGED}"
         raise CheckpointError(msg) from error
 
 
@@ -187,7 +187,7 @@ def _parse_header(line: bytes, path: Path) -> Header:
     try:
         return Header(**header)
     except TypeError as error:
-        msg = f"{path}: not the manifest of a shardkit checkpoint: {error}. {_DAMAGED}"
+        msg = f"{path}: not the manifest of a shardkit checkpoint: {error}. {DAMAGED}"
         raise CheckpointError(msg) from error
 
 
@@ -201,7 +201,7 @@ def _parse_line(line: bytes, before: bytes, after: bytes, path: Path) -> dict[st
         and crc32.removesuffix(after) == b"%d" % zlib.crc32(text)
     )
     if not intact:
-        msg = f"{path}: its checksum is not that of its content. {_DAMAGED}"
+        msg = f"{path}: its checksum is not that of its content. {DAMAGED}"
         raise CheckpointError(msg)
     parsed = json.loads(text)
     assert isinstance(parsed, dict)  # The checksum says that this is what was written.

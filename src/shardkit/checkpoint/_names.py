@@ -15,7 +15,7 @@ from shardkit._bucket import bucket_showing
 from shardkit._errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
     import torch
 
@@ -88,3 +88,13 @@ def _names_of(
         )
         raise CheckpointError(msg)
     return found
+
+
+def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the parameter's name that a text begins with, and what is behind it; None: none."""
+    parts = text.split(".")
+    for end in range(1, len(parts)):
+        name = ".".join(parts[:end])
+        if name in known:
+            return name, tuple(parts[end:])
+    return None

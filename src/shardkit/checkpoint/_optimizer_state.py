@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._names import as_optimizers, names_in_groups, names_of_parameters
+from shardkit.checkpoint._names import (
+    as_optimizers,
+    names_in_groups,
+    names_of_parameters,
+    split_at_name,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -260,21 +265,12 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for path, value in flat.items():
         section, _, rest = path.partition(".")
-        name, keys = _split_name(rest, known)
-        if section in found and name is not None:
+        split = split_at_name(rest, known)
+        if section in found and split is not None:
+            name, keys = split
             entries = found[section].setdefault(name, {})
             for key in keys[:-1]:
                 entries = entries.setdefault(key, {})
             entries[keys[-1]] = value
     groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
     return {"state": found["state"], "param_groups": groups}
-
-
-def _split_name(path: str, known: Container[str]) -> tuple[str | None, list[str]]:
-    """Return the parameter's name that a path begins with, and what is behind it."""
-    parts = path.split(".")
-    for end in range(1, len(parts)):
-        name = ".".join(parts[:end])
-        if name in known:
-            return name, parts[end:]
-    return None, []

@@ -15,7 +15,13 @@ from torch.futures import Future
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import _directory
 from shardkit.checkpoint._item_file import Box, ItemFile
-from shardkit.checkpoint._manifest import BLOCK_NBYTES, MANIFEST_FILE, Item, read_manifest
+from shardkit.checkpoint._manifest import (
+    BLOCK_NBYTES,
+    DAMAGED,
+    MANIFEST_FILE,
+    Item,
+    read_manifest,
+)
 from shardkit.checkpoint._metadata import METADATA_FILE, parse_metadata, read_metadata
 
 if TYPE_CHECKING:
@@ -27,8 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from shardkit.checkpoint._manifest import Manifest
-
-_DAMAGED = "The checkpoint is damaged: load another one."
 
 
 class CheckpointReader(FileSystemReader):
@@ -136,7 +140,7 @@ class CheckpointReader(FileSystemReader):
             if where is None:
                 msg = (
                     f"{self.path}: {request.storage_index.fqn!r} is listed but stored nowhere. "
-                    f"{_DAMAGED}"
+                    f"{DAMAGED}"
                 )
                 raise CheckpointError(msg)
             by_file[where.relative_path].append(request)
@@ -181,7 +185,7 @@ class CheckpointReader(FileSystemReader):
         if item is None or item.nbytes != where.length:
             msg = (
                 f"{self.path}: {METADATA_FILE} and {MANIFEST_FILE} differ about {index.fqn!r}. "
-                f"{_DAMAGED}"
+                f"{DAMAGED}"
             )
             raise CheckpointError(msg)
         return item

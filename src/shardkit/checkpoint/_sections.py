@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardkit.checkpoint._names import split_at_name
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -90,19 +92,11 @@ def optimizer_entries(
         if len(path) > depth + 1 and ".".join(map(str, path[:depth])) == head[:-1]:
             found.append(OptimizerEntry(entry, str(path[depth]), path[depth + 1 :]))
         else:
-            name, keys = split_name(entry.removeprefix(head), known)
+            text = entry.removeprefix(head)
+            *parts, last = text.split(".")
+            name, keys = split_at_name(text, known) or (".".join(parts), (last,))
             found.append(OptimizerEntry(entry, name, keys))
     return found
-
-
-def split_name(text: str, known: Collection[str]) -> tuple[str, Path]:
-    """Return the parameter's name that a flat name begins with, and what is behind it."""
-    parts = text.split(".")
-    for end in range(1, len(parts)):
-        name = ".".join(parts[:end])
-        if name in known:
-            return name, tuple(parts[end:])
-    return ".".join(parts[:-1]), (parts[-1],)
 
 
 def extra_path(path: Path) -> Path:

@@ -77,12 +77,3 @@ class DistributedCheckpoint:
             if isinstance(target, ShardedTensor):
                 target.spec.place(target.local_piece)
         return planner.loaded
-
-
-def open_source(path: pathlib.Path, meter: Meter) -> Source:
-    """Open what is at a path.
-
-    Raises:
-        CheckpointError: There is nothing that can be loaded.
-    """
-    return DistributedCheckpoint(path, meter)
