@@ -12,6 +12,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
+from shardkit.backends.xla.order import GraphOrder
 from shardkit.backends.xla.random_numbers import DrawApart
 
 if TYPE_CHECKING:
@@ -22,18 +23,22 @@ _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First of the numbers of collectives; those of buckets are two apart."""
 
 
-class SpmdRegion:
+class SpmdRegion(GraphOrder):
     """`Region` of a mesh over all devices of this process.
 
     Args:
         shape: Of the mesh: (shard,) or (replicate, shard).
 
     Attributes:
+        holds_all_ranks: See `Region`.
         num_ranks: Devices of the mesh.
         device: The one that stands for all of them.
     """
 
+    holds_all_ranks = True
+
     def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
         names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
         self.num_ranks = math.prod(shape)
         self.device: torch.device = torch_xla.device()
@@ -43,8 +48,6 @@ class SpmdRegion:
         self._shard_groups = grid.reshape(-1, shape[-1]).tolist()
         self._replicate_groups = grid.reshape(-1, shape[-1]).T.tolist()
         self._all: Any = names if len(names) > 1 else _SHARD
-        self._progress: Tensor | None = None
-        self.drawing: Any = None
 
     # --- outside and inside ---
 
@@ -157,19 +160,7 @@ class SpmdRegion:
             return self.sum_of_all(tensor, scale=1.0 / self.num_ranks)
         return self.sum_of_all(tensor.to(torch.int64), xm.REDUCE_MAX).to(tensor.dtype)
 
-    # --- order in the graph ---
-
-    def progress(self, tensor: Tensor | None) -> None:
-        """See `Region`."""
-        self._progress = None if tensor is None else tensor.detach()
-
-    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
-        """See `Region`."""
-        if self._progress is None:
-            return parts
-        copies = [part.clone() for part in parts]
-        xm.optimization_barrier_([*copies, self._progress.clone()])
-        return copies
+    # --- the rest ---
 
     def draw_apart(self) -> DrawApart:
         """See `Region`."""
