@@ -18,6 +18,7 @@ from shardkit.backends.xla.random_numbers import DrawApart
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_XLAC: Any = torch_xla._XLAC  # noqa: SLF001 - see the package's docstring
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First of the numbers of collectives; those of buckets are two apart."""
@@ -47,26 +48,31 @@ class SpmdRegion(GraphOrder):
         grid = ids.reshape(shape)
         self._shard_groups = grid.reshape(-1, shape[-1]).tolist()
         self._replicate_groups = grid.reshape(-1, shape[-1]).T.tolist()
+        self._manual = _XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
         self._all: Any = names if len(names) > 1 else _SHARD
 
     # --- outside and inside ---
 
     def enter(self, tensor: Tensor, axes: Any) -> Tensor:
         """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
-        spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
         # A clone, since the tensor is marked in place.
         whole = tensor.detach().clone()
-        local: Tensor = xs.enable_manual_sharding(whole, spec, mesh=self._mesh).global_tensor
+        _XLAC._xla_mark_sharding(whole, self._sharding(axes, tensor.ndim))
+        local: Tensor = _XLAC._spmd_full_to_shard_shape(whole)
         return local
 
     def leave(self, tensor: Tensor, axes: Any, num_parts: int) -> Tensor:
         """Return the whole of which `tensor` is a rank's part."""
-        spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
         shape = torch.Size((tensor.shape[0] * num_parts, *tensor.shape[1:]) if tensor.ndim else ())
-        whole: Tensor = xs.disable_manual_sharding(
-            tensor.detach(), spec, shape, mesh=self._mesh
-        ).global_tensor
+        local = tensor.detach()
+        _XLAC._mark_manual_sharding(local, self._manual)
+        sharding = self._sharding(axes, tensor.ndim)
+        whole: Tensor = _XLAC._spmd_shard_to_full_shape(local, sharding, shape, local.dtype)
         return whole
+
+    def _sharding(self, axes: Any, ndim: int) -> Any:
+        """Return how XLA is told that dim 0 of a tensor is split over mesh axes."""
+        return self._mesh.get_op_sharding((axes, *(None for _ in range(ndim - 1)))[:ndim])
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
@@ -108,9 +114,9 @@ class SpmdRegion(GraphOrder):
 
     def spread(self, piece: Tensor) -> None:
         """Have a piece kept in parts, one per rank of the shard axis."""
-        if torch_xla._XLAC._get_xla_sharding_spec(piece):  # noqa: SLF001
+        if _XLAC._get_xla_sharding_spec(piece):
             xs.clear_sharding(piece)  # Writes may have left it whole on every device.
-        xs.mark_sharding(piece, self._mesh, (_SHARD,))
+        _XLAC._xla_mark_sharding(piece, self._sharding(_SHARD, 1))
 
     # --- collectives ---
 
@@ -143,7 +149,7 @@ class SpmdRegion(GraphOrder):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the replicate axis."""
-        result: Tensor = torch_xla._XLAC._xla_spmd_all_reduce(  # noqa: SLF001
+        result: Tensor = _XLAC._xla_spmd_all_reduce(
             xm.REDUCE_SUM, tensor, 1.0, self._replicate_groups
         )
         return result
@@ -151,7 +157,7 @@ class SpmdRegion(GraphOrder):
     def sum_of_all(self, tensor: Tensor, op: str = xm.REDUCE_SUM, scale: float = 1.0) -> Tensor:
         """Return the reduction over all ranks."""
         everyone = [[*range(self.num_ranks)]]
-        result: Tensor = torch_xla._XLAC._xla_spmd_all_reduce(op, tensor, scale, everyone)  # noqa: SLF001
+        result: Tensor = _XLAC._xla_spmd_all_reduce(op, tensor, scale, everyone)
         return result
 
     def agree(self, tensor: Tensor) -> Tensor:
