@@ -79,6 +79,8 @@ class TracedPasses:
         self.abandon()
         args, kwargs = self._enter_inputs(args, kwargs)
         self.region.progress(None)
+        if not torch.is_grad_enabled():
+            self.region.forget_collectives()
         self._move(self._groups, self.region.enter_shared, outside=False)
         with contextlib.ExitStack() as stack:
             stack.callback(self._restore_buffers)

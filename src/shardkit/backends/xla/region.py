@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First of the numbers of collectives; those of buckets are two apart."""
+_FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 - 1
+"""Of the generator of states: Knuth's (MMIX)."""
 
 
 class SpmdRegion:
@@ -51,9 +53,11 @@ class SpmdRegion:
     def enter(self, tensor: Tensor, axes: Any) -> Tensor:
         """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
         spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
-        # A clone, since the tensor is marked in place.
+        # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
+        # `enable_manual_sharding`, which takes what is whole on the devices to the host and back.
         whole = tensor.detach().clone()
-        local: Tensor = xs.enable_manual_sharding(whole, spec, mesh=self._mesh).global_tensor
+        xs.annotate_custom_sharding(whole, self._mesh, spec)
+        local: Tensor = torch_xla._XLAC._spmd_full_to_shard_shape(whole)  # noqa: SLF001
         return local
 
     def leave(self, tensor: Tensor, axes: Any, num_parts: int) -> Tensor:
@@ -171,9 +175,19 @@ class SpmdRegion:
         xm.optimization_barrier_([*copies, self._progress.clone()])
         return copies
 
+    def forget_collectives(self) -> None:
+        """See `Region`."""
+        torch_xla._XLAC._set_all_reduce_token(str(self.device), None)  # noqa: SLF001
+
     def draw_apart(self) -> DrawApart:
         """See `Region`."""
-        seeds = (torch.rand(self.num_ranks, device=self.device) * 2**31).to(torch.int32)
+        # By the host: XLA's own draws are in the graph one after another until the next sync, so
+        # that each evaluation without one would be another graph.
+        state = xm.get_rng_state()
+        xm.set_rng_state((state * _FACTOR + _SUMMAND) & _MAX_STATE)
+        host = torch.Generator().manual_seed(state)
+        seeds = torch.randint(2**31 - 1, (self.num_ranks,), dtype=torch.int32, generator=host)
+        seeds = seeds.to(self.device)
         drawing = self.drawing = DrawApart(self.enter(seeds, self._all))
         return drawing
 
