@@ -7,8 +7,9 @@ its part of the batch. Here they come from a counter-based generator with a key 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _compat
 from shardkit._tree import iter_tensors, map_tensors
+from shardkit.backends.xla import host_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +48,18 @@ class DrawApart(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
         self.count = count
+        self._contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Enter, also the context of printing, which takes dispatch modes away."""
+        self._contexts.enter_context(host_reads.Described())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave both."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._contexts.close()
 
     def again(self) -> DrawApart:
         """Return a context that repeats what is drawn in this one from now on."""
@@ -57,6 +71,7 @@ class DrawApart(TorchDispatchMode):
         """Draw, or run `func` as it is."""
         del types
         kwargs = kwargs or {}
+        host_reads.check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
         draw = _DRAWS.get(func)
         wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
