@@ -33,7 +33,7 @@ class Worker:
         shape: Of the model.
     """
 
-    def __init__(self, name: str, num_devices: int, shape: GPTShape) -> None:  # noqa: D107
+    def __init__(self, name: str, num_devices: int, shape: GPTShape) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._num_devices = num_devices
         self.dumps = Path(self._folder.name, "dumps")
@@ -53,10 +53,10 @@ class Worker:
         with Listener(address) as listener:
             script = str(Path(__file__).with_name("xla_worker.py"))
             sizes = json.dumps(asdict(shape))
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - this script
                 [sys.executable, script, name, address, sizes],
                 env=environment,
-                stderr=None,
+                stderr=subprocess.DEVNULL,
             )
             self._connection = listener.accept()
 

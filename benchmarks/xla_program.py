@@ -1,4 +1,4 @@
-"""What a compiled XLA program moves and needs, read from the files that ``--xla_dump_to`` leaves."""
+"""What a compiled XLA program moves and needs, read from what ``--xla_dump_to`` leaves."""
 
 import math
 import re

@@ -15,10 +15,10 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from models import GPT, GPTShape
 from torch import Tensor, nn
 
 import shardkit
+from models import GPT, GPTShape
 
 _SEED = 0
 _seeding = threading.Lock()
@@ -35,7 +35,7 @@ class Contender:
         sync: Runs what was traced.
     """
 
-    def __init__(  # noqa: D107 - see the class
+    def __init__(
         self,
         make: Callable[[GPT], Any],
         shape: GPTShape,
@@ -71,7 +71,7 @@ class Contender:
         self._sync()
         xm.wait_device_ops()
         seconds = time.perf_counter() - begin
-        self.loss = float(loss)
+        self.loss = float(loss.detach())
         return seconds
 
 

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._traced_passes import open_passes
+from shardkit._traced_passes import buffers_of, open_passes, was_written
 from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -35,9 +35,11 @@ class CheckpointedForward:
         """Run forward; keep its inputs only, and run it again when backward comes."""
         passes = open_passes()
         if passes is None:
-            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+            has_buffers = next(self._module.buffers(), None) is not None
+            forward = _Repeat(self._module, self._forward).run if has_buffers else self._forward
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         _compat.register_device_module("xla")
-        repeat = _Repeat(self._forward, passes.region)
+        repeat = _TracedRepeat(self._module, self._forward, passes.region)
         return checkpoint(
             repeat.run,
             *args,
@@ -49,14 +51,47 @@ class CheckpointedForward:
 
 
 class _Repeat:
-    """One forward on a backend that traces, and its repetition.
+    """One forward and its repetition, which leaves buffers (running statistics) as they are.
 
     Args:
+        module: Whose.
+        forward: What is run.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+        self._versions: dict[int, int] | None = None
+        self._written: set[int] = set()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, the first time or again."""
+        buffers = [*buffers_of(self._module)]
+        if self._versions is not None:
+            with _replaced(buffers, self._again):
+                return self._forward(*args, **kwargs)
+        self._versions = {id(b): _compat.version_of(b) for _, _, b in buffers}
+        result = self._forward(*args, **kwargs)
+        versions = self._versions
+        self._written = {id(b) for child, _, b in buffers if was_written(child, b, versions[id(b)])}
+        return result
+
+    def _again(self, buffer: Tensor) -> Tensor:
+        """Return what the repetition has as a buffer, and may write to."""
+        return buffer.clone() if id(buffer) in self._written else buffer
+
+
+class _TracedRepeat:
+    """The same on a backend that traces.
+
+    Args:
+        module: Whose.
         forward: What is run.
         region: Where.
     """
 
-    def __init__(self, forward: Callable[..., Any], region: Any) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], region: Any) -> None:
+        self._module = module
         self._forward = forward
         self._region = region
         self._drawing = region.drawing.again()
@@ -69,8 +104,16 @@ class _Repeat:
     @contextlib.contextmanager
     def _again(self) -> Any:
         self._is_again = True
-        with self._drawing.again():
+        # Outside of the root's forward modules hold whole buffers.
+        with (
+            self._drawing.again(),
+            _replaced([*buffers_of(self._module)], self._enter),
+        ):
             yield
+
+    def _enter(self, buffer: Tensor) -> Tensor:
+        result: Tensor = self._region.enter_shared(buffer.detach())
+        return result
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
@@ -88,12 +131,27 @@ class _Repeat:
         return result
 
 
+@contextlib.contextmanager
+def _replaced(
+    buffers: Sequence[tuple[nn.Module, str, Tensor]], make: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let modules hold what `make` makes of their buffers."""
+    made = {id(buffer): make(buffer) for _, _, buffer in buffers}
+    for child, name, buffer in buffers:
+        child._buffers[name] = made[id(buffer)]  # noqa: SLF001 - past the checks of `setattr`
+    try:
+        yield
+    finally:
+        for child, name, buffer in buffers:
+            child._buffers[name] = buffer  # noqa: SLF001
+
+
 def checkpoint_module(module: nn.Module) -> nn.Module:
     """Have a module keep only its inputs between forward and backward, which runs forward again.
 
-    Less memory for one more forward. Random numbers are repeated, autocast too. Works on every
-    backend, before or after `fully_shard`, which gathers the module's parameters once for the
-    repetition and the backward::
+    Less memory for one more forward. Random numbers are repeated, autocast too; buffers, such as
+    running statistics, are written once. Works on every backend, before or after `fully_shard`,
+    which gathers the module's parameters once for the repetition and the backward::
 
         for block in model.blocks:
             fully_shard(checkpoint_module(block), mesh)

@@ -13,19 +13,22 @@ import sys
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 from torch.optim import optimizer as _torch_optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HAS_STORAGE_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """torch >= 2.12 can exchange the memory behind two storages (pytorch#177449); older resizes."""
@@ -176,6 +179,17 @@ def track_views(tensor: Tensor) -> Tensor:
     if tensor.device.type != "xla":
         return tensor
     return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
+
+
+def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function's operators pass by dispatch modes, each of which costs microseconds."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _python_dispatch._disable_current_modes():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def version_of(tensor: Tensor) -> int:

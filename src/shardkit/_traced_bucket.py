@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardkit import _compat
 from shardkit._bucket import Bucket, bucket_showing
 from shardkit._errors import WrapError
 from shardkit._even_layout import EvenLayout
@@ -265,6 +266,7 @@ class TracedBucket(Bucket):
         self._job = TracedGather(pieces, self.param_dtype, self.layout.tail_numel, self.key)
         return [self._job]
 
+    @_compat.without_dispatch_modes
     @torch.no_grad()
     def finish_gather(self) -> None:
         """Give the unsharded parameters their contents."""
@@ -272,11 +274,16 @@ class TracedBucket(Bucket):
         assert job is not None
         assert job.rows is not None
         layout = self.layout
-        for index, param in enumerate(self.unsharded):
-            start, stop = layout.columns(index)
-            flat = job.rows[:, start:stop].reshape(-1)[: layout.numels[index]]
-            # A clone, since a view would keep the gathered bucket as a whole.
-            param.data = flat.reshape(layout.shapes[index]).clone()
+        sizes = [*layout.sizes, layout.tail_numel]
+        for index, (param, columns) in enumerate(
+            zip(self.unsharded, job.rows.split(sizes, 1), strict=False)
+        ):
+            flat = columns.reshape(-1)  # A copy: a view would keep the gathered bucket as a whole.
+            if layout.world_size == 1:
+                flat = flat.clone()
+            if flat.numel() != layout.numels[index]:
+                flat = flat[: layout.numels[index]]
+            param.data = flat.view(layout.shapes[index])
         self.is_outside = False
 
     @torch.no_grad()
@@ -287,13 +294,15 @@ class TracedBucket(Bucket):
                 param.data = fn(param.data)
             self.is_outside = outside
 
+    @_compat.without_dispatch_modes
     def detach(self, pool: SlotPool, fence: Any) -> None:
         """Let the contents go."""
         del pool, fence
         self._job = None
         self._has_memory = False
+        empty = torch.empty(0, dtype=self.param_dtype, device=self.device)
         for param in self.unsharded:
-            param.data = torch.empty(0, dtype=self.param_dtype, device=self.device)
+            param.data = empty
         self._hide_freed()
 
     def keep_part(self, axis: AxisComm, fence: Callable[[], Any]) -> None:

@@ -81,6 +81,8 @@ class TracedPasses:
         """
         self.abandon()
         self.region.progress(None)
+        if not torch.is_grad_enabled():
+            self.region.forget_collectives()
         with contextlib.ExitStack() as stack:
             if self.region.holds_all_ranks:
                 args, kwargs = self._enter_inputs(args, kwargs)
@@ -185,7 +187,7 @@ class TracedPasses:
     def _enter_buffers(self, module: nn.Module) -> None:
         """Let modules hold what one rank has of their buffers: what they write is a rank's."""
         entered: dict[int, Tensor] = {}
-        for child, name, buffer in _buffers_of(module):
+        for child, name, buffer in buffers_of(module):
             if id(buffer) not in entered:
                 entered[id(buffer)] = self.region.enter_shared(buffer.detach())
             local = entered[id(buffer)]
@@ -198,10 +200,7 @@ class TracedPasses:
         """Write back what forwards have written to buffers: running statistics, counters."""
         done: set[int] = set()
         for child, _, buffer, local, version in self._buffers:
-            was_written = _compat.version_of(local) != version or (
-                child.training and isinstance(child, nn.modules.batchnorm._NormBase)  # noqa: SLF001
-            )
-            if was_written and id(buffer) not in done:
+            if was_written(child, local, version) and id(buffer) not in done:
                 done.add(id(buffer))
                 buffer.copy_(self.region.leave_shared(self.region.agree(local)))
 
@@ -222,8 +221,16 @@ class TracedPasses:
                 bucket.move(fn, outside=outside)
 
 
-def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the buffers of a module and those in it, by who holds them and as what."""
     for child in module.modules():
         for name, buffer in child._buffers.items():  # noqa: SLF001 - tied ones as well
             if buffer is not None:
                 yield child, name, buffer
+
+
+def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
+    """Return whether a module wrote to its buffer, which had this version before."""
+    # Kernels of batch normalization do not raise versions.
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+    return _compat.version_of(buffer) != version or (is_norm and module.training)

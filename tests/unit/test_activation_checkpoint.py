@@ -72,6 +72,35 @@ def test_copies_and_pickles_are_independent() -> None:
         assert (copied.num_forwards, model.num_forwards) == (2, 0)
 
 
+class Buffered(nn.Module):
+    """Writes to its buffers, in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        y = self.norm(self.linear(x))
+        self.steps += 1
+        self.largest = torch.maximum(self.largest, self.steps * 2)
+        return torch.tanh(y) * scale
+
+
+def test_buffers_are_written_once() -> None:
+    plain = Buffered()
+    kept = checkpoint_module(copy.deepcopy(plain))
+    x = torch.randn(3, 6)
+    for _ in range(2):
+        for found, expected in zip(gradients(kept, x), gradients(plain, x), strict=True):
+            assert torch.equal(found, expected)
+    for (name, found), expected in zip(kept.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected), name
+    assert kept.steps == 2
+
+
 def test_twice_is_an_error() -> None:
     model = checkpoint_module(Counting())
     with pytest.raises(StateError, match="Counting is checkpointed already"):

@@ -73,3 +73,28 @@ def test_the_graph_runs_forward_twice_and_gathers_as_before(mesh: DeviceMesh) ->
     assert counts[True]["opt-barrier"] > counts[False]["opt-barrier"]
     for opcode in ("all-gather", "reduce-scatter"):
         assert counts[True][opcode] == counts[False][opcode]
+
+
+class Normalized(nn.Module):
+    """Reads a table, and writes statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.linear(x)) * self.table)
+
+
+def test_buffers_are_read_again_and_written_once(mesh: DeviceMesh) -> None:
+    plain = nn.Sequential(Normalized(), nn.Linear(WIDTH, 2))
+    models = [make(mesh, plain, keeps_inputs_only=again) for again in (True, False)]
+    x = torch.randn(ROWS, WIDTH)
+    grads = [[grad.cpu() for grad in backward(model, x)] for model in models]
+    for mine, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-7)
+    for (name, mine), expected in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
+        torch.testing.assert_close(mine.cpu(), expected.cpu(), rtol=0, atol=0, msg=name)
+    assert models[0][0].norm.num_batches_tracked.item() == 1

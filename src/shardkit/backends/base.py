@@ -267,6 +267,13 @@ class Region(Protocol):
     def progress(self, tensor: Tensor | None) -> None:
         """Let gathers from now on come after `tensor` in the graph; None: after nothing."""
 
+    def forget_collectives(self) -> None:
+        """Do not order what comes after the collectives traced before.
+
+        Those may have been run by now, because the host read a result; what comes would run them
+        again, and be another graph each time.
+        """
+
     def draw_apart(self) -> Any:
         """Return a context in which every rank draws random numbers of its own."""
 

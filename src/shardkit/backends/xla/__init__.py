@@ -2,7 +2,9 @@
 
 The only package that imports torch_xla, and private names of it: `mesh` makes meshes, `lanes` the
 collectives, `region` what is traced for each rank, `random_numbers` those that differ between
-ranks. Tried with torch_xla 2.9.0 on the CPU; private names are
+ranks, `host_reads` what is refused inside. Tried with torch_xla 2.9.0 on the CPU; private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),
-``_XLAC._get_xla_sharding_spec`` and ``_XLAC._xla_get_spmd_config_is_locked``.
+``_XLAC._spmd_full_to_shard_shape`` (the public one marks its input, see `SpmdRegion.enter`),
+``_XLAC._get_xla_tensors_hlo``, ``_XLAC._set_all_reduce_token``, ``_XLAC._get_xla_sharding_spec``
+and ``_XLAC._xla_get_spmd_config_is_locked``.
 """

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkit import _compat
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -65,6 +67,7 @@ class XlaLanes:
     def wait_fence(self, fence: Any) -> None:
         """The graph knows what depends on what."""
 
+    @_compat.without_dispatch_modes
     @torch.no_grad()
     def start_gather(
         self, gathers: Sequence[TracedGather], axis: AxisComm, after: Sequence[Any]
@@ -80,6 +83,7 @@ class XlaLanes:
             gather.rows = self.region.all_gather(torch.cat(parts), gather.key)
         return Traced()
 
+    @_compat.without_dispatch_modes
     @torch.no_grad()
     def start_reduce(self, reductions: Sequence[Reduction]) -> Traced:
         """Trace reductions: one reduce-scatter each, one all-reduce with a replicate axis."""

@@ -58,7 +58,7 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
 def _turn_on_spmd() -> None:
     if xr.is_spmd():
         return
-    if torch_xla._XLAC._xla_get_spmd_config_is_locked():  # noqa: SLF001
+    if torch_xla._XLAC._xla_get_spmd_config_is_locked():
         msg = (
             "an XLA device was used before the mesh was made. Call "
             "shardkit.init_device_mesh('xla', ...) or torch_xla.runtime.use_spmd() first, "

@@ -7,15 +7,20 @@ its part of the batch. Here they come from a counter-based generator with a key 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _compat
+from shardkit._sharded import ShardedTensor
 from shardkit._tree import iter_tensors, map_tensors
+from shardkit.backends.xla import host_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +29,20 @@ _aten = torch.ops.aten
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
 """Random bits that a dtype holds; of more, rounding would make 1.0, which a draw never is."""
 _MOST_BITS = 24
+_FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 - 1
+"""Of the generator of states: Knuth's (MMIX)."""
+
+
+def draw_seeds(num: int) -> Tensor:
+    """Return 1-D int32 on the host, drawn from the device's generator, which moves on.
+
+    By the host: XLA's own draws are in the graph one after another until the next sync, so that
+    each evaluation without one would be another graph.
+    """
+    state = xm.get_rng_state()
+    xm.set_rng_state((state * _FACTOR + _SUMMAND) & _MAX_STATE)
+    generator = torch.Generator().manual_seed(state)
+    return torch.randint(2**31 - 1, (num,), dtype=torch.int32, generator=generator)
 
 
 class DrawApart(TorchDispatchMode):
@@ -46,17 +65,31 @@ class DrawApart(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
         self.count = count
+        self._contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Enter, also the context of printing, which takes dispatch modes away."""
+        self._contexts.enter_context(host_reads.described())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave both."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._contexts.close()
 
     def again(self) -> DrawApart:
         """Return a context that repeats what is drawn in this one from now on."""
         return DrawApart(self.key, self.count)
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Draw, or run `func` as it is."""
-        del types
         kwargs = kwargs or {}
+        if _is_plain(func) and "device" not in kwargs and ShardedTensor not in types:
+            return func(*args, **kwargs)  # By far the most.
+        host_reads.check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
         draw = _DRAWS.get(func)
         wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
@@ -182,3 +215,9 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     _aten.randint.default: _randint,
     _aten.randint.low: _randint,
 }
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    """Whether an operator does not draw, and the host needs no values for it."""
+    return func not in _DRAWS and not host_reads.may_read(func)

@@ -12,13 +12,14 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
+from shardkit.backends.xla import host_reads
 from shardkit.backends.xla.order import GraphOrder
-from shardkit.backends.xla.random_numbers import DrawApart
+from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_XLAC: Any = torch_xla._XLAC  # noqa: SLF001 - see the package's docstring
+_XLAC: Any = torch_xla._XLAC
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First of the numbers of collectives; those of buckets are two apart."""
@@ -40,6 +41,7 @@ class SpmdRegion(GraphOrder):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
+        host_reads.install_description()
         names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
         self.num_ranks = math.prod(shape)
         self.device: torch.device = torch_xla.device()
@@ -55,9 +57,11 @@ class SpmdRegion(GraphOrder):
 
     def enter(self, tensor: Tensor, axes: Any) -> Tensor:
         """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
-        # A clone, since the tensor is marked in place.
+        # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
+        # `enable_manual_sharding`, which takes what is whole on the devices to the host and back
+        # (and looks for JAX on the disk, every time).
         whole = tensor.detach().clone()
-        _XLAC._xla_mark_sharding(whole, self._sharding(axes, tensor.ndim))
+        _XLAC._xla_annotate_custom_sharding(whole, self._sharding(axes, tensor.ndim))
         local: Tensor = _XLAC._spmd_full_to_shard_shape(whole)
         return local
 
@@ -168,9 +172,13 @@ class SpmdRegion(GraphOrder):
 
     # --- the rest ---
 
+    def forget_collectives(self) -> None:
+        """See `Region`."""
+        _XLAC._set_all_reduce_token(str(self.device), None)
+
     def draw_apart(self) -> DrawApart:
         """See `Region`."""
-        seeds = (torch.rand(self.num_ranks, device=self.device) * 2**31).to(torch.int32)
+        seeds = draw_seeds(self.num_ranks).to(self.device)
         drawing = self.drawing = DrawApart(self.enter(seeds, self._all))
         return drawing
 

@@ -21,7 +21,7 @@ import torch_xla.runtime as xr
 from shardkit._errors import MeshError
 from shardkit.backends.xla.lanes import XlaLanes
 from shardkit.backends.xla.order import GraphOrder
-from shardkit.backends.xla.random_numbers import DrawApart
+from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +146,7 @@ class ReplicaRegion(GraphOrder):
         self._shard_axis = shard_axis
         self._replicate_axis = replicate_axis
         self._num_replicas = num_replicas
-        self._rank = torch.tensor([rank], device=self.device)
+        self._rank = rank
 
     def enter_piece(self, piece: Tensor) -> Tensor:
         """Return a piece, of which a replica has its own."""
@@ -155,6 +155,10 @@ class ReplicaRegion(GraphOrder):
     def leave_piece(self, part: Tensor) -> Tensor:
         """Return a piece, of which a replica has its own."""
         return part
+
+    def enter_shared(self, tensor: Tensor) -> Tensor:
+        """Return a copy, which may be written to."""
+        return tensor.clone()
 
     def all_gather(self, part: Tensor, key: int) -> Tensor:
         """Return the 1-D parts of all ranks of the shard axis, as rows."""
@@ -172,10 +176,14 @@ class ReplicaRegion(GraphOrder):
             tensor if self._replicate_axis is None else self._replicate_axis.reduce(tensor, "sum")
         )
 
+    def forget_collectives(self) -> None:
+        """See `Region`."""
+        torch_xla._XLAC._set_all_reduce_token(str(self.device), None)
+
     def draw_apart(self) -> DrawApart:
         """See `Region`. From equal seeds replicas draw what the ranks of SPMD mode draw."""
-        seeds = (torch.rand(self._num_replicas, device=self.device) * 2**31).to(torch.int32)
-        drawing = self.drawing = DrawApart(seeds.index_select(0, self._rank))
+        seeds = draw_seeds(self._num_replicas)[self._rank : self._rank + 1]
+        drawing = self.drawing = DrawApart(seeds.to(self.device))
         return drawing
 
     def finish_graph(self) -> None:
