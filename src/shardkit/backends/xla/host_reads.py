@@ -19,7 +19,7 @@ from shardkit._sharded import ShardedTensor
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _aten = torch.ops.aten
 _ENTERS = "SPMDFullToShardShape"
@@ -115,19 +115,22 @@ def described() -> Iterator[None]:
 def install_description() -> None:
     """Let `described` work: printing takes dispatch modes away, so it is caught before."""
     cls: Any = Tensor
-    as_usual = cls.__repr__
+    for name in ("__repr__", "__format__"):
+        setattr(cls, name, _describing(getattr(cls, name)))
 
+
+def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(as_usual)
-    def describe(tensor: Tensor, **options: Any) -> Any:
+    def describe(tensor: Tensor, *args: Any, **options: Any) -> str:
         may_be_inside = getattr(_local, "is_inside", False) and tensor.device.type == "xla"
         if may_be_inside and _is_inside(tensor):
             return (
                 f"<a rank's tensor inside of a forward, of shape {tuple(tensor.shape)}, "
                 f"{tensor.dtype}; values after it only>"
             )
-        return as_usual(tensor, **options)
+        return as_usual(tensor, *args, **options)
 
-    cls.__repr__ = describe
+    return describe
 
 
 def _refuse_read(func: Any) -> NoReturn:
