@@ -8,8 +8,9 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import BATCH, Pair, adamw, on_xla, own_graph, sharding_of
+from pairs import BATCH, Pair, adamw, own_graph, sharding_of
 from torch import nn
+from xla_ranks import on_xla
 
 import models
 from shardkit import (
