@@ -27,7 +27,7 @@ from reference import (
     shard,
     train,
 )
-from shardkit import ShardedTensor, StateError, fully_shard
+from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -766,33 +766,9 @@ def test_the_roots_output_in_a_container(run: Run, kind: str) -> None:
     assert_same_gradients(run(root_output, kind))
 
 
-@on_meshes((2,), xla=())
+@on_meshes((2,), xla=())  # Refused there: what the ranks return would have no place to go.
 def test_the_roots_output_in_an_object(run: Run) -> None:
     assert_same_gradients(run(root_output, "object"))
-
-
-@on_meshes(xla=[(4,)])
-def test_a_root_on_xla_refuses_an_object(run: Run) -> None:
-    """It would have to put what the ranks return together in a copy of it."""
-    with pytest.raises(StateError, match="neither a list, tuple, mapping nor dataclass"):
-        run(root_output, "object")
-    with pytest.raises(StateError, match="returned its tensors"):
-        run(root_returns_an_object)
-
-
-def root_returns_an_object(ranks: Ranks) -> None:
-    model = fully_shard(ranks.put(ReturnsObject()), ranks.mesh)
-    model(ranks.send([torch.ones(2, 3)] * ranks.world_size))
-
-
-class ReturnsObject(nn.Linear):
-    """Takes a tensor and returns one in an object."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
-    def forward(self, x: Tensor) -> Plain:  # type: ignore[override]
-        return Plain(super().forward(x))
 
 
 # --- parameters' hooks and copies of models -----------------------------------------------------

@@ -271,6 +271,67 @@ def test_an_optimizer_made_before_or_after_sharding_keeps_its_groups(run: Run, m
     assert_within(run(train_parameter_groups, made), parameter=ADAMW_TOLERANCE)
 
 
+def train_clipped(ranks: Ranks, norm_type: float) -> Differences:
+    case = CASES["mlp"]
+    plain = case.make()
+    model = ranks.shard(case, plain)
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
+    differences = Differences()
+    for step in range(3):
+        case.loss(model, ranks.batch(case, step)).backward()
+        case.loss(plain, ranks.global_batch(case, step)).backward()
+        norms = [
+            nn.utils.clip_grad_norm_(each.parameters(), 0.05, norm_type) for each in (model, plain)
+        ]
+        assert norms[1] > 0.05, "nothing to clip"
+        differences.note_grads(model, plain)
+        differences.note("norm", *norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        ranks.end_step()
+    differences.note_parameters(model, plain)
+    return differences
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_meshes((4,), (2, 2))
+def test_clipped_gradients_are_those_of_plain_training(run: Run, norm_type: float) -> None:
+    assert_within(
+        run(train_clipped, norm_type),
+        grad=SGD_TOLERANCE,
+        norm=SGD_TOLERANCE,
+        parameter=SGD_TOLERANCE,
+    )
+
+
+# --- state dicts --------------------------------------------------------------------------------
+
+
+def load_and_train(ranks: Ranks) -> Differences:
+    """Load a plain model's state into another one, sharded, that has trained; train both on."""
+    case = CASES["gpt"]
+    plain, other = case.make(), case.make()
+    model = ranks.shard(case, other)
+    case.loss(model, ranks.batch(case, 7)).backward()
+    model.zero_grad()
+    model.load_state_dict(plain.state_dict())
+    differences = Differences()
+    differences.note_parameters(model, plain)
+    assert differences == {"parameter": 0.0}
+    differences = compare_training(case, model, plain, steps=3, ranks=ranks)
+    other.load_state_dict(full_parameters(model), strict=False)  # No tied weight's second name.
+    differences.note_parameters(model, other)
+    return differences
+
+
+@on_meshes((2,), (2, 2), xla=[(4,)])
+def test_a_state_dict_is_loaded_and_trained_on(run: Run) -> None:
+    assert_within(
+        run(load_and_train), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE
+    )
+
+
 # --- mixed precision ----------------------------------------------------------------------------
 
 
