@@ -123,9 +123,6 @@ class Ranks:
         mesh: Over all ranks; by default none is passed to `fully_shard`.
     """
 
-    exact = True
-    """Whether operators round as those of plain models do."""
-
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh = mesh
 

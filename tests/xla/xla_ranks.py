@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import typing
 
+import virtual_devices  # noqa: F401 - sets the environment, before torch_xla is imported
+
+# isort: split
+
 import torch
 import torch_xla
-import virtual_devices  # noqa: F401 - sets the environment, before torch_xla is imported
 from torch import Tensor, nn
 
 from reference import AXES, Ranks
@@ -37,7 +40,6 @@ def run_on_xla(
 class XlaRanks(Ranks):
     """`Ranks` of which this process is all: what is passed and compared is that of all ranks."""
 
-    exact = False
     mesh: DeviceMesh
 
     @property
