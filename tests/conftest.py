@@ -1,4 +1,4 @@
-"""Fixtures of all tests: ``spawn`` and ``spawn_errors``; the hypothesis profile."""
+"""Fixtures of all tests: ``spawn``, ``spawn_errors`` and ``run``; the hypothesis profile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typing
 import hypothesis
 import pytest
 
+import backends
 import workers
 
 if typing.TYPE_CHECKING:
@@ -36,3 +37,9 @@ def spawn(pools: workers.Pools) -> Callable[..., list[typing.Any]]:
 def spawn_errors(pools: workers.Pools) -> Callable[..., list[workers.Raised | None]]:
     """``spawn_errors(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` raised, by rank."""
     return pools.spawn_errors
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, spawn: Callable[..., list[typing.Any]]) -> backends.Run:
+    """Run a parity case on a backend and a mesh: see `backends`, whose `on_meshes` chooses them."""
+    return backends.Run(*request.param, spawn)

@@ -1,7 +1,8 @@
 """What distributed tests compare with: data of every rank, plain training, differences.
 
 Runs inside workers. Every rank draws the batches of all ranks and trains a plain copy of the model
-on their concatenation, so that sharded training has a reference in the same process.
+on their concatenation, so that sharded training has a reference in the same process. Parity cases
+see their ranks as `Ranks`, which `backends` has of XLA as well.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ LOSS_TOLERANCE = 2e-6
 # The sums over the batch and over the ranks are taken in another order than in the concatenated
 # batch: some units in the last place (6e-8 at 1) of gradients below 1, over ten steps of SGD.
 SGD_TOLERANCE = 1e-6
-
-STEPS = 10
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -90,7 +89,11 @@ def global_batch(case: Case, step: int) -> Batch:
 
 
 def train(
-    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    end_step: Callable[[], None] = lambda: None,
 ) -> Iterator[Tensor]:
     """Take one step per batch.
 
@@ -103,6 +106,7 @@ def train(
         yield loss.detach()
         optimizer.step()
         optimizer.zero_grad()
+        end_step()
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
@@ -110,6 +114,59 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     total = value.detach().to(torch.float64, copy=True)
     dist.all_reduce(total)
     return total / dist.get_world_size()
+
+
+class Ranks:
+    """The ranks of a mesh as a parity case sees them; here each is a process, this one of them.
+
+    Args:
+        mesh: Over all ranks; by default none is passed to `fully_shard`.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size()
+
+    def put(self, plain: nn.Module) -> typing.Any:
+        """Return a copy of a plain model, to be sharded."""
+        return copy.deepcopy(plain)
+
+    def shard(self, case: Case, plain: nn.Module, **options: typing.Any) -> typing.Any:
+        """Return a copy of a plain model, sharded as the case wants; options of `fully_shard`."""
+        return shard(case, self.put(plain), self.mesh, **options)
+
+    def send(self, by_rank: Sequence[Tensor]) -> Tensor:
+        """Return what this process passes to a model, given what each rank is to have."""
+        return by_rank[dist.get_rank()]
+
+    def batch(self, case: Case, step: int) -> Batch:
+        """Draw what this process passes to a sharded model in a step."""
+        xs, ys = zip(*self.rank_batches(case, step), strict=True)
+        return self.send(xs), self.send(ys)
+
+    def rank_batches(self, case: Case, step: int) -> list[Batch]:
+        """Draw the batch of each rank."""
+        return [rank_batch(case, rank, step) for rank in range(self.world_size)]
+
+    def global_batch(self, case: Case, step: int) -> Batch:
+        """Draw the batches of all ranks and concatenate them: what a plain model is given."""
+        xs, ys = zip(*self.rank_batches(case, step), strict=True)
+        return torch.cat(xs), torch.cat(ys)
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return a loss of the sharded model as the mean over all ranks, in fp64, on the CPU."""
+        return mean_over_ranks(loss)
+
+    def send_loss(self, by_rank: Sequence[Tensor]) -> Tensor:
+        """Return what a loss of this process is, given that of each rank."""
+        return by_rank[dist.get_rank()]
+
+    def end_step(self) -> None:
+        """Called after an optimizer's step of a sharded model."""
 
 
 # --- differences --------------------------------------------------------------------------------
@@ -120,16 +177,34 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
 
 
+def on_cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return tensors on the CPU; those of XLA devices are computed and fetched together."""
+    result = dict(tensors)
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device.type == "xla":
+            by_dtype.setdefault(tensor.dtype, []).append(name)
+    for names in by_dtype.values():
+        found = [tensors[name] for name in names]
+        flat = torch.cat([tensor.reshape(-1) for tensor in found])
+        import torch_xla
+
+        torch_xla.sync()  # All that has been traced, as one graph: a loss is not computed again.
+        parts = flat.cpu().split([tensor.numel() for tensor in found])
+        result |= {n: p.view(t.shape) for n, p, t in zip(names, parts, found, strict=True)}
+    return result
+
+
 @torch.no_grad()
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole parameters by name. Collective."""
-    return {name: full(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    """Return the whole parameters by name, on the CPU. Collective."""
+    return on_cpu({name: full(p).detach().clone() for name, p in model.named_parameters()})
 
 
 @torch.no_grad()
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the whole gradients by parameter name. Collective."""
-    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+    """Return the whole gradients by parameter name, on the CPU. Collective."""
+    return on_cpu({name: full(p.grad) for name, p in model.named_parameters()})
 
 
 def difference(actual: Tensor | None, expected: Tensor | None, name: str = "tensor") -> float:
@@ -157,7 +232,7 @@ class Differences(dict[str, float]):
         self, kind: str, actual: Tensor | None, expected: Tensor | None, name: str = ""
     ) -> None:
         """Compare two tensors."""
-        found = difference(actual, expected, name or kind)
+        found = difference(actual if actual is None else actual.cpu(), expected, name or kind)
         worst = self.get(kind, 0.0)
         self[kind] = math.nan if math.isnan(found) or math.isnan(worst) else max(found, worst)
 
@@ -179,25 +254,32 @@ class Differences(dict[str, float]):
 
 
 def compare_training(
-    case: Case, model: nn.Module, reference: nn.Module, optimizer: str = "sgd", steps: int = STEPS
+    case: Case,
+    model: nn.Module,
+    reference: nn.Module,
+    optimizer: str = "sgd",
+    steps: int = STEPS,
+    ranks: Ranks | None = None,
 ) -> Differences:
     """Train both, the sharded model on this rank's batches and the plain one on all. Collective."""
+    ranks = ranks or Ranks()
     differences = Differences()
     sharded_losses = train(
         case,
         model,
         OPTIMIZERS[optimizer](model.parameters()),
-        (my_batch(case, i) for i in range(steps)),
+        (ranks.batch(case, i) for i in range(steps)),
+        ranks.end_step,
     )
     plain_losses = train(
         case,
         reference,
         OPTIMIZERS[optimizer](reference.parameters()),
-        (global_batch(case, i) for i in range(steps)),
+        (ranks.global_batch(case, i) for i in range(steps)),
     )
     for loss, expected in zip(sharded_losses, plain_losses, strict=True):
-        differences.note("loss", mean_over_ranks(loss), expected.double())
         differences.note_grads(model, reference)
+        differences.note("loss", ranks.mean(loss), expected.double())
     differences.note_parameters(model, reference)
     return differences
 

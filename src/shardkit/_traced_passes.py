@@ -77,7 +77,7 @@ class TracedPasses:
         """Take a batch into the region, and what the forward uses besides.
 
         Raises:
-            StateError: The batch cannot be split evenly.
+            StateError: The batch cannot be split evenly, or is hidden in an object.
         """
         self.abandon()
         self.region.progress(None)
@@ -102,6 +102,9 @@ class TracedPasses:
         Args:
             output: Of the root's forward.
             in_use: Whether the user holds a group unsharded, by its index.
+
+        Raises:
+            StateError: All tensors of the output are hidden in objects.
         """
         if not self.region.holds_all_ranks:
             self.abandon()
@@ -116,6 +119,7 @@ class TracedPasses:
             self.region.leave_shared,
             outside=True,
         )
+        _refuse_hidden(output, "returned")
         return map_tensors(self._leave_output, output)
 
     def abandon(self) -> None:
@@ -154,6 +158,7 @@ class TracedPasses:
         def is_batched(tensor: Tensor) -> bool:
             return tensor.ndim > 0 and not getattr(tensor, _SHARED, False)
 
+        _refuse_hidden((args, kwargs), "was passed")
         first = next(filter(is_batched, iter_tensors((args, kwargs))), None)
         length = None if first is None else first.shape[0]
         if length is not None and length % self.region.num_ranks:
@@ -219,6 +224,27 @@ class TracedPasses:
             for bucket in group.buckets:
                 assert isinstance(bucket, TracedBucket)
                 bucket.move(fn, outside=outside)
+
+
+def _refuse_hidden(tree: Any, verb: str) -> None:
+    """Refuse inputs or outputs whose tensors are all in objects of which no copy can be made.
+
+    Some may be: an output may hold a cache besides, which only the model reads.
+    """
+    seen: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    map_tensors(see, tree)
+    if not seen and next(iter_tensors(tree), None) is not None:
+        msg = (
+            f"a model on XLA devices {verb} its tensors in an object that is neither a list, "
+            f"tuple, mapping nor dataclass, so they cannot be split over the ranks and put "
+            f"together again. Use one of those."
+        )
+        raise StateError(msg)
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

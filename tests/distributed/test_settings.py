@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from backends import on_meshes
 from models import CASES
 from reference import (
     LOSS_TOLERANCE,
     STEPS,
     Differences,
+    Ranks,
     assert_within,
     compare_training,
     global_batch,
@@ -34,6 +36,8 @@ from shardkit import (
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from backends import Run
 
 Spawn = typing.Callable[..., list[typing.Any]]
 TOLERANCE = 1e-6
@@ -136,13 +140,13 @@ SETTINGS = {
 }
 
 
-def train_with_setting(setting: str, name: str, mesh_shape: tuple[int, ...]) -> Differences:
+def train_with_setting(ranks: Ranks, setting: str, name: str) -> Differences:
     case = CASES[name]
     reference = case.make()
-    model = shard(case, copy.deepcopy(reference), make_mesh(mesh_shape))
+    model = ranks.shard(case, reference)
     SETTINGS[setting](model)
     Gather.calls = Scatter.calls = 0
-    differences = compare_training(CASES[name], model, reference)
+    differences = compare_training(CASES[name], model, reference, ranks=ranks)
     if setting == "custom_collectives":
         groups = len(sharded_children(model)) + (name == "gpt")  # The MLP's root has no parameters.
         assert Scatter.calls == STEPS * groups
@@ -150,14 +154,22 @@ def train_with_setting(setting: str, name: str, mesh_shape: tuple[int, ...]) -> 
     return differences
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "custom_collectives"])
+@on_meshes((2,), (2, 2), xla=[(4,)])
+def test_settings_leave_the_numbers_as_they_are(run: Run, setting: str) -> None:
+    check(run(train_with_setting, setting, "mlp"))
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "custom_collectives"])
+@on_meshes((2,), (2, 2), xla=())  # To save time.
+def test_settings_leave_the_numbers_of_gpt_as_they_are(run: Run, setting: str) -> None:
+    check(run(train_with_setting, setting, "gpt"))
+
+
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_leave_the_numbers_as_they_are(
-    spawn: Spawn, setting: str, name: str, mesh_shape: tuple[int, ...]
-) -> None:
-    world_size = mesh_shape[0] * mesh_shape[-1] if len(mesh_shape) > 1 else mesh_shape[0]
-    check(spawn(train_with_setting, world_size, setting, name, mesh_shape))
+@on_meshes((2,), (2, 2), xla=())  # They take process groups.
+def test_custom_collectives_leave_the_numbers_as_they_are(run: Run, name: str) -> None:
+    check(run(train_with_setting, "custom_collectives", name))
 
 
 def train_with_options(name: str, options: dict[str, typing.Any]) -> Differences:
@@ -201,15 +213,14 @@ def test_over_one_rank_is_a_warning_and_keeps_whole_parameters(spawn: Spawn) -> 
 # --- lists of modules ---------------------------------------------------------------------------
 
 
-def train_lists(together: list[list[int]], reshard: bool | None) -> Differences:
+def train_lists(ranks: Ranks, together: list[list[int]], reshard: bool | None) -> Differences:
     reference = CASES["mlp"].make()
-    model = copy.deepcopy(reference)
-    mesh = make_mesh((dist.get_world_size(),))
+    model, mesh = ranks.put(reference), ranks.mesh
     for indices in together:
         modules = [model.layers[i] for i in indices]
         assert fully_shard(modules, mesh, reshard_after_forward=reshard) is modules
     fully_shard(model, mesh)
-    differences = compare_training(CASES["mlp"], model, reference)
+    differences = compare_training(CASES["mlp"], model, reference, ranks=ranks)
     stats = model.memory_stats()
     assert stats["unsharded_nbytes"] == 0
     return differences
@@ -217,10 +228,11 @@ def train_lists(together: list[list[int]], reshard: bool | None) -> Differences:
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("together", [[[0, 1, 2]], [[0, 2], [1]], [[2, 0]]], ids=str)
+@on_meshes((2,))
 def test_a_list_of_modules_is_one_group(
-    spawn: Spawn, together: list[list[int]], reshard: bool | None
+    run: Run, together: list[list[int]], reshard: bool | None
 ) -> None:
-    check(spawn(train_lists, 2, together, reshard))
+    check(run(train_lists, together, reshard))
 
 
 class Chunked(nn.Module):
@@ -279,17 +291,15 @@ def double(gradients: Tensor) -> None:
     gradients.mul_(2)
 
 
-def grads_with(change: str) -> tuple[Differences, int]:
+def grads_with(ranks: Ranks, change: str) -> tuple[Differences, int]:
     """Compare gradients with the reference's, times what the setting makes of them."""
     case = CASES["mlp"]
     reference = case.make()
-    world_size = dist.get_world_size()
-    mesh_shape = (2, 2) if world_size == 4 else (world_size,)
-    model = shard(case, copy.deepcopy(reference), make_mesh(mesh_shape))
+    model = ranks.shard(case, reference)
     factor, calls = 2.0, []
     for module in [model, *sharded_children(model)]:
         if change == "divide":
-            module.set_gradient_divide_factor(world_size / 2)
+            module.set_gradient_divide_factor(ranks.world_size / 2)
         else:
 
             def hook(gradients: Tensor) -> None:
@@ -297,8 +307,8 @@ def grads_with(change: str) -> tuple[Differences, int]:
                 double(gradients)
 
             module.set_all_reduce_hook(hook)
-    case.loss(model, my_batch(case, 0)).backward()
-    case.loss(reference, global_batch(case, 0)).backward()
+    case.loss(model, ranks.batch(case, 0)).backward()
+    case.loss(reference, ranks.global_batch(case, 0)).backward()
     for parameter in reference.parameters():
         parameter.grad *= factor
     differences = Differences()
@@ -306,35 +316,34 @@ def grads_with(change: str) -> tuple[Differences, int]:
     return differences, len(calls)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("change", ["divide", "hook"])
-def test_factors_and_hooks_reach_every_gradient(spawn: Spawn, change: str, world_size: int) -> None:
-    found = spawn(grads_with, world_size, change)
+@on_meshes((1,), (2,), (2, 2))
+def test_factors_and_hooks_reach_every_gradient(run: Run, change: str) -> None:
+    found = run(grads_with, change)
     assert_within([differences for differences, _ in found], grad=TOLERANCE)
     groups = len(list(CASES["mlp"].groups(CASES["mlp"].make())))
     assert all(calls == (groups if change == "hook" else 0) for _, calls in found), found
 
 
-def micro_batches(is_last: list[bool]) -> Differences:
+def micro_batches(ranks: Ranks, is_last: list[bool]) -> Differences:
     """Sync every micro-batch; only some are told to be the last one."""
     case = CASES["mlp"]
     reference = case.make()
-    model = shard(case, copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
+    model = ranks.shard(case, reference)
     differences = Differences()
     for _ in range(2):
         for i, last in enumerate(is_last):
             model.set_is_last_backward(last)
-            case.loss(model, my_batch(case, i)).backward()
-            case.loss(reference, global_batch(case, i)).backward()
+            case.loss(model, ranks.batch(case, i)).backward()
+            case.loss(reference, ranks.global_batch(case, i)).backward()
         differences.note_grads(model, reference)
     return differences
 
 
 @pytest.mark.parametrize("is_last", [[False, False, True], [True, False, True]], ids=str)
-def test_a_backward_that_is_not_the_last_is_finished_by_it(
-    spawn: Spawn, is_last: list[bool]
-) -> None:
-    assert_within(spawn(micro_batches, 2, is_last), grad=4 * TOLERANCE)
+@on_meshes((2,))
+def test_a_backward_that_is_not_the_last_is_finished_by_it(run: Run, is_last: list[bool]) -> None:
+    assert_within(run(micro_batches, is_last), grad=4 * TOLERANCE)
 
 
 # --- methods other than forward -----------------------------------------------------------------

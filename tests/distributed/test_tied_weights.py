@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backends import on_meshes
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
     Differences,
+    Ranks,
     assert_within,
     compare_training,
-    shard,
 )
 from shardkit import ShardedTensor, WrapError, fully_shard
 
@@ -24,6 +25,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
+    from backends import Run
 
 Spawn = typing.Callable[..., list[typing.Any]]
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
@@ -66,19 +68,20 @@ class Inner(nn.Module):
 INNER = Case(Inner, lambda model: [model.model], token_batch, cross_entropy)
 
 
-def train_tied(inner: bool, reshard_after_forward: bool | None) -> Differences:
+def train_tied(ranks: Ranks, inner: bool, reshard_after_forward: bool | None) -> Differences:
     case = INNER if inner else TIED
     plain = case.make()
-    model = shard(case, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
-    return compare_training(case, model, plain)
+    model = ranks.shard(case, plain, reshard_after_forward=reshard_after_forward)
+    return compare_training(case, model, plain, ranks=ranks)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False])
+@on_meshes((2,))
 def test_a_weight_tied_within_a_group(
-    spawn: Spawn, inner: bool, reshard_after_forward: bool | None
+    run: Run, inner: bool, reshard_after_forward: bool | None
 ) -> None:
-    found = spawn(train_tied, 2, inner, reshard_after_forward)
+    found = run(train_tied, inner, reshard_after_forward)
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
@@ -147,36 +150,37 @@ def test_a_refusal_leaves_both_modules_as_they_were(spawn: Spawn) -> None:
     )
 
 
-def modules_in_two_places() -> Differences:
+def modules_in_two_places(ranks: Ranks) -> Differences:
     """A module that is held twice is one module."""
     plain = MLP((7, 7, 7, 5))
     plain.layers[1] = plain.layers[0]
-    model = copy.deepcopy(plain)
-    fully_shard(model.layers[0])
-    fully_shard(model)
-    return compare_training(CASES["mlp"], model, plain)
+    model = ranks.put(plain)
+    fully_shard(model.layers[0], ranks.mesh)
+    fully_shard(model, ranks.mesh)
+    return compare_training(CASES["mlp"], model, plain, ranks=ranks)
 
 
-def copies_of_tied_models() -> Differences:
+def copies_of_tied_models(ranks: Ranks) -> Differences:
     plain = TiedModel()
-    model = copy.deepcopy(shard(TIED, copy.deepcopy(plain)))
+    model = copy.deepcopy(ranks.shard(TIED, plain))
     assert model.head.weight is model.tokens.weight
-    return compare_training(TIED, model, plain)
+    return compare_training(TIED, model, plain, ranks=ranks)
 
 
-def wrap_around_an_unsharded_module() -> Differences:
+def wrap_around_an_unsharded_module(ranks: Ranks) -> Differences:
     """The root is sharded while a layer shows its unsharded parameters."""
     plain = MLP()
-    model = copy.deepcopy(plain)
-    fully_shard(model.layers[0])
+    model = ranks.put(plain)
+    fully_shard(model.layers[0], ranks.mesh)
     model.layers[0].unshard()
     assert not isinstance(model.layers[0].weight, ShardedTensor)
-    fully_shard(model)
-    return compare_training(CASES["mlp"], model, plain)
+    fully_shard(model, ranks.mesh)
+    return compare_training(CASES["mlp"], model, plain, ranks=ranks)
 
 
 @pytest.mark.parametrize(
     "train", [modules_in_two_places, copies_of_tied_models, wrap_around_an_unsharded_module]
 )
-def test_what_is_no_tie_or_a_good_one(spawn: Spawn, train: Callable[[], Differences]) -> None:
-    assert_within(spawn(train, 2), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+@on_meshes((2,))
+def test_what_is_no_tie_or_a_good_one(run: Run, train: Callable[[Ranks], Differences]) -> None:
+    assert_within(run(train), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)

@@ -69,7 +69,10 @@ def test_switching_off_undoes_switching_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert named == [1, 0]
 
 
-@pytest.mark.skipif(not _compat.HAS_STORAGE_SWAP, reason="no memory is kept for another use")
+@pytest.mark.skipif(
+    not _compat.HAS_STORAGE_SWAP,
+    reason="torch before 2.12 cannot swap storages, so no memory is kept for another use",
+)
 def test_memory_of_the_other_kind_is_not_used_again() -> None:
     recorded = Recorded()
     with torch.no_grad():

@@ -59,7 +59,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Slo
     if request.param == "resize":
         monkeypatch.setattr(_compat, "HAS_STORAGE_SWAP", False)
     elif not _compat.HAS_STORAGE_SWAP:
-        pytest.skip("this torch cannot swap storages")
+        pytest.skip("torch before 2.12 cannot swap storages")
     made = SlotPool(Lanes())
     assert made.keeps_memory == (request.param == "swap")
     return made
@@ -69,7 +69,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Slo
 def slots() -> SlotPool:
     """Return a pool that keeps memory."""
     if not _compat.HAS_STORAGE_SWAP:
-        pytest.skip("this torch cannot swap storages")
+        pytest.skip("torch before 2.12 cannot swap storages")
     return SlotPool(Lanes())
 
 

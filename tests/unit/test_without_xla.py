@@ -25,6 +25,11 @@ def test_importing_the_library_does_not_import_torch_xla() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_tests_without_xla_do_not_import_it(pytestconfig: pytest.Config) -> None:
+    """It replaces functions of torch, also for tensors that are on no XLA device."""
+    assert "torch_xla" not in sys.modules or "not xla" not in pytestconfig.option.markexpr
+
+
 def test_shared_inputs_are_marked_only() -> None:
     tensor = torch.ones(3)
     assert shardkit.shared_input(tensor) is tensor

@@ -6,18 +6,15 @@ torch_xla's SPMD mode cannot be turned off again, nor can the number of devices 
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
 import typing
 
 import pytest
+import virtual_devices  # noqa: F401 - sets the environment, before torch_xla is imported
 
-collect_ignore_glob = [] if importlib.util.find_spec("torch_xla") else ["test_*.py"]
+from backends import XLA_MARKS
 
 HERE = pathlib.Path(__file__).parent
-os.environ.setdefault("PJRT_DEVICE", "CPU")
-os.environ.setdefault("CPU_NUM_DEVICES", "4")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,13 +22,21 @@ if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Import nothing where no test of this folder is to run, or can.
+
+    torch_xla replaces `nn.GRU` and `clip_grad_norm_` of torch in a process that imports it.
+    """
+    is_wanted = "not xla" not in config.option.markexpr and importlib.util.find_spec("torch_xla")
+    return True if collection_path.suffix == ".py" and not is_wanted else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder."""
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xla)
-            # torch_xla's own, of Python's and of XLA's coming sharding propagation.
-            item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
+            for mark in XLA_MARKS:
+                item.add_marker(mark)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from pairs import on_xla, own_graph
+from pairs import own_graph
 from torch import nn
+from xla_ranks import on_xla
 
 from shardkit import checkpoint_module, fully_shard
 

@@ -11,7 +11,7 @@ import typing
 
 import hlo
 import pytest
-from pairs import BATCH, Pair, own_graph
+from pairs import BATCH, Pair, adamw, num_compiles, own_graph, sharding_of
 
 import models
 
@@ -126,3 +126,28 @@ def test_gathers_are_padded_to_whole_lanes(mesh: DeviceMesh) -> None:
     ]
     assert sizes
     assert all(size % (128 * mesh.size()) == 0 for size in sizes)
+
+
+def test_steps_after_the_second_compile_nothing(mesh: DeviceMesh) -> None:
+    pair = Pair.make("gpt", mesh, adamw)
+    for _ in range(2):
+        pair.step()
+    before = num_compiles()
+    for _ in range(3):
+        pair.step()
+    assert num_compiles() == before
+
+
+def test_steps_leave_parameters_spread_over_the_devices(
+    mesh: DeviceMesh, mesh_2d: DeviceMesh
+) -> None:
+    spread = {
+        mesh: "{devices=[4]0,1,2,3}",
+        mesh_2d: "{devices=[2,2]0,2,1,3 last_tile_dim_replicate}",
+    }
+    for each, expected in spread.items():
+        pair = Pair.make("tiny", each, adamw)
+        for _ in range(2):
+            pair.step()
+        for param in pair.sharded.parameters():
+            assert sharding_of(param.local_piece) == expected

@@ -195,8 +195,8 @@ class _EnterBatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        region = ctx.region
-        return None, region.leave(grad, region.batch_axes, region.num_ranks)
+        # Not `leave`: this has a derivative of its own, for backwards of backwards.
+        return None, ctx.region.leave_batch(grad)
 
 
 class _LeaveBatch(torch.autograd.Function):
@@ -207,7 +207,7 @@ class _LeaveBatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.region.enter(grad, ctx.region.batch_axes)
+        return None, ctx.region.enter_batch(grad)
 
 
 class _EnterShared(torch.autograd.Function):
@@ -220,4 +220,15 @@ class _EnterShared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.region.leave_shared(ctx.region.sum_of_all(grad))
+        return None, _LeaveSum.apply(ctx.region, grad)  # type: ignore[no-untyped-call]
+
+
+class _LeaveSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
+        ctx.region = region
+        return region.leave_shared(region.sum_of_all(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.region.enter_shared(grad)
