@@ -8,6 +8,7 @@ import typing
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from torch import Tensor, nn
 from xla_ranks import on_xla
@@ -132,6 +133,7 @@ def compiles(at_most: int) -> typing.Iterator[None]:
 
 def own_graph(tensors: list[Tensor]) -> str:
     """Return the HLO of what tensors are computed by, not run yet."""
+    xm.wait_device_ops()  # What a run has not delivered yet would crash the next line.
     text: str = torch_xla._XLAC._get_xla_tensors_hlo(tensors)  # noqa: SLF001
     return text
 

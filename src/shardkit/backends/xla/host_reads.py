@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from shardkit._errors import ShardedTensorError, StateError
@@ -93,6 +94,7 @@ def _on_xla(args: tuple[Any, ...]) -> Tensor | None:
 
 def _is_inside(tensor: Tensor) -> bool:
     """Whether a tensor is computed of what a rank has; not so of what came from outside alone."""
+    xm.wait_device_ops()  # What a run has not delivered yet would crash the next line.
     graph = torch_xla._XLAC._get_xla_tensors_hlo([tensor])
     return _ENTERS in graph
 
