@@ -15,16 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardkit._bucket import Bucket, bucket_showing
 from shardkit._errors import WrapError
 from shardkit._even_layout import EvenLayout
 from shardkit._freed import NAME_ATTRIBUTE
-from shardkit._layout import FlatLayout
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._whole import WholeSpec, padded
 from shardkit.backends.base import TracedGather
 
 if TYPE_CHECKING:
@@ -32,46 +31,6 @@ if TYPE_CHECKING:
 
     from shardkit._memory import SlotPool
     from shardkit.backends.base import AllGather, AxisComm, Lanes
-
-
-class WholeSpec(ShardSpec):
-    """How a parameter is cut where one process holds all pieces: padded, end to end.
-
-    To operators on sharded tensors this process is the only rank, and owns everything.
-    """
-
-    __slots__ = ("_padded_numel",)
-    holds_whole = True
-
-    def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
-        numel = layout.numels[index]
-        own = FlatLayout.of_one(layout.shapes[index], (0, numel, numel, 1))
-        super().__init__(own, 0, **rest)
-        self._padded_numel = layout.padded_part_numel(index)
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements of the piece, padding included."""
-        return self._padded_numel
-
-    def trim(self, piece: Tensor) -> Tensor:
-        """Return a piece without its padding."""
-        rest = piece.numel() - self.stop
-        # Not a slice: inside of a dispatch XLA's functionalization refuses those.
-        return piece.split([self.stop, rest])[0] if rest else piece
-
-    def slice_full(self, full: Tensor) -> Tensor:
-        """Return the piece of a tensor of the global shape: 1-D, padded with zeros."""
-        return padded(full.reshape(-1), self.piece_numel)
-
-    def place(self, piece: Tensor) -> None:
-        """Have a piece spread over the devices, where it was written as a whole."""
-        self.mesh.backend.place(piece)
-
-
-def padded(flat: Tensor, numel: int) -> Tensor:
-    """Return 1-D `flat` with zeros behind it."""
-    return flat if flat.numel() == numel else F.pad(flat, (0, numel - flat.numel()))
 
 
 class TracedBucket(Bucket):
@@ -125,7 +84,8 @@ class TracedBucket(Bucket):
         del siblings
         axis = self.mesh.backend.process_axis
         name = self.found[index].name
-        return WholeSpec(self.layout, index, mesh=self.mesh, axis=axis, name=name)
+        numel = self.layout.padded_part_numel(index)
+        return WholeSpec(self.layout.shapes[index], numel, mesh=self.mesh, axis=axis, name=name)
 
     def _make_replacement(self, index: int) -> nn.Parameter:
         old, spec = self.found[index].param, self.specs[index]
@@ -221,15 +181,28 @@ class TracedBucket(Bucket):
     def move(self, fn: Callable[[Tensor], Tensor], *, outside: bool) -> None:
         """Take the contents of the unsharded parameters out of the ranks' region, or into it."""
         if self._has_memory and self._job is None and self.is_outside != outside:
+            if self.is_outside:
+                self._end_outside()
             for param in self.unsharded:
                 param.data = fn(param.data)
             self.is_outside = outside
+
+    def _end_outside(self) -> None:
+        """Let autograd tell who has used parameters outside of the region, and not gone backward.
+
+        What it saved of them would be read as what is gathered in the region then.
+        """
+        for param in self.unsharded:
+            torch.autograd.graph.increment_version(param)
+        self.is_outside = False
 
     def detach(self, pool: SlotPool, fence: Any) -> None:
         """Let the contents go."""
         del pool, fence
         self._job = None
         self._has_memory = False
+        if self.is_outside:
+            self._end_outside()
         for param in self.unsharded:
             param.data = torch.empty(0, dtype=self.param_dtype, device=self.device)
         self._hide_freed()

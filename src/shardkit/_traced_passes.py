@@ -67,6 +67,8 @@ class TracedPasses:
         self._groups = groups
         self._open: contextlib.ExitStack | None = None
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+        self._entered: set[int] = set()
+        self._comes_from_output = False
 
     # --- a root's forward ---
 
@@ -109,7 +111,7 @@ class TracedPasses:
             self.region.leave_shared,
             outside=True,
         )
-        return map_tensors(self._leave_output, output)
+        return map_tensors(self._watch, map_tensors(self._leave_output, output))
 
     def abandon(self) -> None:
         """Close a forward, also one that ended in an exception."""
@@ -117,6 +119,8 @@ class TracedPasses:
             stack, self._open = self._open, None
             _local.open = None
             stack.close()
+        self._entered.clear()
+        self._comes_from_output = False
         self.region.progress(None)
 
     def progress(self, tree: Any) -> None:
@@ -125,9 +129,29 @@ class TracedPasses:
         if first is not None:
             self.region.progress(first)
 
+    def enter_backward(self, group: Group, grad: Tensor) -> None:
+        """Backward comes to a group with a gradient of its outputs."""
+        self._entered.add(group.index)
+        self._move([group], self.region.enter_shared, outside=False)  # If the user looked at it.
+        self.region.progress(grad)
+
+    def take_inside(self, group: Group, bucket_index: int, grad: Tensor) -> Tensor:
+        """Return what a rank has of a gradient of an unsharded parameter.
+
+        That of a use outside of forward, after `unshard()` by hand, is whole, and no rank's.
+        """
+        bucket = group.grad_buckets[bucket_index]
+        assert isinstance(bucket, TracedBucket)
+        is_outside = bucket.is_outside or not self._comes_from_output
+        if group.index in self._entered or not is_outside:
+            return grad
+        return self.region.enter_shared(grad.detach()) / self.region.num_ranks
+
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
         """A backward is over: nothing of it may be kept alive."""
         self.region.progress(None)
+        self._entered.clear()
+        self._comes_from_output = False
         self.show_outside([group for group in self._groups if in_use(group.index)])
 
     def show_outside(self, groups: Sequence[Group]) -> None:
@@ -171,6 +195,16 @@ class TracedPasses:
         if tensor.is_floating_point():
             return self.region.leave_mean(tensor)
         return self.region.leave_shared(self.region.agree(tensor))
+
+    def _watch(self, output: Tensor) -> Tensor:
+        """Note when backward comes to the ranks' forward."""
+        if output.requires_grad:
+            output.register_hook(self._note_backward)
+        return output
+
+    def _note_backward(self, grad: Tensor) -> None:
+        del grad
+        self._comes_from_output = True
 
     # --- buffers ---
 
