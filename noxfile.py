@@ -83,12 +83,15 @@ def models(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def xla(session: nox.Session) -> None:
-    """Run the tests that need torch_xla, on four virtual devices of the CPU."""
+    """Run the tests that need torch_xla and examples, on four virtual devices of the CPU."""
     if not use_outer_environment(session):
         session.install(*XLA)
-        session.install("--editable", ".[test,demo]")
+        session.install("--editable", ".[test,demo]", "scikit-learn")
     session.env.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
     session.run("pytest", "-m", "xla", "tests/xla", *session.posargs)
+    folder = tempfile.mkdtemp(dir=session.create_tmp())
+    session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder)
+    session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20")
 
 
 @nox.session
