@@ -9,6 +9,7 @@ import sys
 import pytest
 
 USED = "import torch, torch_xla; torch.ones(1, device='xla').cpu()"
+TWO_HOSTS = "import torch_xla.runtime as xr; xr.process_count = lambda: 2"
 LAUNCHED = "import os; os.environ['PJRT_LOCAL_PROCESS_COUNT'] = '4'"
 MAKE = "from shardkit import init_device_mesh; init_device_mesh('xla', (4,))"
 
@@ -28,7 +29,11 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("before", "reason"),
-    [(USED, "before any tensor or module is moved"), (LAUNCHED, "one of several replicas")],
+    [
+        (USED, "before any tensor or module is moved"),
+        (LAUNCHED, "one of several replicas"),
+        (TWO_HOSTS, "XLA devices of 2 hosts: shardkit supports those of one host only"),
+    ],
 )
 def test_what_came_before_forbids_it(before: str, reason: str) -> None:
     done = run(f"{before}\n{MAKE}")

@@ -34,7 +34,8 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
 
     Raises:
         MeshError: The sizes do not multiply to the number of devices, more than two axes, a
-            device was used before SPMD mode was on, or this is a replica of `torch_xla.launch`.
+            device was used before SPMD mode was on, there are several hosts, or this is a replica
+            of `torch_xla.launch`.
     """
     if not xr.is_spmd():
         if "PJRT_LOCAL_PROCESS_COUNT" in os.environ:
@@ -51,6 +52,12 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
             )
             raise MeshError(msg)
         xr.use_spmd()
+    if xr.process_count() > 1:
+        msg = (
+            f"XLA devices of {xr.process_count()} hosts: shardkit supports those of one host only. "
+            f"Start the script on a slice of one host (v4-8, v5litepod-8, v6e-8)."
+        )
+        raise MeshError(msg)
     num_devices = xr.global_runtime_device_count()
     shape = (num_devices,) if shape is None else tuple(shape)
     if math.prod(shape) != num_devices:
