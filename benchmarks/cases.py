@@ -12,6 +12,7 @@ from overhead_case import OverheadCase
 from report import Report
 from rounds import Settings
 from training_case import TrainingCase
+from xla_case import XlaCase
 
 
 class Case(Protocol):
@@ -28,6 +29,7 @@ class Case(Protocol):
 _D512 = GPTShape(dim=512, num_layers=6, num_heads=8, batch=2, sequence=128)
 _D1024 = GPTShape(dim=1024, num_layers=6, num_heads=16, batch=2, sequence=128)
 _SMALL = GPTShape(dim=64, num_layers=48, num_heads=2, batch=2, sequence=32)
+_XLA = GPTShape(dim=128, num_layers=6, num_heads=4, batch=2, sequence=64)
 _TINY = GPTShape(dim=16, num_layers=48, num_heads=1, batch=1, sequence=4)
 
 CASES: Mapping[str, Case] = {
@@ -49,4 +51,23 @@ CASES: Mapping[str, Case] = {
         "overhead: host time per group, 48 layers of 16, one CPU rank", Workload(_TINY)
     ),
     "checkpoint": CheckpointCase("checkpoint: model and AdamW's state to the disk and back"),
+    "xla-spmd": XlaCase(
+        "xla-spmd: SPMD mode, 4 virtual devices of the CPU, 6 layers of 128",
+        {
+            "shardkit": "spmd_shardkit",
+            "SpmdFullyShardedDataParallel": "spmd_torch_xla",
+        },
+        num_devices=4,
+        shape=_XLA,
+    ),
+    "xla-replica": XlaCase(
+        "xla-replica: replica mode, 2 virtual devices of the CPU, 6 layers of 128",
+        {
+            "shardkit": "replica_shardkit",
+            "XlaFullyShardedDataParallel": "replica_torch_xla",
+            "the same, flattened": "replica_torch_xla_flat",
+        },
+        num_devices=2,
+        shape=_XLA,
+    ),
 }

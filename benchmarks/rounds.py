@@ -75,7 +75,7 @@ def time_interleaved(
         for name in contenders:
             group = Ranks(settings.world_size, settings.device_type, TimedRank, name, workload)
             ranks[name] = stack.enter_context(group)
-        for name in _turns(contenders, settings.num_rounds):
+        for name in turns(contenders, settings.num_rounds):
             by_rank = ranks[name].call("block", settings.num_steps)
             rounds[name].append(max(by_rank, key=attrgetter("step_s")))
             _log.info("%s: %.1f ms", name, rounds[name][-1].step_s * 1e3)
@@ -85,7 +85,8 @@ def time_interleaved(
         }
 
 
-def _turns(contenders: Sequence[str], num_rounds: int) -> Iterator[str]:
+def turns(contenders: Sequence[str], num_rounds: int) -> Iterator[str]:
+    """Yield who is next: all in every round, in an order that turns around."""
     for number in range(num_rounds):
         yield from contenders if number % 2 == 0 else reversed(contenders)
 

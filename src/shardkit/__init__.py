@@ -2,6 +2,7 @@
 
 from shardkit._activation_checkpoint import checkpoint_module
 from shardkit._api import fully_shard
+from shardkit._deferred_sharding import defer_sharding
 from shardkit._errors import (
     CheckpointError,
     FreedParameterError,
@@ -51,6 +52,7 @@ __all__ = [
     "UnshardHandle",
     "WrapError",
     "checkpoint_module",
+    "defer_sharding",
     "fully_shard",
     "init_device_mesh",
     "register_fsdp_forward_method",

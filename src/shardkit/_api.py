@@ -13,6 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 # Lets sharded tensors be pickled, and be known to torch's functions for state dicts.
 from shardkit import _pickling, _torch_state_dicts  # noqa: F401
+from shardkit._deferred_sharding import execute_sharding
 from shardkit._errors import MeshError, WrapError
 from shardkit._freed import is_unsharded
 from shardkit._group import Group
@@ -139,7 +140,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         ModuleState(each, group, mp_policy).install()
         swap_class(each)
     if shard_mesh.backend.is_traced:
-        shard_mesh.backend.region.finish_graph()  # Now, so that the whole parameters are let go.
+        execute_sharding(shard_mesh.backend.region)
     return module
 
 

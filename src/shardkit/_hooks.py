@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._runtime import Runtime
-from shardkit._schedule_options import BackwardPrefetch
+from shardkit._settings import RootSettings
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class ModuleState:
         group: Its parameters, or None if there were none left to take.
         policy: Dtypes.
         runtime: Shared by all groups of the root; made at the root's first forward.
-        forward_prefetch: If this is the root: gather ahead in forward.
-        backward_prefetch: If this is the root: when to gather ahead in backward.
+        settings: What users chose, in effect if this is the root.
         share: Another root whose streams and memory this one uses.
     """
 
@@ -76,8 +75,7 @@ class ModuleState:
         self.group = group
         self.policy = policy
         self.runtime: Runtime | None = None
-        self.forward_prefetch = True
-        self.backward_prefetch = BackwardPrefetch.PRE
+        self.settings = RootSettings()
         self.share: ModuleState | None = None
         self._open: list[_OpenForward] = []
         self._num_known = 0
@@ -127,8 +125,7 @@ class ModuleState:
             inner = [get_state(m) for module in group.modules for m in module.modules()]
             group.is_innermost = all(s is None or s.group in (None, group) for s in inner)
         share = self.share.runtime or self.share.make_runtime() if self.share else None
-        runtime = Runtime(groups, share)
-        runtime.set_prefetch(forward=self.forward_prefetch, backward=self.backward_prefetch)
+        runtime = Runtime(groups, self.settings, share)
         for group in entered:
             runtime.reductions.order.enter_forward(group.index)
         for state in states:

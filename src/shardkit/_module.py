@@ -12,6 +12,7 @@ from torch import nn
 from shardkit import _compat, _module_copies
 from shardkit._errors import StateError
 from shardkit._hooks import get_state
+from shardkit._ops import total_norm
 from shardkit._schedule_options import BackwardPrefetch
 
 if TYPE_CHECKING:
@@ -301,9 +302,8 @@ class FSDPModule:
         except ValueError:
             msg = f"backward must be 'pre', 'post' or 'none', got {backward!r}."
             raise StateError(msg) from None
-        state.forward_prefetch, state.backward_prefetch = forward, when
-        if state.runtime is not None:
-            state.runtime.set_prefetch(forward=forward, backward=when)
+        state.settings.forward_prefetch, state.settings.backward_prefetch = forward, when
+        self._update_options()
 
     # --- communication ---
 
@@ -482,6 +482,76 @@ class FSDPModule:
         runtime = state.runtime or state.make_runtime()
         if runtime is not None:
             runtime.set_optimizer_event(event)
+
+    # --- gradients ---
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - as torch's
+    ) -> Tensor:
+        """Scale the gradients of all parameters in the module so that their norm is `max_norm`.
+
+        What ``torch.nn.utils.clip_grad_norm_`` does, on every rank alike. On XLA devices use this:
+        torch_xla replaces torch's by one that reduces each parameter's norm by itself and, for the
+        largest element, reads on the host. Call it on all ranks, on the root.
+
+        Args:
+            max_norm: The most the norm may be.
+            norm_type: Order of the norm; ``float("inf")`` is the largest element.
+            error_if_nonfinite: Raise if the norm is not finite, which waits for it.
+
+        Returns:
+            The norm before, 0-dim, fp32 or wider, the same on every rank.
+
+        Raises:
+            RuntimeError: See `error_if_nonfinite`.
+
+        Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
+            of gradients.
+        """
+        params = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        norm = total_norm([p.grad for p in params], float(norm_type))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            msg = (
+                f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be "
+                f"clipped. Pass error_if_nonfinite=False to go on."
+            )
+            raise RuntimeError(msg)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
+
+    # --- graphs of XLA devices ---
+
+    def set_optimization_barriers(
+        self,
+        forward: bool = True,  # noqa: FBT001, FBT002 - both are plain switches
+        backward: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Choose where gathers are kept in their place in the graph. Call it on the root.
+
+        On XLA devices only; elsewhere it has no effect. A gather is tied by an optimization barrier
+        to what was computed last when it was issued: it can run beside the next computation, and is
+        not hoisted before it.
+
+        Args:
+            forward: Without it the compiler may gather all modules at the start of forward: more
+                overlap at most, more memory.
+            backward: Without it the compiler may merge a gather with that of forward: then
+                ``reshard_after_forward=True`` saves no memory.
+        """
+        settings = _state_of(self).settings
+        settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
+
+    def set_sync_on_finalization(self, enable: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Run the graph at the end of every backward (``mark_step``). Call it on the root.
+
+        On XLA devices only; elsewhere it has no effect. Forward and backward become one graph and
+        the optimizer's step another, so the compiler does not fuse across them: less memory in
+        some models, for one more launch per backward.
+        """
+        _state_of(self).settings.sync_on_finalization = enable
 
     # --- the rest ---
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardkit._hooks import ModuleState
+from shardkit._settings import RootSettings
 
 if TYPE_CHECKING:
     from shardkit._group import Group
@@ -31,8 +33,7 @@ def deep_copy(state: ModuleState, original: type[nn.Module], memo: dict[int, Any
     for name, value in state.without_own_hooks(state.module.__dict__).items():
         result.__dict__[name] = copy.deepcopy(value, memo)
     copied = ModuleState(result, None, state.policy)
-    copied.forward_prefetch = state.forward_prefetch
-    copied.backward_prefetch = state.backward_prefetch
+    copied.settings = dataclasses.replace(state.settings)
     copied.install()
     if state.group is not None:
         _copy_group(state.group, copied, memo)
@@ -62,13 +63,12 @@ def write(state: ModuleState) -> Written:
     """Return what is pickled of a module."""
     module: Any = state.module
     attributes = state.without_own_hooks(dict(module.__getstate__()))
-    prefetch = (state.forward_prefetch, state.backward_prefetch)
-    return attributes, state.group, state.policy, prefetch
+    return attributes, state.group, state.policy, dataclasses.asdict(state.settings)
 
 
 def restore(module: Any, written: Written) -> None:
     """Give a new module what was written of another."""
-    attributes, group, policy, prefetch = written
+    attributes, group, policy, settings = written
     module.__setstate__(attributes)
     # Hooks keep the numbers they had in another process; new ones must not take their places.
     numbers = [
@@ -80,7 +80,7 @@ def restore(module: Any, written: Written) -> None:
     ]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
     state = ModuleState(module, group, policy)
-    state.forward_prefetch, state.backward_prefetch = prefetch
+    state.settings = RootSettings(**settings)
     state.install()
     if group is not None:
         group.note_restored()

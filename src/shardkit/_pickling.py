@@ -93,7 +93,7 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
         )
         raise ShardedTensorError(msg)
     spec: ShardSpec
-    if mesh.backend.is_traced:
+    if mesh.backend.holds_all_ranks:
         axis = mesh.backend.process_axis
         spec = WholeSpec(shape, piece.numel(), mesh=mesh, axis=axis, name=name)
         if piece.device.type == mesh.device_type:

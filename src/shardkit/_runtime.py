@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._group import Group
-    from shardkit._schedule_options import BackwardPrefetch
+    from shardkit._settings import RootSettings
     from shardkit.backends.base import AxisComm, Lanes
 
 
@@ -35,17 +35,21 @@ class Runtime:
 
     Args:
         groups: All groups, in module order.
+        settings: Of the root; `update_options` tells that they changed.
         share: Another root's runtime, whose streams and memory are to be used.
     """
 
-    def __init__(self, groups: Sequence[Group], share: Runtime | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[Group], settings: RootSettings, share: Runtime | None = None
+    ) -> None:
         self.groups = list(groups)
+        self.settings = settings
         backend = groups[0].mesh.backend
         for index, group in enumerate(self.groups):
             group.index = index
             group.listener = self
-        # One process has nobody to compare with.
-        axes = [] if backend.is_traced else _distinct_axes(self.groups)
+        # A process that holds all ranks has nobody to compare with.
+        axes = [] if backend.holds_all_ranks else _distinct_axes(self.groups)
         _step_check.check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()
@@ -54,7 +58,7 @@ class Runtime:
         shared_lanes: Lanes | None = share.lanes if share is not None else None
         self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
         region = self.lanes.region
-        self.traced = TracedPasses(region, self.groups) if region is not None else None
+        self.traced = TracedPasses(region, self.groups, settings) if region is not None else None
         self.device = groups[0].device
         self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
         self.unsharded_nbytes = 0
@@ -74,7 +78,9 @@ class Runtime:
         self._optimizer_event: Any = None
         self._memory_axes: list[AxisComm] = []
         self.update_options()
-        self.check = _step_check.StepCheck(self.groups, axes)
+        # Replicas whose graphs differ cannot run at all, so steps need not be compared.
+        compared = [] if backend.is_traced else axes
+        self.check = _step_check.StepCheck(self.groups, compared)
         self.reductions = Reductions(
             self.groups,
             self.lanes,
@@ -107,8 +113,10 @@ class Runtime:
         return nbytes, not any(group.needs_memory for group in self.groups)
 
     def update_options(self) -> None:
-        """Read the settings of all groups anew."""
+        """Read the settings of the root and all groups anew."""
         options = self.schedule.options
+        options.forward_prefetch = self.settings.forward_prefetch
+        options.backward_prefetch = self.settings.backward_prefetch
         groups = self.groups
         options.kept = {g.index for g in groups if not g.reshards_after_forward}
         options.several_modules = {g.index for g in groups if len(g.modules) > 1}
@@ -143,11 +151,6 @@ class Runtime:
                 )
                 raise StateError(msg)
         return [group.index for group in wanted]
-
-    def set_prefetch(self, *, forward: bool, backward: BackwardPrefetch) -> None:
-        """Choose when groups are gathered ahead."""
-        self.schedule.options.forward_prefetch = forward
-        self.schedule.options.backward_prefetch = backward
 
     def set_optimizer_event(self, event: Any) -> None:
         """Let the next pass wait for an event after the optimizer's step."""

@@ -1,9 +1,11 @@
-"""What users choose for a group, in `fully_shard` and by the setters of `FSDPModule`."""
+"""What users choose for a group or a root, in `fully_shard` and by the setters of `FSDPModule`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from shardkit._schedule_options import BackwardPrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,3 +80,24 @@ class GroupSettings:
             "comm": CommSettings(**comm),
         }
         return GroupSettings(**values)
+
+
+@dataclass(slots=True)
+class RootSettings:
+    """What users choose for a root.
+
+    Attributes:
+        forward_prefetch: Gather ahead in forward.
+        backward_prefetch: When to gather ahead in backward.
+        barrier_in_forward: Where operators are traced: tie gathers to the inputs of the module
+            entered last, so that the compiler does not hoist them.
+        barrier_in_backward: The same in backward; without it the compiler may merge a gather with
+            that of forward.
+        sync_on_finalization: Where operators are traced: run the graph at the end of backward.
+    """
+
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
+    barrier_in_forward: bool = True
+    barrier_in_backward: bool = True
+    sync_on_finalization: bool = False

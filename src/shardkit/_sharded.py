@@ -102,8 +102,8 @@ class ShardSpec:
         self.start, self.stop = layout.owned_range(index, axis.rank)
         self.piece_range = layout.shard_range(index, axis.rank)
 
-    holds_whole = False
-    """This process has the pieces of all ranks, with padding behind them."""
+    is_traced = False
+    """Operators on pieces are traced, and there may be padding behind the pieces."""
 
     @property
     def piece_numel(self) -> int:
@@ -113,6 +113,39 @@ class ShardSpec:
     def trim(self, piece: Tensor) -> Tensor:
         """Return a piece without padding behind it; there is none here."""
         return piece
+
+    def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
+        """Return a piece for a reduction, to which elements of value `neutral` do nothing."""
+        del neutral
+        return self.trim(piece)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """Return the whole tensor of which `piece` is this rank's. Collective."""
+        full = self._gather_part(piece)
+        if self.tensor_parallel is None:
+            return full
+        whole: Tensor = self.tensor_parallel.to_whole(full)
+        return whole
+
+    def _gather_part(self, piece: Tensor) -> Tensor:
+        layout, index, axis = self.layout, self.index, self.axis
+        owners = layout.owners(index)
+        full = piece.new_empty(layout.numels[index])
+        if len(owners) * 2 < axis.size:
+            for owner in owners:
+                start, stop = layout.owned_range(index, owner)
+                if owner == axis.rank:
+                    full[start:stop] = piece
+                axis.broadcast(full[start:stop], src=owner)
+        elif len(owners) > 0:
+            ranges = [layout.owned_range(index, rank) for rank in range(axis.size)]
+            longest = max(stop - start for start, stop in ranges)
+            pieces = piece.new_zeros(axis.size, longest)
+            pieces[axis.rank, : piece.numel()] = piece
+            axis.all_gather(pieces.view(-1), pieces[axis.rank])
+            for rank, (start, stop) in enumerate(ranges):
+                full[start:stop] = pieces[rank, : stop - start]
+        return full.view(layout.shapes[index])
 
     def place(self, piece: Tensor) -> None:
         """Have a piece spread over devices of this process; there is only one here."""
@@ -346,7 +379,7 @@ class ShardedTensor(Tensor):
         if torch.is_grad_enabled() and self.requires_grad:
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
-        return gather_full(self.local_piece, self.spec)
+        return self.spec.gather(self.local_piece)
 
     def share_memory_(self) -> Self:
         """Move this rank's piece, and what shares its storage, to shared memory."""
@@ -420,42 +453,11 @@ class ShardedTensor(Tensor):
         return _dispatcher(func, args, kwargs or {})
 
 
-# --- gathering the whole ----------------------------------------------------------------------
-
-
-def gather_full(local: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the whole tensor of which `local` is this rank's piece. Collective."""
-    layout, index, axis = spec.layout, spec.index, spec.axis
-    if spec.holds_whole:
-        return spec.trim(local).reshape(spec.shape).clone()
-    owners = layout.owners(index)
-    full = local.new_empty(layout.numels[index])
-    if len(owners) * 2 < axis.size:
-        for owner in owners:
-            start, stop = layout.owned_range(index, owner)
-            if owner == axis.rank:
-                full[start:stop] = local
-            axis.broadcast(full[start:stop], src=owner)
-    elif len(owners) > 0:
-        ranges = [layout.owned_range(index, rank) for rank in range(axis.size)]
-        longest = max(stop - start for start, stop in ranges)
-        pieces = local.new_zeros(axis.size, longest)
-        pieces[axis.rank, : local.numel()] = local
-        axis.all_gather(pieces.view(-1), pieces[axis.rank])
-        for rank, (start, stop) in enumerate(ranges):
-            full[start:stop] = pieces[rank, : stop - start]
-    full = full.view(layout.shapes[index])
-    if spec.tensor_parallel is None:
-        return full
-    whole: Tensor = spec.tensor_parallel.to_whole(full)
-    return whole
-
-
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
         ctx.spec = sharded.spec
-        return gather_full(sharded.local_piece, sharded.spec)
+        return sharded.spec.gather(sharded.local_piece)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> ShardedTensor:

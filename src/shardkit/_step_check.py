@@ -41,12 +41,13 @@ def check_same_model(groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
     """
     description = [(group.name, *group.describe()) for group in groups]
     digest = _digest(repr(description).encode())
+    backend = groups[0].mesh.backend
+    # What is read here and now is no part of a graph.
+    device = torch.device("cpu") if backend.is_traced else backend.device
     for axis in axes:
         if axis.size == 1:
             continue
-        extremes = torch.tensor(
-            [digest, -digest], dtype=torch.int64, device=groups[0].mesh.backend.device
-        )
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
         axis.all_reduce(extremes, "max")
         highest, lowest = extremes.tolist()
         if highest != -lowest:

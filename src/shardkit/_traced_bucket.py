@@ -2,8 +2,9 @@
 
 [Note: tensors of a traced bucket]
 Tensors have no storage there, so nothing is swapped behind one. What lives:
-- piece: 1-D, `padded_part_numel`, storage dtype, one per parameter: its parts on all ranks, end to
-  end. One process has them all, and the backend spreads them over the devices (`place`).
+- piece: 1-D, storage dtype, one per parameter, padded. Where one process has the pieces of all
+  ranks (`Backend.holds_all_ranks`) it is `padded_part_numel` long, the parts of all ranks end to
+  end, which the backend spreads over the devices (`place`); else ``sizes[index]``, a rank's own.
 - unsharded parameter: one object for life, as on other backends; its contents come and go by
   ``.data``. Empty, and of class `FreedParameter`, in between.
 - gradients: what came, flattened and padded; laid side by side when all are there.
@@ -31,6 +32,60 @@ if TYPE_CHECKING:
 
     from shardkit._memory import SlotPool
     from shardkit.backends.base import AllGather, AxisComm, Lanes
+
+
+class PaddedSpec(ShardSpec):
+    """How a parameter is cut where ranks trace: pieces are equally long, the last ones padded.
+
+    Ranks that communicate must trace the same graph, so what is a rank's own enters as data.
+    """
+
+    __slots__ = ()
+    is_traced = True
+
+    def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
+        super().__init__(layout, index, **rest)  # type: ignore[arg-type]
+        self.piece_range = layout.columns(index)
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of the piece, padding included."""
+        size: int = self.layout.sizes[self.index]  # type: ignore[attr-defined]
+        return size
+
+    def trim(self, piece: Tensor) -> Tensor:
+        """Return a piece without its padding: another graph on each rank, for the host."""
+        return piece[: self.stop - self.start]
+
+    def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
+        """Return a piece with `neutral` for its padding: the same graph on each rank."""
+        numel, padded_numel = self.layout.numels[self.index], self._padded_numel
+        if numel == padded_numel:
+            return piece
+        places = torch.arange(padded_numel, device=piece.device)
+        is_padding = self._own_row(places) >= numel
+        return piece.masked_fill(is_padding, neutral)
+
+    def slice_full(self, full: Tensor) -> Tensor:
+        """Return this rank's piece of a tensor of the global shape: 1-D, padded with zeros."""
+        return self._own_row(padded(full.reshape(-1), self._padded_numel))
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """Return the whole tensor. Cost: one all-gather."""
+        whole = piece.new_empty(self._padded_numel)
+        self.axis.all_gather(whole, piece)
+        return whole[: self.layout.numels[self.index]].reshape(self.shape)
+
+    @property
+    def _padded_numel(self) -> int:
+        padded_numel: int = self.piece_numel * self.axis.size
+        return padded_numel
+
+    def _own_row(self, flat: Tensor) -> Tensor:
+        rows, rank = flat.view(self.axis.size, -1), self.axis.rank_on_device
+        if flat.device != rank.device:
+            return rows[self.axis.rank]  # On the host there is no graph.
+        return rows.index_select(0, rank).view(-1)
 
 
 class TracedBucket(Bucket):
@@ -68,6 +123,7 @@ class TracedBucket(Bucket):
         return False
 
     def _cut_shard(self) -> Any:
+        self.specs = [self._make_spec(i, None) for i in range(len(self.found))]
         self.pieces = [self._cut_piece(i, f.param.detach()) for i, f in enumerate(self.found)]
         return None
 
@@ -75,16 +131,17 @@ class TracedBucket(Bucket):
         if isinstance(param, ShardedTensor):
             piece = param.local_piece
         else:
-            piece = padded(param.reshape(-1), self.layout.padded_part_numel(index)).clone()
+            piece = self.specs[index].slice_full(param).clone()
         if piece.device.type != "meta":
             self.mesh.backend.place(piece)
         return piece
 
     def _make_spec(self, index: int, siblings: Any) -> ShardSpec:
         del siblings
-        axis = self.mesh.backend.process_axis
-        name = self.found[index].name
-        numel = self.layout.padded_part_numel(index)
+        backend, name = self.mesh.backend, self.found[index].name
+        if not backend.holds_all_ranks:
+            return PaddedSpec(self.layout, index, mesh=self.mesh, axis=self.axis, name=name)
+        axis, numel = backend.process_axis, self.layout.padded_part_numel(index)
         return WholeSpec(self.layout.shapes[index], numel, mesh=self.mesh, axis=axis, name=name)
 
     def _make_replacement(self, index: int) -> nn.Parameter:

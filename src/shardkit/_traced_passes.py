@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from shardkit._group import Group
+    from shardkit._settings import RootSettings
     from shardkit.backends.base import Region
 
 _SHARED = "_shardkit_shared"
@@ -57,14 +58,16 @@ class TracedPasses:
     Args:
         region: The ranks'.
         groups: All groups of the root.
+        settings: Of the root.
 
     Attributes:
         region: As given.
     """
 
-    def __init__(self, region: Region, groups: Sequence[Group]) -> None:
+    def __init__(self, region: Region, groups: Sequence[Group], settings: RootSettings) -> None:
         self.region = region
         self._groups = groups
+        self._settings = settings
         self._open: contextlib.ExitStack | None = None
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
         self._entered: set[int] = set()
@@ -79,14 +82,15 @@ class TracedPasses:
             StateError: The batch cannot be split evenly.
         """
         self.abandon()
-        args, kwargs = self._enter_inputs(args, kwargs)
         self.region.progress(None)
-        if not torch.is_grad_enabled():
+        if self.region.holds_all_ranks and not torch.is_grad_enabled():
             self.region.forget_collectives()
-        self._move(self._groups, self.region.enter_shared, outside=False)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._restore_buffers)
-            self._enter_buffers(module)
+            if self.region.holds_all_ranks:
+                args, kwargs = self._enter_inputs(args, kwargs)
+                self._move(self._groups, self.region.enter_shared, outside=False)
+                stack.callback(self._restore_buffers)
+                self._enter_buffers(module)
             if torch.is_grad_enabled() and not _compat.has_saved_tensors_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(self.region.draw_apart())
@@ -101,6 +105,9 @@ class TracedPasses:
             output: Of the root's forward.
             in_use: Whether the user holds a group unsharded, by its index.
         """
+        if not self.region.holds_all_ranks:
+            self.abandon()
+            return output
         self._average_buffers()
         self.abandon()
         for group in self._groups:
@@ -125,15 +132,16 @@ class TracedPasses:
 
     def progress(self, tree: Any) -> None:
         """Let gathers from now on come after the first tensor in `tree`, a module's inputs."""
-        first = next(iter_tensors(tree), None)
+        first = next(iter_tensors(tree), None) if self._settings.barrier_in_forward else None
         if first is not None:
             self.region.progress(first)
 
     def enter_backward(self, group: Group, grad: Tensor) -> None:
         """Backward comes to a group with a gradient of its outputs."""
         self._entered.add(group.index)
-        self._move([group], self.region.enter_shared, outside=False)  # If the user looked at it.
-        self.region.progress(grad)
+        if self.region.holds_all_ranks:  # And the user may have looked at it.
+            self._move([group], self.region.enter_shared, outside=False)
+        self.region.progress(grad if self._settings.barrier_in_backward else None)
 
     def take_inside(self, group: Group, bucket_index: int, grad: Tensor) -> Tensor:
         """Return what a rank has of a gradient of an unsharded parameter.
@@ -143,7 +151,7 @@ class TracedPasses:
         bucket = group.grad_buckets[bucket_index]
         assert isinstance(bucket, TracedBucket)
         is_outside = bucket.is_outside or not self._comes_from_output
-        if group.index in self._entered or not is_outside:
+        if group.index in self._entered or not is_outside or not self.region.holds_all_ranks:
             return grad
         return self.region.enter_shared(grad.detach()) / self.region.num_ranks
 
@@ -153,14 +161,13 @@ class TracedPasses:
         self._entered.clear()
         self._comes_from_output = False
         self.show_outside([group for group in self._groups if in_use(group.index)])
+        if self._settings.sync_on_finalization:
+            self.region.finish_graph()
 
     def show_outside(self, groups: Sequence[Group]) -> None:
         """Let what groups show be seen by who runs the model: after `unshard()` by hand."""
-        self._move(groups, self.region.leave_shared, outside=True)
-
-    def finish_graph(self) -> None:
-        """Run what has been traced."""
-        self.region.finish_graph()
+        if self.region.holds_all_ranks:
+            self._move(groups, self.region.leave_shared, outside=True)
 
     # --- inputs and outputs ---
 

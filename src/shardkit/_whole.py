@@ -26,7 +26,7 @@ class WholeSpec(ShardSpec):
     """
 
     __slots__ = ("_padded_numel",)
-    holds_whole = True
+    is_traced = True
 
     def __init__(self, shape: Sequence[int], piece_numel: int, **rest: Any) -> None:
         shape, numel = tuple(shape), math.prod(shape)
@@ -47,6 +47,10 @@ class WholeSpec(ShardSpec):
     def slice_full(self, full: Tensor) -> Tensor:
         """Return the piece of a tensor of the global shape: 1-D, padded with zeros."""
         return padded(full.reshape(-1), self.piece_numel)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """Return the whole tensor, which is here."""
+        return self.trim(piece).reshape(self.shape).clone()
 
     def place(self, piece: Tensor) -> None:
         """Have a piece spread over the devices, where it was written as a whole."""

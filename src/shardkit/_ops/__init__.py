@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from shardkit import _compat
 from shardkit._ops.kinds import dispatch
+from shardkit._ops.norms import total_norm
 from shardkit._ops.same_cut import FlatMaker
 from shardkit._sharded import ShardedTensor, set_dispatcher
 
-__all__ = ["FlatMaker"]
+__all__ = ["FlatMaker", "total_norm"]
 
 _compat.register_foreach_class(ShardedTensor)
 set_dispatcher(dispatch)

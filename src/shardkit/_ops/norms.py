@@ -30,9 +30,11 @@ def sharded_norms(
     rule.
     """
     pieces = [t.local_piece if type(t) is ShardedTensor else t for t in tensors]
-    if any(type(t) is ShardedTensor and t.spec.holds_whole for t in tensors[:1]):
+    neutral = _INF if order < 0 else 0.0
+    first = next((t for t in tensors if type(t) is ShardedTensor), None)
+    if first is not None and first.spec.is_traced:
         pieces = [
-            t.spec.trim(piece) if type(t) is ShardedTensor else piece
+            t.spec.without_padding(piece, neutral) if type(t) is ShardedTensor else piece
             for t, piece in zip(tensors, pieces, strict=True)
         ]
     norms = _local_norms(pieces, order, dtype)
@@ -85,6 +87,26 @@ def by_axis(tensors: Sequence[Tensor]) -> dict[Any, list[int]]:
                 if axis.size > 1:
                     by_axis.setdefault(axis, []).append(i)
     return by_axis
+
+
+def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of all elements of tensors, sharded or plain: 0-dim, fp32 or wider.
+
+    Cost: see `sharded_norms`, for each dtype.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    norms: list[Tensor] = []
+    for alike in kinds.values():
+        wide = torch.promote_types(alike[0].dtype.to_real(), torch.float32)
+        norms += [norm.to(tensors[0].device, wide) for norm in sharded_norms(alike, order, wide)]
+    if not norms:
+        return torch.zeros(())
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    stacked = torch.stack([norm.to(widest) for norm in norms])
+    result: Tensor = torch.linalg.vector_norm(stacked, order)
+    return result
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

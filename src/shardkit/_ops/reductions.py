@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardkit._ops.common import all_reduce, first_sharded, local_operand, refuse
-from shardkit._sharded import ShardedTensor, gather_full
+from shardkit._sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,11 +33,13 @@ def check_whole(func: Any, tensor: ShardedTensor, args: Sequence[Any]) -> None:
 
 def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
     """Return a handler: reduce the piece by `local_reduce`, the results over the ranks by `op`."""
+    neutral = 1 if op == "product" else 0
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         tensor = args[0]
         check_whole(func, tensor, args[1:])
-        value = local_reduce(tensor.spec.trim(tensor.local_piece), **kwargs).clone()
+        piece = tensor.spec.without_padding(tensor.local_piece, neutral)
+        value = local_reduce(piece, **kwargs).clone()
         all_reduce(value, tensor.spec, op)
         return value
 
@@ -53,8 +55,8 @@ def extreme(op: str) -> Handler:
         check_whole(func, tensor, args[1:])
         if tensor.numel() == 0:
             raise refuse(func, tensor, "it has no elements.")
-        local = tensor.spec.trim(tensor.local_piece)
-        identity = _identity(op, local.dtype)
+        identity = _identity(op, tensor.dtype)
+        local = tensor.spec.without_padding(tensor.local_piece, identity)
         value = identity if local.numel() == 0 else getattr(local, op)()
         pair = torch.stack([torch.as_tensor(value, dtype=local.dtype, device=local.device)] * 2)
         for axis in tensor.spec.axes:
@@ -78,14 +80,18 @@ def reduce_extremes(values: Tensor, axis: Any, op: str) -> None:
     """All-reduce `values` by max or min, in place; gloo forgets NaN, so it travels beside them."""
     if axis.size == 1:
         return
+    if not values.is_floating_point():
+        on_wire = values.to(torch.int64)
+        axis.all_reduce(on_wire, op)
+        values.copy_(on_wire)
+        return
     sign = 1 if op == "max" else -1
-    wire_dtype = torch.float64 if values.is_floating_point() else torch.int64
     is_nan = values.isnan()
-    on_wire = torch.cat([values.to(wire_dtype), is_nan.to(wire_dtype) * sign])
-    on_wire[: len(values)][is_nan] = -sign * float("inf") if is_nan.any() else 0
+    numbers = values.to(torch.float64).masked_fill(is_nan, -sign * float("inf"))
+    on_wire = torch.cat([numbers, is_nan.to(torch.float64) * sign])
     axis.all_reduce(on_wire, op)
-    values.copy_(on_wire[: len(values)])
-    values[on_wire[len(values) :] != 0] = float("nan") if values.is_floating_point() else 0
+    numbers, nans = on_wire.chunk(2)
+    values.copy_(numbers.masked_fill(nans != 0, float("nan")))
 
 
 def truth(op: str) -> Handler:
@@ -95,7 +101,8 @@ def truth(op: str) -> Handler:
         del kwargs
         tensor = args[0]
         check_whole(func, tensor, args[1:])
-        value: Tensor = func(tensor.spec.trim(tensor.local_piece)).to(torch.uint8)
+        piece = tensor.spec.without_padding(tensor.local_piece, op == "min")
+        value: Tensor = func(piece).to(torch.uint8)
         all_reduce(value, tensor.spec, op)
         return value.to(torch.bool)
 
@@ -107,7 +114,7 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     check_whole(func, tensor, args[1:])
     dtype = kwargs.get("dtype") or tensor.dtype
     wide = torch.promote_types(dtype, torch.float32)  # A sum of many fp16 numbers overflows.
-    total: Tensor = tensor.spec.trim(tensor.local_piece).sum(dtype=wide)
+    total: Tensor = tensor.spec.without_padding(tensor.local_piece, 0).sum(dtype=wide)
     all_reduce(total, tensor.spec, "sum")
     mean: Tensor = (total / tensor.numel()).to(dtype)
     return mean
@@ -119,10 +126,11 @@ def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     pieces = [
-        reference.spec.trim(
+        reference.spec.without_padding(
             local_operand(func, arg, reference)
             if type(arg) is ShardedTensor
-            else reference.spec.slice_full(arg)
+            else reference.spec.slice_full(arg),
+            0,
         )
         for arg in args[:2]
     ]
@@ -134,4 +142,4 @@ def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
-    return func(gather_full(args[0].local_piece, args[0].spec))
+    return func(args[0].spec.gather(args[0].local_piece))

@@ -84,7 +84,7 @@ def _plan(specs: Sequence[ShardSpec]) -> list[Run]:
     runs: list[Run] = []
     before = None
     for position, spec in enumerate(specs):
-        if spec.start == spec.stop:
+        if spec.piece_numel == 0:
             continue
         start, stop = spec.piece_range
         follows = before is not None and spec.siblings is before.siblings is not None

@@ -22,7 +22,7 @@ def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     kwargs.pop("memory_format", None)
     piece = func(tensor.local_piece, *args[1:], **kwargs)
-    if tensor.spec.holds_whole:
+    if tensor.spec.is_traced:
         piece = _compat.track_views(piece)
     return ShardedTensor(piece, tensor.spec)
 
@@ -121,7 +121,7 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tuple(size) != tuple(tensor.shape):
         return func(tensor.local_piece, size, *rest, **kwargs)
     piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
-    if tensor.spec.holds_whole:
+    if tensor.spec.is_traced:
         piece = _compat.track_views(piece)
     return ShardedTensor(piece, tensor.spec)
 
@@ -147,7 +147,7 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         source = local_operand(func, source, target)
     func(target.local_piece, source, *args[2:], **kwargs)
-    if target.spec.holds_whole:
+    if target.spec.is_traced:
         target.spec.place(target.local_piece)
     note_write(target)
     return target

@@ -226,13 +226,16 @@ class Lanes(Protocol):
 
 
 class Region(Protocol):
-    """What is traced for each rank, of tensors that one process has for all of them.
+    """What is traced for each rank.
 
-    Outside a tensor is whole; inside it is what one rank has of it. `enter` and `leave` of a batch,
-    of something shared and of a mean are differentiable.
+    Where one process has all ranks' tensors (`holds_all_ranks`), outside a tensor is whole; inside
+    it is what one rank has of it. `enter` and `leave` of a batch, of something shared and of a
+    mean are differentiable. Elsewhere a process is a rank, and nothing is entered or left.
     """
 
+    holds_all_ranks: bool
     num_ranks: int
+    """As many parts is a batch split into when it enters."""
     device: torch.device
     drawing: Any
     """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
@@ -284,8 +287,8 @@ class Backend(Protocol):
     Attributes:
         device: Where parameters are.
         host_reads_are_free: The host is in step with the device.
-        is_traced: One process traces the program of all ranks, which runs later; buckets are
-            `TracedBucket`.
+        is_traced: Operators are traced into a graph, which runs later; buckets are `TracedBucket`.
+        holds_all_ranks: One process traces the program of all ranks, and has all their pieces.
         gradient_weight: See `GroupGradients`: where one loss is computed of all ranks' outputs, the
             gradients on a rank are those of its part of the mean.
         batches_small_groups: Small groups had better travel together.
@@ -294,6 +297,7 @@ class Backend(Protocol):
     device: torch.device
     host_reads_are_free: bool
     is_traced: bool
+    holds_all_ranks: bool
     gradient_weight: float
     batches_small_groups: bool
 

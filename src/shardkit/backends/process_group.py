@@ -170,6 +170,7 @@ class ProcessGroupBackend:
     """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
 
     is_traced = False
+    holds_all_ranks = False
     gradient_weight = 1.0
     batches_small_groups = True
 

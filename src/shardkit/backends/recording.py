@@ -152,6 +152,7 @@ class RecordingBackend:
     """`Backend` of a mesh in one process."""
 
     is_traced = False
+    holds_all_ranks = False
     gradient_weight = 1.0
     batches_small_groups = True
 

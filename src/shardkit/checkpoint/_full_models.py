@@ -208,7 +208,7 @@ class _Loader:
         if spec.tensor_parallel is not None:
             whole = self._read_whole(name)
             target.take_over(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
-        elif spec.holds_whole:
+        elif spec.is_traced:
             target.take_over(self._read_whole(name).to(target.dtype))
         elif target.is_meta:
             piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)

@@ -109,9 +109,9 @@ def local_state_dict(
 def _check_has_ranks(mesh: DeviceMesh) -> None:
     if mesh.backend.is_traced:
         msg = (
-            f"there are no local files of meshes of {mesh.device_type!r} devices: this process has "
-            f"the pieces of all ranks. Use shardkit.checkpoint.save and load, or save_full and "
-            f"load_full."
+            f"there are no local files of meshes of {mesh.device_type!r} devices, where pieces are "
+            f"padded and one process may have those of all ranks. Use shardkit.checkpoint.save and "
+            f"load, or save_full and load_full."
         )
         raise CheckpointError(msg)
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.base import AxisComm, Reduction, TracedGather
-    from shardkit.backends.xla.region import SpmdRegion
 
 
 class Traced:
@@ -38,7 +37,7 @@ class XlaLanes:
         region: Does the collectives.
     """
 
-    def __init__(self, region: SpmdRegion) -> None:
+    def __init__(self, region: Any) -> None:
         self.region = region
 
     def watch(self, progress: Any) -> None:

@@ -12,11 +12,13 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
+from shardkit.backends.xla.order import GraphOrder
 from shardkit.backends.xla.random_numbers import DrawApart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_XLAC: Any = torch_xla._XLAC  # noqa: SLF001 - see the package's docstring
 _REPLICATE, _SHARD = "replicate", "shard"
 _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 """First of the numbers of collectives; those of buckets are two apart."""
@@ -24,18 +26,22 @@ _FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 
 """Of the generator of states: Knuth's (MMIX)."""
 
 
-class SpmdRegion:
+class SpmdRegion(GraphOrder):
     """`Region` of a mesh over all devices of this process.
 
     Args:
         shape: Of the mesh: (shard,) or (replicate, shard).
 
     Attributes:
+        holds_all_ranks: See `Region`.
         num_ranks: Devices of the mesh.
         device: The one that stands for all of them.
     """
 
+    holds_all_ranks = True
+
     def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
         names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
         self.num_ranks = math.prod(shape)
         self.device: torch.device = torch_xla.device()
@@ -44,30 +50,32 @@ class SpmdRegion:
         grid = ids.reshape(shape)
         self._shard_groups = grid.reshape(-1, shape[-1]).tolist()
         self._replicate_groups = grid.reshape(-1, shape[-1]).T.tolist()
+        self._manual = _XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
         self._all: Any = names if len(names) > 1 else _SHARD
-        self._progress: Tensor | None = None
-        self.drawing: Any = None
 
     # --- outside and inside ---
 
     def enter(self, tensor: Tensor, axes: Any) -> Tensor:
         """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
-        spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
         # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
         # `enable_manual_sharding`, which takes what is whole on the devices to the host and back.
         whole = tensor.detach().clone()
-        xs.annotate_custom_sharding(whole, self._mesh, spec)
-        local: Tensor = torch_xla._XLAC._spmd_full_to_shard_shape(whole)  # noqa: SLF001
+        _XLAC._xla_annotate_custom_sharding(whole, self._sharding(axes, tensor.ndim))
+        local: Tensor = _XLAC._spmd_full_to_shard_shape(whole)
         return local
 
     def leave(self, tensor: Tensor, axes: Any, num_parts: int) -> Tensor:
         """Return the whole of which `tensor` is a rank's part."""
-        spec = (axes, *(None for _ in range(tensor.ndim - 1)))[: tensor.ndim]
         shape = torch.Size((tensor.shape[0] * num_parts, *tensor.shape[1:]) if tensor.ndim else ())
-        whole: Tensor = xs.disable_manual_sharding(
-            tensor.detach(), spec, shape, mesh=self._mesh
-        ).global_tensor
+        local = tensor.detach()
+        _XLAC._mark_manual_sharding(local, self._manual)
+        sharding = self._sharding(axes, tensor.ndim)
+        whole: Tensor = _XLAC._spmd_shard_to_full_shape(local, sharding, shape, local.dtype)
         return whole
+
+    def _sharding(self, axes: Any, ndim: int) -> Any:
+        """Return how XLA is told that dim 0 of a tensor is split over mesh axes."""
+        return self._mesh.get_op_sharding((axes, *(None for _ in range(ndim - 1)))[:ndim])
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
@@ -109,9 +117,9 @@ class SpmdRegion:
 
     def spread(self, piece: Tensor) -> None:
         """Have a piece kept in parts, one per rank of the shard axis."""
-        if torch_xla._XLAC._get_xla_sharding_spec(piece):  # noqa: SLF001
+        if _XLAC._get_xla_sharding_spec(piece):
             xs.clear_sharding(piece)  # Writes may have left it whole on every device.
-        xs.mark_sharding(piece, self._mesh, (_SHARD,))
+        _XLAC._xla_mark_sharding(piece, self._sharding(_SHARD, 1))
 
     # --- collectives ---
 
@@ -144,7 +152,7 @@ class SpmdRegion:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the replicate axis."""
-        result: Tensor = torch_xla._XLAC._xla_spmd_all_reduce(  # noqa: SLF001
+        result: Tensor = _XLAC._xla_spmd_all_reduce(
             xm.REDUCE_SUM, tensor, 1.0, self._replicate_groups
         )
         return result
@@ -152,7 +160,7 @@ class SpmdRegion:
     def sum_of_all(self, tensor: Tensor, op: str = xm.REDUCE_SUM, scale: float = 1.0) -> Tensor:
         """Return the reduction over all ranks."""
         everyone = [[*range(self.num_ranks)]]
-        result: Tensor = torch_xla._XLAC._xla_spmd_all_reduce(op, tensor, scale, everyone)  # noqa: SLF001
+        result: Tensor = _XLAC._xla_spmd_all_reduce(op, tensor, scale, everyone)
         return result
 
     def agree(self, tensor: Tensor) -> Tensor:
@@ -161,23 +169,7 @@ class SpmdRegion:
             return self.sum_of_all(tensor, scale=1.0 / self.num_ranks)
         return self.sum_of_all(tensor.to(torch.int64), xm.REDUCE_MAX).to(tensor.dtype)
 
-    # --- order in the graph ---
-
-    def progress(self, tensor: Tensor | None) -> None:
-        """See `Region`."""
-        self._progress = None if tensor is None else tensor.detach()
-
-    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
-        """See `Region`."""
-        if self._progress is None:
-            return parts
-        copies = [part.clone() for part in parts]
-        xm.optimization_barrier_([*copies, self._progress.clone()])
-        return copies
-
-    def forget_collectives(self) -> None:
-        """See `Region`."""
-        torch_xla._XLAC._set_all_reduce_token(str(self.device), None)  # noqa: SLF001
+    # --- the rest ---
 
     def draw_apart(self) -> DrawApart:
         """See `Region`."""

@@ -1,0 +1,289 @@
+"""Replica mode: under `torch_xla.launch` each replica traces its own program, and is one rank.
+
+As on other backends a replica has its part of the batch and its own loss. XLA wants one thing
+more: replicas that communicate must trace the same graph. So what depends on the rank is data on
+the device, never a number in the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from shardkit._errors import MeshError
+from shardkit.backends.xla.lanes import XlaLanes
+from shardkit.backends.xla.order import GraphOrder
+from shardkit.backends.xla.random_numbers import DrawApart
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardkit.backends.base import AxisComm, Lanes
+
+_REDUCE_TYPES = {
+    "sum": xm.REDUCE_SUM,
+    "max": xm.REDUCE_MAX,
+    "min": xm.REDUCE_MIN,
+    "product": xm.REDUCE_MUL,
+}
+_WAIT_SECONDS = 300
+
+
+class ReplicaAxis:
+    """`AxisComm` of one axis through this replica; traced, except for what lies on the host.
+
+    Args:
+        groups: Ranks that communicate with each other, of the whole mesh.
+        rank: This replica's position in its group.
+        device: This replica's.
+    """
+
+    def __init__(self, groups: list[list[int]], rank: int, device: torch.device) -> None:
+        self.size = len(groups[0])
+        self.rank = rank
+        self.rank_on_device = torch.tensor([rank], device=device)
+        self._groups = groups
+        self._device = device
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the 1-D parts of all ranks, as rows."""
+        if self.size == 1:
+            return part.view(1, -1)
+        whole: Tensor = xm.all_gather(part, 0, groups=self._groups, pin_layout=False)
+        return whole.view(self.size, -1)
+
+    def reduce_scatter(self, whole: Tensor, scale: float) -> Tensor:
+        """Return this rank's part of the sum of 1-D tensors, times `scale`."""
+        if self.size == 1:
+            return whole * scale
+        part: Tensor = xm.reduce_scatter(
+            xm.REDUCE_SUM, whole, scale, 0, self.size, groups=self._groups, pin_layout=False
+        )
+        return part
+
+    def reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """Return a reduction of a tensor on the device."""
+        if self.size == 1:
+            return tensor
+        kind = _REDUCE_TYPES[op]
+        result: Tensor = xm.all_reduce(kind, tensor, groups=self._groups, pin_layout=False)
+        return result
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None:
+        """See `AxisComm`."""
+        full.copy_(self._run(full, lambda: self.gather(own.to(self._device)).view(-1)))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """See `AxisComm`."""
+        if self.size > 1:
+            tensor.copy_(self._run(tensor, lambda: self.reduce(tensor.to(self._device), op)))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See `AxisComm`."""
+        flat = tensor.reshape(-1)
+        rows = self._run(tensor, lambda: self.gather(flat.to(self._device)))
+        tensor.copy_(rows[src].view(tensor.shape))
+
+    def exchange(self, item: Any) -> list[Any]:
+        """See `AxisComm`. Runs what has been traced."""
+        payload = torch.from_numpy(np.frombuffer(pickle.dumps(item), dtype=np.uint8).copy())
+        numels = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather(numels, torch.tensor([payload.numel()]))
+        longest = int(numels.max())
+        padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))
+        received = torch.empty(self.size * longest, dtype=torch.uint8)
+        self.all_gather(received, padded)
+        rows = received.view(self.size, longest)
+        return [
+            pickle.loads(row[:numel].numpy().tobytes())  # noqa: S301 - of ranks of this run
+            for row, numel in zip(rows, numels.tolist(), strict=True)
+        ]
+
+    def _run(self, like: Tensor, trace: Any) -> Tensor:
+        """Trace a collective, in a graph of its own if its operand lies on the host."""
+        if like.device.type == "xla":
+            result: Tensor = trace()
+            return result
+        run_graph()
+        traced = trace()
+        run_graph()
+        on_host: Tensor = traced.cpu()
+        return on_host
+
+
+class ReplicaRegion(GraphOrder):
+    """`Region` of one replica: nothing is entered or left, outside as inside is what it has.
+
+    Args:
+        shard_axis: Of the mesh.
+        replicate_axis: Of the mesh; None: it has one axis.
+        num_replicas: In the mesh.
+        rank: In the mesh.
+    """
+
+    holds_all_ranks = False
+    num_ranks = 1
+
+    def __init__(
+        self,
+        shard_axis: ReplicaAxis,
+        replicate_axis: ReplicaAxis | None,
+        num_replicas: int,
+        rank: int,
+    ) -> None:
+        super().__init__()
+        self.device = shard_axis.rank_on_device.device
+        self._shard_axis = shard_axis
+        self._replicate_axis = replicate_axis
+        self._num_replicas = num_replicas
+        self._rank = torch.tensor([rank], device=self.device)
+
+    def enter_piece(self, piece: Tensor) -> Tensor:
+        """Return a piece, of which a replica has its own."""
+        return piece.detach()
+
+    def leave_piece(self, part: Tensor) -> Tensor:
+        """Return a piece, of which a replica has its own."""
+        return part
+
+    def all_gather(self, part: Tensor, key: int) -> Tensor:
+        """Return the 1-D parts of all ranks of the shard axis, as rows."""
+        del key
+        return self._shard_axis.gather(part)
+
+    def reduce_scatter(self, whole: Tensor, scale: float, key: int) -> Tensor:
+        """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
+        del key
+        return self._shard_axis.reduce_scatter(whole, scale)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the replicate axis."""
+        return (
+            tensor if self._replicate_axis is None else self._replicate_axis.reduce(tensor, "sum")
+        )
+
+    def draw_apart(self) -> DrawApart:
+        """See `Region`. From equal seeds replicas draw what the ranks of SPMD mode draw."""
+        seeds = (torch.rand(self._num_replicas, device=self.device) * 2**31).to(torch.int32)
+        drawing = self.drawing = DrawApart(seeds.index_select(0, self._rank))
+        return drawing
+
+    def finish_graph(self) -> None:
+        """See `Region`."""
+        run_graph()
+
+
+class ReplicaBackend:
+    """`Backend` of one replica.
+
+    Args:
+        shape: Of the mesh: (shard,) or (replicate, shard).
+        rank: Of this replica.
+    """
+
+    host_reads_are_free = False
+    is_traced = True
+    holds_all_ranks = False
+    gradient_weight = 1.0
+    batches_small_groups = False
+    """Batched gathers come before the compute that they are meant to run beside: more memory."""
+
+    def __init__(self, shape: Sequence[int], rank: int) -> None:
+        self.device: torch.device = torch_xla.device()
+        grid = np.arange(int(np.prod(shape))).reshape(-1, shape[-1])
+        row, column = divmod(rank, shape[-1])
+        shard = ReplicaAxis(grid.tolist(), column, self.device)
+        replicate = ReplicaAxis(grid.T.tolist(), row, self.device) if len(shape) > 1 else None
+        self._axes = [shard] if replicate is None else [replicate, shard]
+        self.region = ReplicaRegion(shard, replicate, grid.size, rank)
+        self._keys = itertools.count()
+
+    def next_key(self) -> int:
+        """Return a number for a bucket."""
+        return next(self._keys)
+
+    def receive_chunks(self, axis: AxisComm) -> int:
+        """The compiler allocates."""
+        del axis
+        return 0
+
+    def process_group(self, axis: int) -> Any:
+        """Refuse: torch_xla has no process groups that could be handed out."""
+        del axis
+        msg = "meshes of XLA devices have no process groups: collectives are part of the graph."
+        raise MeshError(msg)
+
+    def axis(self, axis: int) -> ReplicaAxis:
+        """Return the communicator of one axis."""
+        return self._axes[axis]
+
+    def for_axes(self, axes: Sequence[int]) -> ReplicaBackend:
+        """Refuse parts of a mesh: every replica runs the one program."""
+        if len(axes) == len(self._axes):
+            return self
+        msg = "a mesh of XLA devices has no submeshes: every device runs the same program."
+        raise MeshError(msg)
+
+    def split_axis(self, axis: int, size: int) -> AxisComm:
+        """Refuse."""
+        del axis
+        msg = (
+            f"reshard_after_forward={size} is not supported on XLA devices. Pass True to gather "
+            f"again for backward, or False to keep whole parameters."
+        )
+        raise MeshError(msg)
+
+    def make_lanes(self, axes: Sequence[AxisComm], share: Lanes | None = None) -> Any:
+        """Return lanes; roots need not share them."""
+        del axes, share
+        return XlaLanes(self.region)
+
+    def place(self, piece: Tensor) -> None:
+        """A replica's piece is on its device."""
+
+    def leave_piece(self, part: Tensor) -> Tensor:
+        """Return a piece, of which a replica has its own."""
+        return part
+
+
+# --- replicas that are threads of one process -----------------------------------------------------
+
+_lock = threading.Lock()
+_gate: threading.Barrier | None = None
+
+
+def run_graph() -> None:
+    """Run what this replica has traced; wherever graphs hold collectives, call it on all replicas.
+
+    On the CPU replicas are threads, whose collectives meet only if they come from one compiled
+    program: so one thread compiles, the others find it, and nobody traces meanwhile.
+    """
+    num_threads = xr.addressable_device_count()
+    if xr.device_type() != "CPU" or num_threads == 1:
+        torch_xla.sync()
+        return
+    gate = _gate_of(num_threads)
+    gate.wait(_WAIT_SECONDS)
+    with _lock:
+        torch_xla.sync()
+    gate.wait(_WAIT_SECONDS)
+    xm.wait_device_ops()
+    gate.wait(_WAIT_SECONDS)
+
+
+def _gate_of(num_threads: int) -> threading.Barrier:
+    global _gate  # noqa: PLW0603 - one for all threads
+    with _lock:
+        if _gate is None:
+            _gate = threading.Barrier(num_threads)
+        return _gate
