@@ -83,17 +83,21 @@ def models(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def xla(session: nox.Session) -> None:
-    """Run the tests that need torch_xla, on virtual devices of the CPU, then all of `tests`.
+    """Run the tests that need torch_xla, and examples, on virtual devices; then all of `tests`.
 
     Its torch is the oldest one supported.
     """
     if not use_outer_environment(session):
         session.install(*XLA)
-        session.install("--editable", ".[test,demo]")
+        session.install("--editable", ".[test,demo]", "scikit-learn")
     # In processes of their own, for torch_xla replaces functions of torch where it is imported.
     # Arguments may select tests of one kind only: then the other run finds none, which is 5.
     codes = [0, 5] if session.posargs else [0]
     session.run("pytest", "-m", "xla", *session.posargs, success_codes=codes)
+    on_xla = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    folder = tempfile.mkdtemp(dir=session.create_tmp())
+    session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
+    session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
     session.run("pytest", "-m", NEED_NOTHING, *session.posargs, success_codes=codes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardkit._bucket import Bucket
-from shardkit._errors import StateError
+from shardkit._errors import StateError, WrapError
 from shardkit._subclass_bucket import SubclassBucket, subclass_of
 from shardkit._traced_bucket import TracedBucket
 
@@ -90,6 +90,14 @@ def make_buckets(
 
 
 def _kind_of(item: FoundParam, mesh: DeviceMesh) -> type[Bucket]:
+    gathers_itself = subclass_of(item) is not None
+    if mesh.backend.is_traced and gathers_itself:
+        msg = (
+            f"parameter {item.name!r} is a {type(item.param).__name__} that gathers itself "
+            f"(fsdp_pre_all_gather), which meshes of {mesh.device_type!r} devices do not support. "
+            f"Make it a plain parameter, or pass it in ignored_params of fully_shard."
+        )
+        raise WrapError(msg)
     if mesh.backend.is_traced:
         return TracedBucket
-    return Bucket if subclass_of(item) is None else SubclassBucket
+    return SubclassBucket if gathers_itself else Bucket

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 def boxes_of_piece(spec: ShardSpec) -> list[Box]:
     """Return the boxes of the whole tensor that this rank's piece consists of; maybe none."""
+    spec.check_saved()
     tensor_parallel = spec.tensor_parallel
     return boxes_of_range(
         spec.layout.shapes[spec.index],

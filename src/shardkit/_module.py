@@ -378,9 +378,12 @@ class FSDPModule:
             comm: As FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
                 ``(output_tensor, input_tensor, group, async_op)``. None: as before.
 
+        Raises:
+            StateError: On XLA, or where buffers come from the process group.
+
         Cost: copies into and out of the buffers that `comm` allocates.
         """
-        self._refuse_comm_memory("set_custom_all_gather")
+        self._refuse_comm("set_custom_all_gather", comm)
         for group in _groups(self, recurse=False):
             group.settings.comm.all_gather = comm
 
@@ -391,9 +394,12 @@ class FSDPModule:
             comm: As FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor, input_tensor,
                 group, op, async_op)``; `op` is always a sum. None: as before.
 
+        Raises:
+            StateError: On XLA, or where buffers come from the process group.
+
         Cost: copies into the buffers that `comm` allocates.
         """
-        self._refuse_comm_memory("set_custom_reduce_scatter")
+        self._refuse_comm("set_custom_reduce_scatter", comm)
         for group in _groups(self, recurse=False):
             group.settings.comm.reduce_scatter = comm
 
@@ -451,8 +457,15 @@ class FSDPModule:
         for group in _groups(self, recurse=recurse):
             group.settings.max_send_buffers = max_input_buffers
 
-    def _refuse_comm_memory(self, what: str) -> None:
+    def _refuse_comm(self, what: str, comm: object) -> None:
         for group in _groups(self, recurse=False):
+            if comm is not None and group.mesh.backend.is_traced:
+                msg = (
+                    f"{what}: {group.name!r} is on a mesh of {group.mesh.device_type!r} devices, "
+                    f"whose collectives are part of the traced program: there is no process group "
+                    f"to call yours with. Leave it out there."
+                )
+                raise StateError(msg)
             if group.settings.comm_memory:
                 msg = (
                     f"{what}: {group.name!r} takes its buffers from the process group "

@@ -23,6 +23,7 @@ from shardkit._errors import MeshError, ShardedTensorError
 from shardkit._layout import FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._whole import WholeSpec
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     The piece shares its flat's storage, which torch.save writes once for all pieces in it.
     """
     spec, mesh = tensor.spec, tensor.spec.mesh
+    spec.check_saved()
     if spec.tensor_parallel is not None:
         msg = (
             f"sharded {spec.name!r} is split over a tensor-parallel mesh as well, and such pieces "
@@ -91,7 +93,14 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
             f"file that this rank saved."
         )
         raise ShardedTensorError(msg)
-    spec = ShardSpec(FlatLayout.of_one(shape, cut), 0, mesh=mesh, axis=axis, name=name)
+    spec: ShardSpec
+    if mesh.backend.holds_all_ranks:
+        axis = mesh.backend.process_axis
+        spec = WholeSpec(shape, piece.numel(), mesh=mesh, axis=axis, name=name)
+        if piece.device.type == mesh.device_type:
+            spec.place(piece)
+    else:
+        spec = ShardSpec(FlatLayout.of_one(shape, cut), 0, mesh=mesh, axis=axis, name=name)
     sharded = ShardedTensor(piece, spec)
     if not is_param:
         sharded.requires_grad_(requires_grad)
@@ -118,12 +127,14 @@ def _find_mesh(name: str, described: Description) -> DeviceMesh:
     world = mesh_of_world(device_type, shape, names)
     if world is not None:
         return world
+    processes = f"Start {len(ranks)} processes (torchrun --nproc-per-node) and"
+    start = f"On {len(ranks)} of them" if device_type == "xla" else processes
     msg = (
         f"sharded {name!r} was saved on a mesh of {device_type!r} devices of shape {shape}"
-        f"{f' with axes {names}' if names else ''}, and this process has no such mesh. Start "
-        f"{len(ranks)} processes (torchrun --nproc-per-node) and make it before loading: "
-        f"init_device_mesh({device_type!r}, {tuple(shape)}"
-        f"{f', mesh_dim_names={names}' if names else ''})."
+        f"{f' with axes {names}' if names else ''}, and this process has no such mesh. {start} "
+        f"make it before loading: init_device_mesh({device_type!r}, {tuple(shape)}"
+        f"{f', mesh_dim_names={names}' if names else ''}). What is to be read on other meshes or "
+        f"devices is saved by shardkit.checkpoint.save."
     )
     raise MeshError(msg)
 

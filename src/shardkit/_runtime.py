@@ -307,7 +307,7 @@ class Runtime:
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """A gradient of a group's outputs came (`BackwardListener`)."""
         if self.traced is not None:
-            self.traced.progress_in_backward(grad)
+            self.traced.enter_backward(record.group, grad)
         if not self._backward_running:
             self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.
@@ -364,6 +364,8 @@ class Runtime:
         if not self._backward_running:
             self.begin_backward()
         self._any_fired = True
+        if self.traced is not None:
+            grad = self.traced.take_inside(group, bucket_index, grad)
         is_layer = group.num_watched > 0
         gradients = group.gradients
         if gradients.is_local:

@@ -150,6 +150,9 @@ class ShardSpec:
     def place(self, piece: Tensor) -> None:
         """Have a piece spread over devices of this process; there is only one here."""
 
+    def check_saved(self) -> None:
+        """Raise if this rank's piece cannot be written to a file of its own."""
+
     def __deepcopy__(self, memo: object) -> ShardSpec:
         """Return itself: copies of a tensor are cut alike, on the same mesh."""
         del memo

@@ -16,17 +16,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._bucket import Bucket, bucket_showing
-from shardkit._errors import WrapError
+from shardkit._errors import ShardedTensorError, WrapError
 from shardkit._even_layout import EvenLayout
 from shardkit._freed import NAME_ATTRIBUTE
-from shardkit._layout import FlatLayout
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._whole import WholeSpec, padded
 from shardkit.backends.base import TracedGather
 
 if TYPE_CHECKING:
@@ -34,45 +33,6 @@ if TYPE_CHECKING:
 
     from shardkit._memory import SlotPool
     from shardkit.backends.base import AllGather, AxisComm, Lanes
-
-
-class WholeSpec(ShardSpec):
-    """How a parameter is cut where one process holds all pieces: padded, end to end.
-
-    To operators on sharded tensors this process is the only rank, and owns everything.
-    """
-
-    __slots__ = ("_padded_numel",)
-    is_traced = True
-
-    def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
-        numel = layout.numels[index]
-        own = FlatLayout.of_one(layout.shapes[index], (0, numel, numel, 1))
-        super().__init__(own, 0, **rest)
-        self._padded_numel = layout.padded_part_numel(index)
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements of the piece, padding included."""
-        return self._padded_numel
-
-    def trim(self, piece: Tensor) -> Tensor:
-        """Return a piece without its padding."""
-        rest = piece.numel() - self.stop
-        # Not a slice: inside of a dispatch XLA's functionalization refuses those.
-        return piece.split([self.stop, rest])[0] if rest else piece
-
-    def slice_full(self, full: Tensor) -> Tensor:
-        """Return the piece of a tensor of the global shape: 1-D, padded with zeros."""
-        return padded(full.reshape(-1), self.piece_numel)
-
-    def gather(self, piece: Tensor) -> Tensor:
-        """Return the whole tensor, which is here."""
-        return self.trim(piece).reshape(self.shape).clone()
-
-    def place(self, piece: Tensor) -> None:
-        """Have a piece spread over the devices, where it was written as a whole."""
-        self.mesh.backend.place(piece)
 
 
 class PaddedSpec(ShardSpec):
@@ -94,9 +54,20 @@ class PaddedSpec(ShardSpec):
         size: int = self.layout.sizes[self.index]  # type: ignore[attr-defined]
         return size
 
-    def trim(self, piece: Tensor) -> Tensor:
-        """Return a piece without its padding: another graph on each rank, for the host."""
-        return piece[: self.stop - self.start]
+    def check_saved(self) -> None:
+        """Raise: these ranks have no process group to agree about files by.
+
+        Raises:
+            ShardedTensorError: There are several.
+        """
+        if self.axis.size > 1:
+            msg = (
+                f"sharded {self.name!r} is a piece of one of {self.axis.size} replicas "
+                f"(torch_xla.launch), which cannot be pickled or written to a checkpoint. Call "
+                f"full_tensor() on all replicas and save that on one, or train in SPMD mode "
+                f"(without torch_xla.launch), where shardkit.checkpoint.save works."
+            )
+            raise ShardedTensorError(msg)
 
     def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
         """Return a piece with `neutral` for its padding: the same graph on each rank."""
@@ -127,11 +98,6 @@ class PaddedSpec(ShardSpec):
         if flat.device != rank.device:
             return rows[self.axis.rank]  # On the host there is no graph.
         return rows.index_select(0, rank).view(-1)
-
-
-def padded(flat: Tensor, numel: int) -> Tensor:
-    """Return 1-D `flat` with zeros behind it."""
-    return flat if flat.numel() == numel else F.pad(flat, (0, numel - flat.numel()))
 
 
 class TracedBucket(Bucket):
@@ -187,8 +153,8 @@ class TracedBucket(Bucket):
         backend, name = self.mesh.backend, self.found[index].name
         if not backend.holds_all_ranks:
             return PaddedSpec(self.layout, index, mesh=self.mesh, axis=self.axis, name=name)
-        axis = backend.process_axis
-        return WholeSpec(self.layout, index, mesh=self.mesh, axis=axis, name=name)
+        axis, numel = backend.process_axis, self.layout.padded_part_numel(index)
+        return WholeSpec(self.layout.shapes[index], numel, mesh=self.mesh, axis=axis, name=name)
 
     def _make_replacement(self, index: int) -> nn.Parameter:
         old, spec = self.found[index].param, self.specs[index]
@@ -290,9 +256,20 @@ class TracedBucket(Bucket):
     def move(self, fn: Callable[[Tensor], Tensor], *, outside: bool) -> None:
         """Take the contents of the unsharded parameters out of the ranks' region, or into it."""
         if self._has_memory and self._job is None and self.is_outside != outside:
+            if self.is_outside:
+                self._end_outside()
             for param in self.unsharded:
                 param.data = fn(param.data)
             self.is_outside = outside
+
+    def _end_outside(self) -> None:
+        """Let autograd tell who has used parameters outside of the region, and not gone backward.
+
+        What it saved of them would be read as what is gathered in the region then.
+        """
+        for param in self.unsharded:
+            torch.autograd.graph.increment_version(param)
+        self.is_outside = False
 
     @_compat.without_dispatch_modes
     def detach(self, pool: SlotPool, fence: Any) -> None:
@@ -301,6 +278,8 @@ class TracedBucket(Bucket):
         self._job = None
         self._has_memory = False
         empty = torch.empty(0, dtype=self.param_dtype, device=self.device)
+        if self.is_outside:
+            self._end_outside()
         for param in self.unsharded:
             param.data = empty
         self._hide_freed()

@@ -70,6 +70,8 @@ class TracedPasses:
         self._settings = settings
         self._open: contextlib.ExitStack | None = None
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+        self._entered: set[int] = set()
+        self._comes_from_output = False
 
     # --- a root's forward ---
 
@@ -120,7 +122,7 @@ class TracedPasses:
             outside=True,
         )
         _refuse_hidden(output, "returned")
-        return map_tensors(self._leave_output, output)
+        return map_tensors(self._watch, map_tensors(self._leave_output, output))
 
     def abandon(self) -> None:
         """Close a forward, also one that ended in an exception."""
@@ -128,6 +130,8 @@ class TracedPasses:
             stack, self._open = self._open, None
             _local.open = None
             stack.close()
+        self._entered.clear()
+        self._comes_from_output = False
         self.region.progress(None)
 
     def progress(self, tree: Any) -> None:
@@ -136,13 +140,30 @@ class TracedPasses:
         if first is not None:
             self.region.progress(first)
 
-    def progress_in_backward(self, grad: Tensor) -> None:
-        """Let gathers from now on come after the gradient of a module's output."""
+    def enter_backward(self, group: Group, grad: Tensor) -> None:
+        """Backward comes to a group with a gradient of its outputs."""
+        self._entered.add(group.index)
+        if self.region.holds_all_ranks:  # And the user may have looked at it.
+            self._move([group], self.region.enter_shared, outside=False)
         self.region.progress(grad if self._settings.barrier_in_backward else None)
+
+    def take_inside(self, group: Group, bucket_index: int, grad: Tensor) -> Tensor:
+        """Return what a rank has of a gradient of an unsharded parameter.
+
+        That of a use outside of forward, after `unshard()` by hand, is whole, and no rank's.
+        """
+        bucket = group.grad_buckets[bucket_index]
+        assert isinstance(bucket, TracedBucket)
+        is_outside = bucket.is_outside or not self._comes_from_output
+        if group.index in self._entered or not is_outside or not self.region.holds_all_ranks:
+            return grad
+        return self.region.enter_shared(grad.detach()) / self.region.num_ranks
 
     def end_backward(self, in_use: Callable[[int], bool]) -> None:
         """A backward is over: nothing of it may be kept alive."""
         self.region.progress(None)
+        self._entered.clear()
+        self._comes_from_output = False
         self.show_outside([group for group in self._groups if in_use(group.index)])
         if self._settings.sync_on_finalization:
             self.region.finish_graph()
@@ -186,6 +207,16 @@ class TracedPasses:
         if tensor.is_floating_point():
             return self.region.leave_mean(tensor)
         return self.region.leave_shared(self.region.agree(tensor))
+
+    def _watch(self, output: Tensor) -> Tensor:
+        """Note when backward comes to the ranks' forward."""
+        if output.requires_grad:
+            output.register_hook(self._note_backward)
+        return output
+
+    def _note_backward(self, grad: Tensor) -> None:
+        del grad
+        self._comes_from_output = True
 
     # --- buffers ---
 

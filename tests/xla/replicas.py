@@ -10,6 +10,7 @@ import copy
 import faulthandler
 import json
 import pathlib
+import pickle
 import sys
 import threading
 import typing
@@ -254,6 +255,28 @@ def statistics() -> dict[str, float]:
     run(pair.mesh)
     buffer = pair.sharded.stages[0][1].running_mean.cpu()
     return {"sum": float(buffer.double().sum())}
+
+
+def files() -> dict[str, object]:
+    """Pieces are refused; whole tensors come back from one model to another."""
+    pair, other = Pair("tiny"), Pair("tiny")
+    pair.backward()
+    with torch.no_grad():
+        for param in pair.sharded.parameters():
+            param.add_(1.0)  # Padding as well.
+    saved = {name: value.full_tensor() for name, value in pair.sharded.state_dict().items()}
+    run(pair.mesh)
+    saved = {name: value.cpu() for name, value in saved.items()}
+    other.sharded.load_state_dict(saved)
+    other.plain.load_state_dict(saved)
+    run(pair.mesh)
+    refused = []
+    for write in (lambda t: pickle.dumps(t), lambda t: t.__create_write_items__("name", t)):
+        try:
+            write(next(pair.sharded.parameters()))
+        except shardkit.ShardedTensorError as error:
+            refused.append(str(error))
+    return {"off": other.off(parameters), "refused": refused}
 
 
 def other_models() -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 USED = "import torch, torch_xla; torch.ones(1, device='xla').cpu()"
+TWO_HOSTS = "import torch_xla.runtime as xr; xr.process_count = lambda: 2"
 MAKE = "from shardkit import init_device_mesh; init_device_mesh('xla', (4,))"
 
 
@@ -28,6 +29,12 @@ def test_a_device_that_was_used_before_forbids_it() -> None:
     assert done.returncode == 1
     assert "MeshError" in done.stderr
     assert "before any tensor or module is moved" in done.stderr
+
+
+def test_several_hosts_are_refused() -> None:
+    done = run(f"{TWO_HOSTS}\n{MAKE}")
+    assert done.returncode == 1
+    assert "MeshError: XLA devices of 2 hosts: shardkit supports those of one host" in done.stderr
 
 
 def test_without_a_mesh_all_devices_are_one() -> None:

@@ -34,7 +34,7 @@ TRAINED = (
     "replicas_of_shards",
     "checkpointed",
 )
-CASES = (*TRAINED, "half_precision", "reductions_leave_padding_out", "masks", "statistics")
+CASES = (*TRAINED, "half_precision", "reductions_leave_padding_out", "masks", "statistics", "files")
 
 
 @functools.cache
@@ -94,6 +94,13 @@ def test_replicas_drop_other_elements_and_the_same_ones_again() -> None:
 def test_batch_statistics_are_those_of_a_replica() -> None:
     first, second = (replica["statistics"]["sum"] for replica in found(2, CASES))
     assert first != second
+
+
+def test_whole_tensors_are_saved_and_loaded_and_pieces_refused() -> None:
+    for replica in found(2, CASES):
+        assert replica["files"]["off"] == 0
+        assert len(replica["files"]["refused"]) == 2
+        assert all("Call full_tensor() on all replicas" in r for r in replica["files"]["refused"])
 
 
 def test_replicas_of_other_models_are_told() -> None:

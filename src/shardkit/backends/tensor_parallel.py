@@ -276,6 +276,8 @@ def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple
 class JoinedBackend:
     """`Backend` of a mesh whose axes belong to several backends."""
 
+    is_traced = False
+
     def __init__(self, axes: Sequence[tuple[Any, int]]) -> None:
         self._axes = list(axes)
         self._first = self._axes[0][0]

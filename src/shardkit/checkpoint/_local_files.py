@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from shardkit._mesh import DeviceMesh
+
 FORMAT = "shardkit local"
 VERSION = 1
 MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
@@ -65,12 +67,14 @@ def local_state_dict(
         See the module's docstring. The tensors share memory with the model and the optimizer.
 
     Raises:
-        CheckpointError: The model is not sharded, on meta, or split by tensor parallelism too.
+        CheckpointError: The model is not sharded, on meta, on XLA devices, or split by tensor
+            parallelism too.
 
     Cost: one exchange of a number per mesh axis.
     """
     state = state_of(model)
     mesh = mesh_of(state, "a local file")
+    _check_has_ranks(mesh)
     save = secrets.randbits(62)
     for axis in range(mesh.ndim):
         save = mesh.backend.axis(axis).exchange(save)[0]
@@ -100,6 +104,16 @@ def local_state_dict(
         }
         result["param_groups"] = named["param_groups"]
     return {**result, METADATA: metadata}
+
+
+def _check_has_ranks(mesh: DeviceMesh) -> None:
+    if mesh.backend.is_traced:
+        msg = (
+            f"there are no local files of meshes of {mesh.device_type!r} devices, where pieces are "
+            f"padded and one process may have those of all ranks. Use shardkit.checkpoint.save and "
+            f"load, or save_full and load_full."
+        )
+        raise CheckpointError(msg)
 
 
 def _local(value: Any) -> Any:
@@ -151,6 +165,7 @@ def load_local_state_dict(
     metadata = metadata_of(state, "the state dict")
     mine = state_of(model)
     mesh = mesh_of(mine, "a local file", allow_meta=True)
+    _check_has_ranks(mesh)
     place = (mesh.ranks.index(mesh.rank), len(mesh.ranks))
     saved_place = (metadata["rank"], metadata["world_size"])
     if place != saved_place:

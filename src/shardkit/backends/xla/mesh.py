@@ -28,12 +28,13 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
     and cannot be turned off again. With None as shape the mesh has one axis.
 
     Raises:
-        MeshError: The sizes do not multiply to the number of devices, more than two axes, or a
-            device was used before SPMD mode was on.
+        MeshError: The sizes do not multiply to the number of devices, more than two axes, a
+            device was used before SPMD mode was on, or it has the devices of several hosts.
     """
     is_replica = not xr.is_spmd() and "PJRT_LOCAL_PROCESS_COUNT" in os.environ
     if not is_replica:
         _turn_on_spmd()
+        _refuse_several_hosts()
     num_devices = xr.world_size() if is_replica else xr.global_runtime_device_count()
     shape = (num_devices,) if shape is None else tuple(shape)
     if math.prod(shape) != num_devices:
@@ -53,6 +54,15 @@ def init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> D
     rank = xr.global_ordinal() if is_replica else 0
     backend: Any = ReplicaBackend(shape, rank) if is_replica else SpmdBackend(shape)
     return DeviceMesh("xla", shape, ranks, named, rank, backend)
+
+
+def _refuse_several_hosts() -> None:
+    if xr.process_count() > 1:
+        msg = (
+            f"XLA devices of {xr.process_count()} hosts: shardkit supports those of one host only. "
+            f"Start the script on a slice of one host (v4-8, v5litepod-8, v6e-8)."
+        )
+        raise MeshError(msg)
 
 
 def _turn_on_spmd() -> None:

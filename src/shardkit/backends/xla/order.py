@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch_xla
 import torch_xla.core.xla_model as xm
 
 if TYPE_CHECKING:
@@ -36,3 +37,7 @@ class GraphOrder:
         copies = [part.clone() for part in parts]
         xm.optimization_barrier_([*copies, self._progress.clone()])
         return copies
+
+    def forget_collectives(self) -> None:
+        """See `Region`."""
+        torch_xla._XLAC._set_all_reduce_token(str(self.device), None)

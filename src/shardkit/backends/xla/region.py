@@ -172,10 +172,6 @@ class SpmdRegion(GraphOrder):
 
     # --- the rest ---
 
-    def forget_collectives(self) -> None:
-        """See `Region`."""
-        _XLAC._set_all_reduce_token(str(self.device), None)
-
     def draw_apart(self) -> DrawApart:
         """See `Region`."""
         seeds = draw_seeds(self.num_ranks).to(self.device)

@@ -176,10 +176,6 @@ class ReplicaRegion(GraphOrder):
             tensor if self._replicate_axis is None else self._replicate_axis.reduce(tensor, "sum")
         )
 
-    def forget_collectives(self) -> None:
-        """See `Region`."""
-        torch_xla._XLAC._set_all_reduce_token(str(self.device), None)
-
     def draw_apart(self) -> DrawApart:
         """See `Region`. From equal seeds replicas draw what the ranks of SPMD mode draw."""
         seeds = draw_seeds(self._num_replicas)[self._rank : self._rank + 1]
