@@ -36,6 +36,7 @@ class Worker:
     def __init__(self, name: str, num_devices: int, shape: GPTShape) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._num_devices = num_devices
+        self._errors = Path(self._folder.name, "errors")
         self.dumps = Path(self._folder.name, "dumps")
         address = str(Path(self._folder.name, "socket"))
         environment = os.environ | {
@@ -56,7 +57,7 @@ class Worker:
             self._process = subprocess.Popen(  # noqa: S603 - this script
                 [sys.executable, script, name, address, sizes],
                 env=environment,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors.open("wb"),
             )
             self._connection = listener.accept()
 
@@ -71,21 +72,31 @@ class Worker:
         traceback: TracebackType | None,
     ) -> None:
         """End the process."""
-        self._connection.send("end")
-        self._process.wait(_START_SECONDS)
+        if kind is None:
+            self._connection.send("end")
+            self._process.wait(_START_SECONDS)
+        else:
+            self._process.kill()
         self._folder.cleanup()
 
     def steps(self, num: int) -> list[float]:
         """Take steps; return their seconds."""
-        self._connection.send(num)
-        seconds: list[float] = self._connection.recv()
+        seconds: list[float] = self._ask(num)
         return seconds
 
     def loss(self) -> float:
         """Return the last loss, of the first rank in replica mode."""
-        self._connection.send(None)
-        loss: float = self._connection.recv()
+        loss: float = self._ask(None)
         return loss
+
+    def _ask(self, command: Any) -> Any:
+        try:
+            self._connection.send(command)
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            said = self._errors.read_text(encoding="utf-8", errors="replace")
+            msg = f"{self._process.args!r} has ended:\n{said[-4000:]}"
+            raise RuntimeError(msg) from error
 
     def program(self) -> Program:
         """Return the compiled step."""

@@ -238,18 +238,13 @@ class TracedBucket(Bucket):
         """Give the unsharded parameters their contents."""
         job, self._job = self._job, None
         assert job is not None
-        assert job.rows is not None
+        assert job.wholes is not None
         layout = self.layout
-        sizes = [*layout.sizes, layout.tail_numel]
-        for index, (param, columns) in enumerate(
-            zip(self.unsharded, job.rows.split(sizes, 1), strict=False)
+        for param, whole, numel, shape in zip(
+            self.unsharded, job.wholes, layout.numels, layout.shapes, strict=True
         ):
-            flat = columns.reshape(-1)  # A copy: a view would keep the gathered bucket as a whole.
-            if layout.world_size == 1:
-                flat = flat.clone()
-            if flat.numel() != layout.numels[index]:
-                flat = flat[: layout.numels[index]]
-            param.data = flat.view(layout.shapes[index])
+            flat = whole if whole.numel() == numel else whole[:numel]
+            param.data = flat.view(shape)
         self.is_outside = False
 
     @torch.no_grad()

@@ -175,11 +175,16 @@ def half_precision() -> dict[str, object]:
     reduced = [line for line in text.splitlines() if " reduce-scatter(" in line]
     run(pair.mesh)
     return {
-        "gathered": sorted({line.split("= ")[1].split("[")[0] for line in lines}),
-        "reduced": sorted({line.split("= ")[1].split("[")[0] for line in reduced}),
+        "gathered": sorted({_first_dtype(line) for line in lines}),
+        "reduced": sorted({_first_dtype(line) for line in reduced}),
         "dtypes": sorted({str(grad.dtype) for grad in grads}),
         "relative": pair.off(gradients) / max(g.abs().max().item() for g in gradients(pair.plain)),
     }
+
+
+def _first_dtype(instruction: str) -> str:
+    """Return the dtype of an instruction's result, which may be a tuple."""
+    return instruction.split("= ")[1].lstrip("(").split("[")[0]
 
 
 # --- cases: what is a rank's own ------------------------------------------------------------------

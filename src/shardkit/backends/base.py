@@ -125,16 +125,17 @@ class TracedGather:
     Attributes:
         pieces: 1-D, storage dtype, one per parameter, as the bucket keeps them.
         dtype: Cast to it before they travel.
-        tail_numel: Elements to put behind the pieces of every rank.
+        tail_numel: Elements to put behind the pieces of every rank, if they travel as one.
         key: Number of the bucket, equal in every step.
-        rows: Result: one row per rank, in which the pieces lie side by side.
+        wholes: Result: 1-D, all ranks' parts of each piece, end to end; none shares memory with
+            another.
     """
 
     pieces: list[Tensor]
     dtype: torch.dtype
     tail_numel: int
     key: int
-    rows: Tensor | None = None
+    wholes: list[Tensor] | None = None
 
 
 class Comm(Protocol):

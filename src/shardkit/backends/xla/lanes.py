@@ -75,12 +75,9 @@ class XlaLanes:
         """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
         del axis, after
         for gather in gathers:
-            parts = [self.region.enter_piece(piece) for piece in gather.pieces if piece.numel()]
+            parts = [self.region.enter_piece(piece) for piece in gather.pieces]
             parts = [part.to(gather.dtype) for part in self.region.after_progress(parts)]
-            if gather.tail_numel or not parts:
-                tail = torch.zeros(gather.tail_numel, dtype=gather.dtype, device=self.region.device)
-                parts.append(tail)
-            gather.rows = self.region.all_gather(torch.cat(parts), gather.key)
+            gather.wholes = self.region.all_gather(parts, gather.tail_numel, gather.key)
         return Traced()
 
     @_compat.without_dispatch_modes

@@ -124,17 +124,25 @@ class SpmdRegion(GraphOrder):
 
     # --- collectives ---
 
-    def all_gather(self, part: Tensor, key: int) -> Tensor:
-        """Return the 1-D parts of all ranks of the shard axis, as rows."""
-        rows: Tensor = xm.all_gather(
-            part,
+    def all_gather(self, parts: list[Tensor], tail_numel: int, key: int) -> list[Tensor]:
+        """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
+
+        They travel side by side, since torch_xla's all-gather of a list knows no channels.
+        """
+        sizes = [*(part.numel() for part in parts), tail_numel]
+        tail = torch.zeros(tail_numel, dtype=parts[0].dtype, device=self.device)
+        gathered: Tensor = xm.all_gather(
+            torch.cat([*parts, tail]),
             0,
             groups=self._shard_groups,
             pin_layout=False,
             channel_id=2 * key + _GATHER_CHANNEL,
             use_global_device_ids=True,
         )
-        return rows.view(len(self._shard_groups[0]), -1)
+        num_rows = len(self._shard_groups[0])
+        wholes = [w.reshape(-1) for w in gathered.view(num_rows, -1).split(sizes, 1)[:-1]]
+        # With one row reshaping copies nothing, and a view would keep the bucket as a whole.
+        return [whole.clone() for whole in wholes] if num_rows == 1 else wholes
 
     def reduce_scatter(self, whole: Tensor, scale: float, key: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""

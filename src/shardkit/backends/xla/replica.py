@@ -62,6 +62,19 @@ class ReplicaAxis:
         whole: Tensor = xm.all_gather(part, 0, groups=self._groups, pin_layout=False)
         return whole.view(self.size, -1)
 
+    def gather_each(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return the 1-D parts of all ranks, end to end, by one all-gather."""
+        if self.size == 1:
+            return [part.clone() for part in parts]
+        filled = [i for i, part in enumerate(parts) if part.numel()]
+        gathered = xm.all_gather(
+            [parts[i] for i in filled], 0, groups=self._groups, pin_layout=False
+        )
+        wholes = list(parts)
+        for i, whole in zip(filled, gathered, strict=True):
+            wholes[i] = whole
+        return wholes
+
     def reduce_scatter(self, whole: Tensor, scale: float) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors, times `scale`."""
         if self.size == 1:
@@ -160,10 +173,13 @@ class ReplicaRegion(GraphOrder):
         """Return a copy, which may be written to."""
         return tensor.clone()
 
-    def all_gather(self, part: Tensor, key: int) -> Tensor:
-        """Return the 1-D parts of all ranks of the shard axis, as rows."""
-        del key
-        return self._shard_axis.gather(part)
+    def all_gather(self, parts: list[Tensor], tail_numel: int, key: int) -> list[Tensor]:
+        """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
+
+        Of a list: what comes are the parameters, with nothing to be cut out of.
+        """
+        del tail_numel, key
+        return self._shard_axis.gather_each(parts)
 
     def reduce_scatter(self, whole: Tensor, scale: float, key: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
