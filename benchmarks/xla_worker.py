@@ -136,9 +136,10 @@ def _xla_fsdp(shape: GPTShape, *, flatten_parameters: bool) -> Contender:
     options = {"pin_layout_in_collective_ops": False, "flatten_parameters": flatten_parameters}
 
     def make(model: GPT) -> nn.Module:
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = XlaFullyShardedDataParallel(block, **options)
-        return XlaFullyShardedDataParallel(model, **options)
+        with _seeding:  # It runs graphs, which threads on the CPU must not do at once.
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = XlaFullyShardedDataParallel(block, **options)
+            return XlaFullyShardedDataParallel(model, **options)
 
     return _replica(make, shape)
 
