@@ -23,7 +23,7 @@ from shardkit._errors import MeshError, ShardedTensorError
 from shardkit._layout import FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
-from shardkit._whole import WholeSpec
+from shardkit._traced_specs import WholeSpec
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:

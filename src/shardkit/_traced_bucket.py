@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._bucket import Bucket, bucket_showing
-from shardkit._errors import ShardedTensorError, WrapError
+from shardkit._errors import WrapError
 from shardkit._even_layout import EvenLayout
 from shardkit._freed import NAME_ATTRIBUTE
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
-from shardkit._whole import WholeSpec, padded
+from shardkit._traced_specs import PaddedSpec, WholeSpec, padded
 from shardkit.backends.base import TracedGather
 
 if TYPE_CHECKING:
@@ -33,71 +33,6 @@ if TYPE_CHECKING:
 
     from shardkit._memory import SlotPool
     from shardkit.backends.base import AllGather, AxisComm, Lanes
-
-
-class PaddedSpec(ShardSpec):
-    """How a parameter is cut where ranks trace: pieces are equally long, the last ones padded.
-
-    Ranks that communicate must trace the same graph, so what is a rank's own enters as data.
-    """
-
-    __slots__ = ()
-    is_traced = True
-
-    def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
-        super().__init__(layout, index, **rest)  # type: ignore[arg-type]
-        self.piece_range = layout.columns(index)
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements of the piece, padding included."""
-        size: int = self.layout.sizes[self.index]  # type: ignore[attr-defined]
-        return size
-
-    def check_saved(self) -> None:
-        """Raise: these ranks have no process group to agree about files by.
-
-        Raises:
-            ShardedTensorError: There are several.
-        """
-        if self.axis.size > 1:
-            msg = (
-                f"sharded {self.name!r} is a piece of one of {self.axis.size} replicas "
-                f"(torch_xla.launch), which cannot be pickled or written to a checkpoint. Call "
-                f"full_tensor() on all replicas and save that on one, or train in SPMD mode "
-                f"(without torch_xla.launch), where shardkit.checkpoint.save works."
-            )
-            raise ShardedTensorError(msg)
-
-    def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
-        """Return a piece with `neutral` for its padding: the same graph on each rank."""
-        numel, padded_numel = self.layout.numels[self.index], self._padded_numel
-        if numel == padded_numel:
-            return piece
-        places = torch.arange(padded_numel, device=piece.device)
-        is_padding = self._own_row(places) >= numel
-        return piece.masked_fill(is_padding, neutral)
-
-    def slice_full(self, full: Tensor) -> Tensor:
-        """Return this rank's piece of a tensor of the global shape: 1-D, padded with zeros."""
-        return self._own_row(padded(full.reshape(-1), self._padded_numel))
-
-    def gather(self, piece: Tensor) -> Tensor:
-        """Return the whole tensor. Cost: one all-gather."""
-        whole = piece.new_empty(self._padded_numel)
-        self.axis.all_gather(whole, piece)
-        return whole[: self.layout.numels[self.index]].reshape(self.shape)
-
-    @property
-    def _padded_numel(self) -> int:
-        padded_numel: int = self.piece_numel * self.axis.size
-        return padded_numel
-
-    def _own_row(self, flat: Tensor) -> Tensor:
-        rows, rank = flat.view(self.axis.size, -1), self.axis.rank_on_device
-        if flat.device != rank.device:
-            return rows[self.axis.rank]  # On the host there is no graph.
-        return rows.index_select(0, rank).view(-1)
 
 
 class TracedBucket(Bucket):

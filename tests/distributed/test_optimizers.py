@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import typing
 
@@ -255,3 +256,58 @@ def test_an_overflow_in_one_piece_skips_the_step_on_every_rank(
     for scale_ratio, differences in spawn(scaled_step, 2, overflow):
         assert scale_ratio == 1.0
         assert differences == {"parameter": 0.0}
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+
+class MixedDtypes(nn.Module):
+    """Two layers, one of them in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.second = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).double())
+
+
+def clip_both(order: float) -> Differences:
+    torch.manual_seed(0)
+    plain = MixedDtypes()
+    sharded: typing.Any = fully_shard(copy.deepcopy(plain))
+    x = torch.randn(4, 7)
+    for model in (plain, sharded):
+        model(x).square().sum().backward()
+    # As the plain model has only one rank, whose batch is that of each.
+    found = sharded.clip_grad_norm_(0.5, order)
+    norms = [p.grad.detach().double().norm(order) for p in plain.parameters()]
+    expected = torch.stack(norms).norm(order)
+    scale = min(1.0, 0.5 / (expected.item() + 1e-6))
+    gradients = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return {
+        "norm": (found.double() - expected).abs().item(),
+        "gradient": max((a.grad * scale - b.grad.full_tensor()).abs().max() for a, b in gradients),
+    }
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+def test_a_module_clips_gradients_of_several_dtypes(spawn: Spawn, order: float) -> None:
+    assert_within(spawn(clip_both, 2, order), norm=1e-5, gradient=1e-6)
+
+
+def clip_what_is_not_finite() -> tuple[str, float]:
+    model: typing.Any = fully_shard(nn.Linear(3, 2))
+    model(torch.full((1, 3), math.inf)).sum().backward()
+    try:
+        model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return str(error), float(model.clip_grad_norm_(1.0))
+    return "no error", 0.0
+
+
+def test_norms_that_are_not_finite_raise_if_asked_for(spawn: Spawn) -> None:
+    for message, norm in spawn(clip_what_is_not_finite, 2):
+        assert "the gradients' norm of order 2.0 is inf" in message
+        assert norm == math.inf
