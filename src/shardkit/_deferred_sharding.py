@@ -42,5 +42,5 @@ def defer_sharding() -> Iterator[None]:
         yield
     finally:
         _deferred.regions = before
-        for region in regions:
-            execute_sharding(region)
+    for region in regions:
+        execute_sharding(region)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from shardkit._group import Group
     from shardkit._hooks import ModuleState
+    from shardkit._settings import RootSettings
     from shardkit.backends.base import AllGather, ReduceScatter
 
 _sharded_classes: dict[type, type] = {}
@@ -513,6 +514,9 @@ class FSDPModule:
         """
         params = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         norm = total_norm([p.grad for p in params], float(norm_type))
+        runtime = _state_of(self).runtime
+        if error_if_nonfinite and runtime is not None and runtime.traced is not None:
+            runtime.traced.region.finish_graph()  # Together, where replicas are threads.
         if error_if_nonfinite and not bool(norm.isfinite()):
             msg = (
                 f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be "
@@ -540,8 +544,11 @@ class FSDPModule:
                 overlap at most, more memory.
             backward: Without it the compiler may merge a gather with that of forward: then
                 ``reshard_after_forward=True`` saves no memory.
+
+        Raises:
+            StateError: After the first forward: it is not the root.
         """
-        settings = _state_of(self).settings
+        settings = self._settings_of_root()
         settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
 
     def set_sync_on_finalization(self, enable: bool = True) -> None:  # noqa: FBT001, FBT002
@@ -550,8 +557,21 @@ class FSDPModule:
         On XLA devices only; elsewhere it has no effect. Forward and backward become one graph and
         the optimizer's step another, so the compiler does not fuse across them: less memory in
         some models, for one more launch per backward.
+
+        Raises:
+            StateError: After the first forward: it is not the root.
         """
-        _state_of(self).settings.sync_on_finalization = enable
+        self._settings_of_root().sync_on_finalization = enable
+
+    def _settings_of_root(self) -> RootSettings:
+        state = _state_of(self)
+        if state.runtime is not None and state.runtime.settings is not state.settings:
+            msg = (
+                f"this {type(self).__name__} is inside another sharded module, whose choice counts "
+                f"for all. Call it on the outermost one."
+            )
+            raise StateError(msg)
+        return state.settings
 
     # --- the rest ---
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from shardkit import _compat, _dcp
 from shardkit._errors import MeshError, ShardedTensorError
+from shardkit._even_layout import EvenLayout
 from shardkit._layout import FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
-from shardkit._traced_specs import WholeSpec
+from shardkit._traced_specs import PaddedSpec, WholeSpec
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
         spec = WholeSpec(shape, piece.numel(), mesh=mesh, axis=axis, name=name)
         if piece.device.type == mesh.device_type:
             spec.place(piece)
+    elif mesh.backend.is_traced:
+        layout = EvenLayout.plan([shape], world_size=axis.size)
+        spec = PaddedSpec(layout, 0, mesh=mesh, axis=axis, name=name)
     else:
         spec = ShardSpec(FlatLayout.of_one(shape, cut), 0, mesh=mesh, axis=axis, name=name)
     sharded = ShardedTensor(piece, spec)

@@ -91,6 +91,8 @@ class TracedPasses:
                 self._move(self._groups, self.region.enter_shared, outside=False)
                 stack.callback(self._restore_buffers)
                 self._enter_buffers(module)
+            else:
+                args, kwargs = map_tensors(self._move_to, args), map_tensors(self._move_to, kwargs)
             if torch.is_grad_enabled() and not _compat.has_saved_tensors_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(self.region.draw_apart())
@@ -136,16 +138,18 @@ class TracedPasses:
 
     def progress(self, tree: Any) -> None:
         """Let gathers from now on come after the first tensor in `tree`, a module's inputs."""
-        first = next(iter_tensors(tree), None) if self._settings.barrier_in_forward else None
+        first = next(iter_tensors(tree), None)
         if first is not None:
             self.region.progress(first)
+        self.region.gathers_wait = self._settings.barrier_in_forward
 
     def enter_backward(self, group: Group, grad: Tensor) -> None:
         """Backward comes to a group with a gradient of its outputs."""
         self._entered.add(group.index)
         if self.region.holds_all_ranks:  # And the user may have looked at it.
             self._move([group], self.region.enter_shared, outside=False)
-        self.region.progress(grad if self._settings.barrier_in_backward else None)
+        self.region.progress(grad)
+        self.region.gathers_wait = self._settings.barrier_in_backward
 
     def take_inside(self, group: Group, bucket_index: int, grad: Tensor) -> Tensor:
         """Return what a rank has of a gradient of an unsharded parameter.
@@ -174,6 +178,9 @@ class TracedPasses:
             self._move(groups, self.region.leave_shared, outside=True)
 
     # --- inputs and outputs ---
+
+    def _move_to(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.region.device)
 
     def _enter_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def is_batched(tensor: Tensor) -> bool:

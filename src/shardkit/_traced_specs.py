@@ -88,9 +88,9 @@ class PaddedSpec(ShardSpec):
         Raises:
             ShardedTensorError: There are several.
         """
-        if self.axis.size > 1:
+        if self.mesh.size() > 1:
             msg = (
-                f"sharded {self.name!r} is a piece of one of {self.axis.size} replicas "
+                f"sharded {self.name!r} is a piece of one of {self.mesh.size()} replicas "
                 f"(torch_xla.launch), which cannot be pickled or written to a checkpoint. Call "
                 f"full_tensor() on all replicas and save that on one, or train in SPMD mode "
                 f"(without torch_xla.launch), where shardkit.checkpoint.save works."

@@ -113,6 +113,7 @@ def eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refuse(func, target, f"the result has shape {tuple(args)}.")
     whole = torch.eye(*args, dtype=target.dtype, device=target.device)
     target.local_piece.copy_(target.spec.slice_full(whole))
+    target.spec.place(target.local_piece)
     note_write(target)
     return target
 
@@ -142,6 +143,9 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     """Write to a copy of the view, of which this rank's elements go into its piece."""
     base, geometry = target.base, target.geometry
     piece, spec = base.local_piece, base.spec
+    if spec.is_traced and spec.axis.size > 1:
+        # Which elements a rank owns would be a number in its graph, and graphs would differ.
+        raise refuse(func, base, "replicas (torch_xla.launch) can write whole tensors only.")
     places = torch.full(geometry.shape, int(geometry.storage_offset()), device=piece.device)
     for dim, (size, stride) in enumerate(zip(geometry.shape, geometry.stride(), strict=True)):
         along = torch.arange(size, device=piece.device) * stride
@@ -156,5 +160,6 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     whole[is_here] = piece[places[is_here]]
     func(whole, *args, **kwargs)
     piece[places[is_here]] = whole[is_here]
+    spec.place(piece)
     note_write(base)
     return target

@@ -241,6 +241,9 @@ class Region(Protocol):
     drawing: Any
     """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
 
+    gathers_wait: bool
+    """Gathers come after `progress` in the graph."""
+
     def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
         """Return copies that are there only when `progress` is; the compiler cannot merge them."""
 

@@ -63,6 +63,9 @@ def save_full(
     mesh = mesh_of(state, path)
     tied = {name: entry.names[0] for entry in by_identity(state) for name in entry.names[1:]}
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
+    for value in tensors.values():
+        if isinstance(value, ShardedTensor):
+            value.spec.check_saved()
     others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
     infos = {n: TensorInfo(tuple(v.shape), _saved_dtype(v, dtype)) for n, v in tensors.items()}
     if others and (format == "safetensors" or max_shard_size is not None):

@@ -18,9 +18,11 @@ class GraphOrder:
     Attributes:
         device: Where tensors are.
         drawing: See `Region`.
+        gathers_wait: See `Region`.
     """
 
     device: torch.device
+    gathers_wait = True
 
     def __init__(self) -> None:
         self._progress: Tensor | None = None

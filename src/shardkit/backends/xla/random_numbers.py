@@ -55,21 +55,24 @@ class DrawApart(TorchDispatchMode):
     Args:
         key: One int32, another one on each rank; also for each forward.
         count: Number of the first operator.
+        may_read: The host may read tensors, as a replica's; else see `host_reads`.
 
     Attributes:
         key: As given.
         count: Number of the next operator.
     """
 
-    def __init__(self, key: Tensor, count: int = 0) -> None:
+    def __init__(self, key: Tensor, count: int = 0, *, may_read: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._may_read = may_read
         self.key = key
         self.count = count
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         """Enter, also the context of printing, which takes dispatch modes away."""
-        self._contexts.enter_context(host_reads.described())
+        if not self._may_read:
+            self._contexts.enter_context(host_reads.described())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -80,7 +83,7 @@ class DrawApart(TorchDispatchMode):
 
     def again(self) -> DrawApart:
         """Return a context that repeats what is drawn in this one from now on."""
-        return DrawApart(self.key, self.count)
+        return DrawApart(self.key, self.count, may_read=self._may_read)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -89,7 +92,8 @@ class DrawApart(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_plain(func) and "device" not in kwargs and ShardedTensor not in types:
             return func(*args, **kwargs)  # By far the most.
-        host_reads.check(func, args, kwargs)
+        if not self._may_read:
+            host_reads.check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
         draw = _DRAWS.get(func)
         wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
