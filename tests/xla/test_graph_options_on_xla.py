@@ -8,6 +8,7 @@ import hlo
 import pytest
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from pairs import Pair, on_xla, own_graph
 from torch import nn
@@ -27,7 +28,8 @@ DEEP = models.Case(
 
 
 def num_runs() -> int:
-    """Return how many graphs have been started in this process."""
+    """Return how many graphs have run in this process."""
+    xm.wait_device_ops()  # They are counted when they have run.
     data = met.metric_data("ExecuteReplicatedTime")
     return 0 if data is None else data[0]
 
