@@ -120,9 +120,9 @@ class Bucket:
         self.aliases_shard = self._aliases_shard()
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
-            self.shard = self._cut_shard()
             siblings = FlatMaker()
             self.specs = [self._make_spec(i, siblings) for i in range(len(found))]
+            self.shard = self._cut_shard()
             for index, (spec, item) in enumerate(zip(self.specs, found, strict=True)):
                 spec.found = weakref.ref(item)
                 spec.is_written_here = self._is_written_here(index)

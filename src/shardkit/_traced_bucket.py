@@ -70,7 +70,6 @@ class TracedBucket(Bucket):
         return False
 
     def _cut_shard(self) -> Any:
-        self.specs = [self._make_spec(i, None) for i in range(len(self.found))]
         self.pieces = [self._cut_piece(i, f.param.detach()) for i, f in enumerate(self.found)]
         return None
 
