@@ -112,8 +112,6 @@ class _TracedRepeat:
             yield
 
     def _enter(self, buffer: Tensor) -> Tensor:
-        if not self._region.holds_all_ranks:
-            return buffer.clone()  # It is this rank's.
         result: Tensor = self._region.enter_shared(buffer.detach())
         return result
 

@@ -118,7 +118,7 @@ class PaddedSpec(ShardSpec):
 
     @property
     def _padded_numel(self) -> int:
-        padded_numel: int = self.piece_numel * self.axis.size
+        padded_numel: int = self.layout.padded_part_numel(self.index)  # type: ignore[attr-defined]
         return padded_numel
 
     def _own_row(self, flat: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+from pairs import Optimizer, adamw, on_xla, sgd
 from torch import Tensor, nn
 
 import models
@@ -58,9 +59,8 @@ class Pair:
         self.mesh = init_device_mesh("xla", shape or (xr.world_size(),))
         with _lock:
             torch.manual_seed(0)
-            torch.__future__.set_swap_module_params_on_conversion(True)  # Ties stay.
             self.plain = self.case.make()
-            self.sharded: typing.Any = copy.deepcopy(self.plain).to(torch_xla.device())
+            self.sharded: typing.Any = on_xla(self.plain)
         for model in (self.plain, self.sharded):
             adapt(model)
         for module in self.case.groups(self.sharded):
@@ -92,16 +92,11 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def train(
-    pair: Pair, *, micro_batches: int = 1, clip: float | None = None, adamw: bool = True
+    pair: Pair, *, micro_batches: int = 1, clip: float | None = None, optimizer: Optimizer = adamw
 ) -> Differences:
     """Train both for some steps."""
     found = {"gradient": 0.0, "norm": 0.0, "compiled": 0.0}
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        if adamw
-        else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for model in (pair.plain, pair.sharded)
-    ]
+    optimizers = [optimizer(model.parameters()) for model in (pair.plain, pair.sharded)]
     for step in range(STEPS + 1):
         before = met.metric_data("CompileTime")
         for i in range(micro_batches):
@@ -114,9 +109,9 @@ def train(
                 pair.sharded.clip_grad_norm_(0.1, clip),
             ]
         if step < STEPS:
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
         run(pair.mesh)
         if step == STEPS - 1:
             found["compiled"] = met.metric_data("CompileTime")[0] - before[0]
@@ -134,7 +129,7 @@ def mlp() -> Differences:
 
 
 def gpt() -> Differences:
-    return train(Pair("gpt"), adamw=False)
+    return train(Pair("gpt"), optimizer=sgd)
 
 
 def tiny_clipped_by_the_largest() -> Differences:
@@ -162,7 +157,7 @@ def checkpointed() -> Differences:
         for block in model.blocks:  # type: ignore[union-attr]
             shardkit.checkpoint_module(block)
 
-    return train(Pair("gpt", adapt=adapt), adamw=False)
+    return train(Pair("gpt", adapt=adapt), optimizer=sgd)
 
 
 def half_precision() -> dict[str, object]:

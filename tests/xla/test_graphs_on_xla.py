@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import typing
 
 import hlo
 import pytest
 from pairs import BATCH, Pair, adamw, num_compiles, own_graph, sharding_of
+from processes import run_python
 
 import models
 
@@ -90,16 +88,8 @@ def dumped(folder: pathlib.Path, *, reshard: bool) -> dict[str, typing.Any]:
         f"--xla_dump_to={folder} --xla_dump_hlo_as_text "
         f"--xla_cpu_enable_concurrency_optimized_scheduler=false"
     )
-    path = os.pathsep.join(sys.path)
-    environment = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "dumped_step.py"), str(folder), str(reshard)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    script = str(HERE / "dumped_step.py")
+    done = run_python([script, str(folder), str(reshard)], {"XLA_FLAGS": flags})
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, typing.Any] = json.loads(done.stdout.splitlines()[-1])
     return result

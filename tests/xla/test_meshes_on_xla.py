@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import typing
+
+from processes import run_python
+
+if typing.TYPE_CHECKING:
+    import subprocess
 
 USED = "import torch, torch_xla; torch.ones(1, device='xla').cpu()"
 TWO_HOSTS = "import torch_xla.runtime as xr; xr.process_count = lambda: 2"
@@ -12,16 +15,7 @@ MAKE = "from shardkit import init_device_mesh; init_device_mesh('xla', (4,))"
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("XLA_USE_SPMD", None)  # Set in this process, once a mesh was made.
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run_python(["-c", code], most_seconds=100)
 
 
 def test_a_device_that_was_used_before_forbids_it() -> None:

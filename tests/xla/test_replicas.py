@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import typing
 
 import pytest
+from processes import run_python
 
 HERE = pathlib.Path(__file__).parent
 ENVIRONMENT = {
@@ -40,18 +38,9 @@ CASES = (*TRAINED, "half_precision", "reductions_leave_padding_out", "masks", "s
 @functools.cache
 def found(num_replicas: int, names: tuple[str, ...]) -> list[dict[str, typing.Any]]:
     """Return what each replica found; all cases run in one process, which is slow to start."""
-    environment = {**os.environ, **ENVIRONMENT, "CPU_NUM_DEVICES": str(num_replicas)}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    environment.pop("XLA_USE_SPMD", None)  # Set in this process, once a mesh was made.
+    environment = {**ENVIRONMENT, "CPU_NUM_DEVICES": str(num_replicas)}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "replicas.py"), folder, *names],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        done = run_python([str(HERE / "replicas.py"), folder, *names], environment)
         assert done.returncode == 0, done.stderr[-6000:]
         files = [pathlib.Path(folder, f"{index}.json") for index in range(num_replicas)]
         return [json.loads(file.read_text()) for file in files]

@@ -7,7 +7,6 @@ the device, never a number in the graph.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import threading
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from shardkit._errors import MeshError, StateError
-from shardkit.backends.xla.lanes import XlaLanes
+from shardkit._errors import StateError
+from shardkit.backends.xla.backend import XlaBackend
 from shardkit.backends.xla.order import GraphOrder
 from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from shardkit.backends.base import AxisComm, Lanes
 
 _REDUCE_TYPES = {
     "sum": xm.REDUCE_SUM,
@@ -169,6 +166,9 @@ class ReplicaRegion(GraphOrder):
         """Return a piece, of which a replica has its own."""
         return part
 
+    def spread(self, piece: Tensor) -> None:
+        """A replica's piece is on its device."""
+
     def enter_shared(self, tensor: Tensor) -> Tensor:
         """Return a copy, which may be written to."""
         return tensor.clone()
@@ -203,7 +203,7 @@ class ReplicaRegion(GraphOrder):
         run_graph()
 
 
-class ReplicaBackend:
+class ReplicaBackend(XlaBackend):
     """`Backend` of one replica.
 
     Args:
@@ -211,69 +211,18 @@ class ReplicaBackend:
         rank: Of this replica.
     """
 
-    host_reads_are_free = False
-    is_traced = True
     holds_all_ranks = False
     gradient_weight = 1.0
-    batches_small_groups = False
-    """Batched gathers come before the compute that they are meant to run beside: more memory."""
+    why_no_groups = "collectives are part of the graph"
 
     def __init__(self, shape: Sequence[int], rank: int) -> None:
-        self.device: torch.device = torch_xla.device()
+        device: torch.device = torch_xla.device()
         grid = np.arange(int(np.prod(shape))).reshape(-1, shape[-1])
         row, column = divmod(rank, shape[-1])
-        shard = ReplicaAxis(grid.tolist(), column, self.device)
-        replicate = ReplicaAxis(grid.T.tolist(), row, self.device) if len(shape) > 1 else None
-        self._axes = [shard] if replicate is None else [replicate, shard]
-        self.region = ReplicaRegion(shard, replicate, grid.size, rank)
-        self._keys = itertools.count()
-
-    def next_key(self) -> int:
-        """Return a number for a bucket."""
-        return next(self._keys)
-
-    def receive_chunks(self, axis: AxisComm) -> int:
-        """The compiler allocates."""
-        del axis
-        return 0
-
-    def process_group(self, axis: int) -> Any:
-        """Refuse: torch_xla has no process groups that could be handed out."""
-        del axis
-        msg = "meshes of XLA devices have no process groups: collectives are part of the graph."
-        raise MeshError(msg)
-
-    def axis(self, axis: int) -> ReplicaAxis:
-        """Return the communicator of one axis."""
-        return self._axes[axis]
-
-    def for_axes(self, axes: Sequence[int]) -> ReplicaBackend:
-        """Refuse parts of a mesh: every replica runs the one program."""
-        if len(axes) == len(self._axes):
-            return self
-        msg = "a mesh of XLA devices has no submeshes: every device runs the same program."
-        raise MeshError(msg)
-
-    def split_axis(self, axis: int, size: int) -> AxisComm:
-        """Refuse."""
-        del axis
-        msg = (
-            f"reshard_after_forward={size} is not supported on XLA devices. Pass True to gather "
-            f"again for backward, or False to keep whole parameters."
-        )
-        raise MeshError(msg)
-
-    def make_lanes(self, axes: Sequence[AxisComm], share: Lanes | None = None) -> Any:
-        """Return lanes; roots need not share them."""
-        del axes, share
-        return XlaLanes(self.region)
-
-    def place(self, piece: Tensor) -> None:
-        """A replica's piece is on its device."""
-
-    def leave_piece(self, part: Tensor) -> Tensor:
-        """Return a piece, of which a replica has its own."""
-        return part
+        shard = ReplicaAxis(grid.tolist(), column, device)
+        replicate = ReplicaAxis(grid.T.tolist(), row, device) if len(shape) > 1 else None
+        axes = [shard] if replicate is None else [replicate, shard]
+        super().__init__(ReplicaRegion(shard, replicate, grid.size, rank), axes)
 
 
 # --- replicas that are threads of one process -----------------------------------------------------
@@ -285,11 +234,11 @@ _gate: threading.Barrier | None = None
 def run_graph() -> None:
     """Run what this replica has traced; wherever graphs hold collectives, call it on all replicas.
 
-    Raises:
-        StateError: On the CPU: another replica did not come.
-
     On the CPU replicas are threads, whose collectives meet only if they come from one compiled
     program: so one thread compiles, the others find it, and nobody traces meanwhile.
+
+    Raises:
+        StateError: On the CPU: another replica did not come.
     """
     num_threads = xr.addressable_device_count()
     if xr.device_type() != "CPU" or num_threads == 1 or xr.world_size() == 1:

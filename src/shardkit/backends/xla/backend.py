@@ -1,0 +1,87 @@
+"""What `Backend`s of both modes have in common."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import MeshError
+from shardkit.backends.xla.lanes import XlaLanes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+    from torch import Tensor
+
+    from shardkit.backends.base import AxisComm, Lanes
+
+
+class XlaBackend:
+    """`Backend` whose collectives are traced.
+
+    Args:
+        region: Where they are.
+        axes: One communicator per mesh axis.
+    """
+
+    host_reads_are_free = False
+    is_traced = True
+    batches_small_groups = False
+    """Batched gathers come before the compute that they are meant to run beside: more memory."""
+    why_no_groups: str
+
+    def __init__(self, region: Any, axes: Sequence[Any]) -> None:
+        self.region = region
+        self.device = region.device
+        self._axes = list(axes)
+        self._keys = itertools.count()
+
+    def next_key(self) -> int:
+        """Return a number for a bucket: equal in equal programs, so that they compile once."""
+        return next(self._keys)
+
+    def receive_chunks(self, axis: AxisComm) -> int:
+        """The compiler allocates."""
+        del axis
+        return 0
+
+    def process_group(self, axis: int) -> Any:
+        """Refuse: there is none that could be handed out."""
+        del axis
+        msg = f"meshes of XLA devices have no process groups: {self.why_no_groups}."
+        raise MeshError(msg)
+
+    def axis(self, axis: int) -> Any:
+        """Return the communicator of one axis."""
+        return self._axes[axis]
+
+    def for_axes(self, axes: Sequence[int]) -> Self:
+        """Refuse parts of a mesh: every device runs the one program."""
+        if len(axes) == len(self._axes):
+            return self
+        msg = "a mesh of XLA devices has no submeshes: every device runs the same program."
+        raise MeshError(msg)
+
+    def split_axis(self, axis: int, size: int) -> AxisComm:
+        """Refuse."""
+        del axis
+        msg = (
+            f"reshard_after_forward={size} is not supported on XLA devices. Pass True to gather "
+            f"again for backward, or False to keep whole parameters."
+        )
+        raise MeshError(msg)
+
+    def make_lanes(self, axes: Sequence[AxisComm], share: Lanes | None = None) -> Any:
+        """Return lanes; roots need not share them."""
+        del axes, share
+        return XlaLanes(self.region)
+
+    def place(self, piece: Tensor) -> None:
+        """Have a piece spread over the devices of this process."""
+        self.region.spread(piece)
+
+    def leave_piece(self, part: Tensor) -> Tensor:
+        """Return the piece of which a rank has `part`."""
+        result: Tensor = self.region.leave_piece(part)
+        return result

@@ -1,0 +1,29 @@
+"""Python processes of their own, for what can be chosen only before torch_xla is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import typing
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run_python(
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    *,
+    most_seconds: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with what can be imported here, not in SPMD mode."""
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_USE_SPMD"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=most_seconds,
+        check=False,
+    )
