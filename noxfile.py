@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import nox
@@ -136,7 +137,17 @@ def resume(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure time and memory against torch; arguments after `--` go to benchmarks/run.py."""
+    """Measure time and memory against torch; arguments after `--` go to benchmarks/run.py.
+
+    If the first one is `gpu` or a case of it, the environment nox runs in is used, as by the
+    session `gpu`, whatever the options: its torch suits the driver.
+    """
+    if session.posargs and session.posargs[0].startswith("gpu"):
+        if find_spec("torch") is None:
+            session.skip(f"{sys.executable} has no torch: install nox where the torch for GPUs is")
+        outer = (sys.executable, "benchmarks/run.py", *session.posargs)
+        session.run(*outer, external=True, env={"PYTHONPATH": "src"})
+        return
     install(session, "test")
     session.run("pytest", "-q", "-o", "pythonpath=benchmarks", "benchmarks")
     session.run("python", "benchmarks/run.py", *session.posargs)

@@ -1,13 +1,16 @@
 """Everything that can be benchmarked, by name. A new case is one more line of the table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from checkpoint_case import CheckpointCase
-from contenders import Workload
+from contenders import FSDP2, PLAIN, SHARDKIT, Workload
+from llama import LlamaShape
 from models import GPTShape
+from one_card_cases import FakeCase, OneRankCase
 from overhead_case import OverheadCase
 from report import Report
 from rounds import Settings
@@ -31,6 +34,16 @@ _D1024 = GPTShape(dim=1024, num_layers=6, num_heads=16, batch=2, sequence=128)
 _SMALL = GPTShape(dim=64, num_layers=48, num_heads=2, batch=2, sequence=32)
 _XLA = GPTShape(dim=128, num_layers=6, num_heads=4, batch=2, sequence=64)
 _TINY = GPTShape(dim=16, num_layers=48, num_heads=1, batch=1, sequence=4)
+
+# Layers of Llama 2 7B, few enough for three trainings side by side in 80 GB.
+_LLAMA = LlamaShape(
+    dim=4096, hidden=11008, num_layers=4, num_heads=32, batch=2, sequence=2048, vocab=32000
+)
+_SMALL_LLAMA = LlamaShape(
+    dim=512, hidden=1376, num_layers=24, num_heads=8, batch=1, sequence=16, vocab=512
+)
+_BF16 = Workload(_LLAMA, stored_dtype=torch.bfloat16, reduce_dtype=None)
+_MASTERS = Workload(_LLAMA, param_dtype=torch.bfloat16)
 
 CASES: Mapping[str, Case] = {
     "gpt-d512": TrainingCase(
@@ -70,4 +83,32 @@ CASES: Mapping[str, Case] = {
         num_devices=2,
         shape=_XLA,
     ),
+    "gpu-bf16": OneRankCase(
+        "gpu-bf16: a world of one rank, 4 layers of 4096, 2 x 2048 tokens, bf16 parameters",
+        _BF16,
+        (PLAIN, FSDP2, SHARDKIT),
+    ),
+    "gpu-bf16-compiled": OneRankCase(
+        "gpu-bf16-compiled: the same, torch.compile of each layer",
+        replace(_BF16, compiled=True),
+        (PLAIN, FSDP2, SHARDKIT),
+    ),
+    "gpu-fp32": OneRankCase(
+        "gpu-fp32: the same model, fp32 parameters, bf16 compute, fp32 reduction",
+        _MASTERS,
+        (FSDP2, SHARDKIT),
+    ),
+    "gpu-fp32-compiled": OneRankCase(
+        "gpu-fp32-compiled: the same, torch.compile of each layer",
+        replace(_MASTERS, compiled=True),
+        (FSDP2, SHARDKIT),
+    ),
+    "gpu-fake": FakeCase(
+        "gpu-fake: one rank of a fake group, the model of gpu-fp32; host: 24 layers of 512",
+        _MASTERS,
+        replace(_MASTERS, shape=_SMALL_LLAMA),
+        (8, 64, 512),
+    ),
 }
+ONE_CARD = frozenset(name for name in CASES if name.startswith("gpu-"))
+GROUPS: Mapping[str, Sequence[str]] = {"gpu": [name for name in CASES if name in ONE_CARD]}

@@ -1,4 +1,4 @@
-"""What is compared: shardkit, torch FSDP2, torch DDP, and the floor below all of them.
+"""What is compared: shardkit, torch FSDP2, torch DDP, the floor below all, and plain torch.
 
 All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``. In mixed
 precision they cannot all do the same arithmetic, so each takes the nearest that it offers:
@@ -10,6 +10,7 @@ torch DDP   autocast over fp32 parameters. DDP keeps no fp32 copy of low-precisi
             parameters, so this is how it is used: every weight is cast again in every
             forward, and norms and gradients stay fp32
 floor       a model in ``param_dtype``, its 1/N of optimizer state in fp32
+plain torch nothing: where it takes part the parameters are stored in the dtype of the compute
 =========== ============================================================================
 """
 
@@ -26,12 +27,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from llama import Llama, LlamaShape
 from models import GPT, GPTShape
 
 SHARDKIT = "shardkit"
 FSDP2 = "torch FSDP2"
 DDP = "torch DDP"
 FLOOR = "floor"
+PLAIN = "plain torch"
+
+CONTENDERS = (SHARDKIT, FSDP2, DDP, FLOOR)
+
+Model = GPT | Llama
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,17 @@ class Workload:
 
     Attributes:
         shape: Sizes of the model and of a rank's batch.
-        param_dtype: Compute dtype of mixed precision; None trains in fp32 throughout.
+        param_dtype: Compute dtype of mixed precision; None computes as the parameters are stored.
+        stored_dtype: Of the parameters, hence of the optimizer; None: fp32.
+        reduce_dtype: Of gradients on the wire; None: as they are computed.
+        compiled: Whether the forward of each layer is compiled by itself.
     """
 
-    shape: GPTShape
+    shape: GPTShape | LlamaShape
     param_dtype: torch.dtype | None = None
+    stored_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = torch.float32
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,12 @@ def build(name: str, workload: Workload, device: torch.device) -> Trainer:
     """
     torch.manual_seed(0)
     with device:
-        model = GPT(workload.shape)
+        model = workload.shape.build()
+    model.to(workload.stored_dtype)
+    if workload.compiled:
+        for block in model.blocks:
+            # Not the module: the hooks of those who shard stay outside of the graph, for all alike.
+            block.forward = torch.compile(block.forward, fullgraph=True)
     return _BUILDERS[name](model, workload, device)
 
 
@@ -97,7 +115,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=3e-4, foreach=True)
 
 
-def _shard_by_block(model: GPT, shard: Callable[[nn.Module], object]) -> Trainer:
+def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Trainer:
     """Make each block a group, and the embeddings, last norm and head the root's."""
     for block in model.blocks:
         shard(block)
@@ -105,7 +123,7 @@ def _shard_by_block(model: GPT, shard: Callable[[nn.Module], object]) -> Trainer
     return Trainer(model, _adamw(model.parameters()))
 
 
-def _shardkit(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer:
     # Here, not above: the other contenders can be measured without it.
     import shardkit
 
@@ -113,18 +131,20 @@ def _shardkit(model: GPT, workload: Workload, device: torch.device) -> Trainer:
         device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
     )
     policy = shardkit.MixedPrecisionPolicy(
-        param_dtype=workload.param_dtype, reduce_dtype=torch.float32
+        param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
     return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
 
 
-def _fsdp2(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+def _fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    policy = MixedPrecisionPolicy(param_dtype=workload.param_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
+    )
     return _shard_by_block(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
 
 
-def _ddp(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+def _ddp(model: Model, workload: Workload, device: torch.device) -> Trainer:
     # Gradients that are views of the buckets spare DDP one copy of them: its best case.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     trainer_for = partial(Trainer, replica, _adamw(replica.parameters()))
@@ -133,7 +153,7 @@ def _ddp(model: GPT, workload: Workload, device: torch.device) -> Trainer:
     return trainer_for(partial(torch.autocast, device.type, dtype=workload.param_dtype))
 
 
-def _floor(model: GPT, workload: Workload, device: torch.device) -> Trainer:
+def _floor(model: Model, workload: Workload, device: torch.device) -> Trainer:
     """Compute as on one device and update 1/N of the state, with nothing communicated.
 
     The updates go to copies, by constant gradients, and never reach the model: the cost is that
@@ -159,10 +179,15 @@ def _first_part(parameters: list[nn.Parameter], parts: int) -> list[nn.Parameter
     return pieces
 
 
-_BUILDERS: dict[str, Callable[[GPT, Workload, torch.device], Trainer]] = {
+def _plain(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    del workload, device
+    return Trainer(model, _adamw(model.parameters()))
+
+
+_BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     SHARDKIT: _shardkit,
     FSDP2: _fsdp2,
     DDP: _ddp,
     FLOOR: _floor,
+    PLAIN: _plain,
 }
-CONTENDERS = tuple(_BUILDERS)

@@ -79,6 +79,11 @@ class CudaClock:
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
 
 
+def clock_for(device: torch.device) -> Clock:
+    """Return a clock of the work on a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
 class Training:
     """A trainer and the one batch that this rank feeds it, over and over."""
 
@@ -108,6 +113,11 @@ class Training:
         self._trainer.model.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def pieces(self) -> list[torch.Tensor]:
+        """Return what this rank holds of the parameters, to be written to."""
+        parameters = list(self._trainer.model.parameters())
+        return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in parameters]
+
 
 class TimedRank:
     """One contender on one rank, timed in blocks of steps."""
@@ -120,7 +130,7 @@ class TimedRank:
 
     def block(self, num_steps: int) -> StepTimes:
         """Time steps that follow an untimed one, which warms what other contenders left cold."""
-        clock: Clock = CudaClock() if self._device.type == "cuda" else HostClock()
+        clock = clock_for(self._device)
         self._training.step()
         self._wait_for_all()
         for _ in range(num_steps):

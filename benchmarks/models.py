@@ -27,6 +27,10 @@ class GPTShape:
     sequence: int
     vocab: int = 256
 
+    def build(self) -> "GPT":
+        """Make the model on the current default device."""
+        return GPT(self)
+
 
 class Block(nn.Module):
     """Pre-norm attention and a four times wider MLP, both residual."""

@@ -32,7 +32,12 @@ class Ranks:
     """
 
     def __init__(
-        self, world_size: int, device_type: str, factory: Callable[..., object], *args: object
+        self,
+        world_size: int,
+        device_type: str,
+        factory: Callable[..., object],
+        *args: object,
+        fake_size: int | None = None,
     ) -> None:
         """Start the ranks and wait until every one has made its object.
 
@@ -42,6 +47,8 @@ class Ranks:
                 each).
             factory: Made in each rank; it and ``args`` are pickled by reference.
             args: For the factory, after the rank's device.
+            fake_size: Of a fake process group, whose collectives move nothing between processes:
+                every process is rank 0 of that many.
 
         Raises:
             RankError: If a rank fails.
@@ -52,7 +59,7 @@ class Ranks:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            seat = _Seat(rank, world_size, device_type, f"{self._store.name}/store")
+            seat = _Seat(rank, world_size, device_type, f"{self._store.name}/store", fake_size)
             process = context.Process(
                 target=_serve, args=(theirs, seat, factory, args), daemon=True
             )
@@ -124,6 +131,7 @@ class _Seat:
     world_size: int
     device_type: str
     store: str
+    fake_size: int | None
 
 
 def _serve(
@@ -147,6 +155,8 @@ def _serve(
 
 
 def _join(seat: _Seat) -> torch.device:
+    if seat.fake_size is not None:
+        return _join_fake(seat.device_type, seat.fake_size)
     join = partial(
         dist.init_process_group,
         init_method=f"file://{seat.store}",
@@ -164,3 +174,15 @@ def _join(seat: _Seat) -> torch.device:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     join("gloo")
     return torch.device("cpu")
+
+
+def _join_fake(device_type: str, size: int) -> torch.device:
+    # Here, not above: the import changes torch.distributed.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if device_type == "cuda":
+        torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    return torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")

@@ -35,6 +35,12 @@ class Spread:
         pairs = zip(values, references, strict=True)
         return cls.of([value / reference for value, reference in pairs])
 
+    @classmethod
+    def of_medians(cls, values: Sequence[float], references: Sequence[float]) -> Self:
+        """Divide the medians; the range is that of the ratios taken in the same rounds."""
+        paired = cls.of_ratios(values, references)
+        return cls(median(values) / median(references), paired.low, paired.high)
+
     def __format__(self, spec: str) -> str:
         """Show the median and the range, each by a format for floats."""
         return f"{self.median:{spec}} ({self.low:{spec}}..{self.high:{spec}})"
@@ -52,10 +58,10 @@ class Target:
     what: str
     limit: float
 
-    def verdict(self, got: float) -> str:
+    def verdict(self, got: float, digits: int = 2) -> str:
         """Say whether a measurement is within the limit."""
         met = "met" if got <= self.limit else "not met"
-        return f"Target: {self.what} at most {self.limit:.2f}. Measured: {got:.2f}, {met}"
+        return f"Target: {self.what} at most {self.limit:.2f}. Measured: {got:.{digits}f}, {met}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Report:
         rows: Cells, by row.
         notes: Sentences below the table.
         measured: Every measurement behind the table, ready for JSON.
+        failures: Why the table is not to be trusted; the run fails.
     """
 
     title: str
@@ -75,12 +82,14 @@ class Report:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     measured: dict[str, Any] = field(default_factory=dict)
+    failures: Sequence[str] = ()
 
     def markdown(self) -> str:
         """Write the title, the table and the notes."""
         rule = ["---", *("---:" for _ in self.columns[1:])]
         table = ("| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows))
-        notes = (f"- {note}" for note in self.notes)
+        failures = (f"FAILED: {failure}" for failure in self.failures)
+        notes = (f"- {note}" for note in (*failures, *self.notes))
         return "\n".join([f"### {self.title}", "", *table, "", *notes, ""])
 
 
@@ -98,6 +107,8 @@ def environment() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         described["gpu"] = torch.cuda.get_device_name()
+        described["cuda"] = str(torch.version.cuda)
+        described["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return described
 
 

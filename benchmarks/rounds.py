@@ -25,6 +25,7 @@ class Settings:
         device_type: ``"cpu"`` or ``"cuda"``.
         world_size: Ranks of every contender.
         state_gb: Bytes of a checkpoint, in 10^9.
+        small: Whether the cases of one card train tiny models, to see that they run.
     """
 
     num_rounds: int
@@ -32,6 +33,7 @@ class Settings:
     device_type: str
     world_size: int
     state_gb: float = 1.0
+    small: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,68 +1,105 @@
 """Measure shardkit against torch FSDP2 and DDP on this machine.
 
 python benchmarks/run.py [case ...] [--rounds N] [--steps N] [--gb GB] [--device cpu|cuda]
-    [--json FILE]
+    [--small] [--json FILE]
 """
 
 import argparse
 import json
 import logging
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from cases import CASES
-from report import environment
+from cases import CASES, GROUPS, ONE_CARD
+from ranks import RankError
+from report import Report, environment
 from rounds import Settings
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Run the chosen cases; write tables to standard output, progress to standard error."""
+    """Run the chosen cases; write tables to standard output, progress to standard error.
+
+    The exit status is 1 if a case failed; those after it run all the same.
+    """
     options = _parse(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = Settings(
-        num_rounds=options.rounds,
-        num_steps=options.steps,
-        device_type=options.device,
-        state_gb=options.gb,
-        world_size=2 if options.device == "cpu" else torch.cuda.device_count(),
-    )
     header = environment()
     _write("".join(f"- {key}: {value}\n" for key, value in header.items()))
     reports = {}
-    for name in options.cases:
+    for name in _without_card_cases(options):
         _log.info("case %s", name)
-        reports[name] = CASES[name].run(settings)
+        begin = time.monotonic()
+        reports[name] = _run(name, options)
         _write(reports[name].markdown())
+        _log.info("case %s took %.0f s", name, time.monotonic() - begin)
     if options.json:
         found = {name: asdict(report) for name, report in reports.items()}
         text = json.dumps({"environment": header, "cases": found}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
+    sys.exit(1 if any(report.failures for report in reports.values()) else 0)
+
+
+def _without_card_cases(options: argparse.Namespace) -> list[str]:
+    """Return the cases that can run here; say why the others cannot."""
+    cases: list[str] = options.cases
+    if options.device == "cpu" or torch.cuda.is_available() or ONE_CARD.isdisjoint(cases):
+        return cases
+    skipped = [name for name in cases if name in ONE_CARD]
+    _write(f"skipped: {', '.join(skipped)}: torch {torch.__version__} sees no CUDA device\n")
+    return [name for name in cases if name not in ONE_CARD]
+
+
+def _run(name: str, options: argparse.Namespace) -> Report:
+    device_type = options.device or ("cuda" if name in ONE_CARD else "cpu")
+    settings = Settings(
+        num_rounds=options.rounds,
+        num_steps=options.steps,
+        device_type=device_type,
+        state_gb=options.gb,
+        world_size=2 if device_type == "cpu" else torch.cuda.device_count(),
+        small=options.small,
+    )
+    try:
+        return CASES[name].run(settings)
+    except RankError as error:
+        return Report(CASES[name].summary, ("contender",), (), failures=(str(error),))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    listing = "\n".join(f"  {name:14} {case.summary}" for name, case in CASES.items())
+    listing = "\n".join(f"  {name:18} {case.summary}" for name, case in CASES.items())
+    groups = "\n".join(f"  {name:18} {', '.join(cases)}" for name, cases in GROUPS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"cases:\n{listing}",
+        epilog=f"cases:\n{listing}\n\ngroups of them:\n{groups}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cases", nargs="*", metavar="case", help="default: all")
+    parser.add_argument("cases", nargs="*", metavar="case", help="default: all but gpu")
     parser.add_argument("--rounds", type=int, default=7, help="turns per contender (7)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per turn (5)")
     parser.add_argument("--gb", type=float, default=1.0, help="state to be saved, in GB (1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda for the cases of gpu, else cpu"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models in the cases of gpu, to see that they run"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     options = parser.parse_args(arguments)
-    options.cases = options.cases or list(CASES)
+    chosen = options.cases or [name for name in CASES if name not in ONE_CARD]
+    options.cases = [name for case in chosen for name in GROUPS.get(case, [case])]
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    if options.device == "cuda" and not torch.cuda.is_available():
+    others = set(options.cases) - ONE_CARD
+    if others and options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
+    if options.device == "cpu" and not options.small and len(others) < len(set(options.cases)):
+        parser.error("the cases of gpu run on the CPU with --small only")
     return options
 
 

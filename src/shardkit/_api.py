@@ -16,7 +16,7 @@ from shardkit import _pickling, _torch_state_dicts  # noqa: F401
 from shardkit._deferred_sharding import execute_sharding
 from shardkit._errors import MeshError, WrapError
 from shardkit._freed import is_unsharded
-from shardkit._group import Group
+from shardkit._group import Group, move_buffers
 from shardkit._hooks import ModuleState, get_state
 from shardkit._module import own_class, swap_class
 from shardkit._places import FoundParam
@@ -116,7 +116,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     _check_ties(modules, ignored)
     candidates = list(_find_params(modules, ignored))
     _check_not_taken(modules, candidates)
-    shard_mesh = as_device_mesh(mesh, device_type=_device_type(candidates))
+    shard_mesh = as_device_mesh(mesh, device_type=_device_type(candidates, offload_policy))
     _check_mesh(shard_mesh)
     reshard = _checked_reshard(reshard_after_forward, shard_mesh)
     _check_params(candidates, shard_mesh, offload_policy)
@@ -135,6 +135,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         )
         group.adopt_params()
     for each in modules:
+        move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:
             _cast_buffers(each, mp_policy.buffer_dtype)
         ModuleState(each, group, mp_policy).install()
@@ -326,11 +327,16 @@ def _find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterat
     yield from found.values()
 
 
-def _device_type(found: list[FoundParam]) -> str:
-    for item in found:
-        if item.param.device.type != "meta":
-            return item.param.device.type
-    return "cuda" if found and torch.cuda.is_available() else "cpu"
+def _device_type(found: list[FoundParam], offload: OffloadPolicy) -> str:
+    """Return the device type of the default mesh."""
+    types = [item.param.device.type for item in found]
+    type_ = next((each for each in types if each != "meta"), None)
+    may_be_moved = type_ is None or (type_ == "cpu" and isinstance(offload, CPUOffloadPolicy))
+    if found and may_be_moved and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return accelerator.type
+    return type_ or "cpu"
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -350,9 +356,13 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    may_be_on_host = isinstance(offload, CPUOffloadPolicy)
+    may_be_offloaded = isinstance(offload, CPUOffloadPolicy)
     for item in found:
         param = item.param
+        has_own_memory = mesh.backend.has_own_memory
+        may_be_on_host = may_be_offloaded or has_own_memory
+        if has_own_memory and param.device.type == mesh.device_type:
+            _check_current_device(item.name, param, mesh)
         if param.device.type not in (mesh.device_type, "meta") and not (
             may_be_on_host and param.device.type == "cpu"
         ):
@@ -375,6 +385,20 @@ def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPol
                 f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
             )
             raise WrapError(msg)
+
+
+def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Raise if a parameter is on another card than the one that this process communicates from."""
+    current = mesh.backend.device
+    if param.device != current:
+        kind = mesh.device_type
+        msg = (
+            f"parameter {name!r} is on {param.device}, but the current device of this process is "
+            f"{current}: its collectives would run there, as those of other ranks that never chose "
+            f"a device. Call torch.{kind}.set_device({param.device.index}), as a rule "
+            f"torch.{kind}.set_device(int(os.environ['LOCAL_RANK'])), before the mesh is made."
+        )
+        raise WrapError(msg)
 
 
 def _check_reparametrized(found: list[FoundParam]) -> None:

@@ -111,7 +111,9 @@ class Bucket:
         is_meta = first.device.type == "meta"
         self.device = first.device if is_meta else mesh.backend.device
         self.shard_device = first.device if is_meta else self.home
-        self.is_offloaded = self.shard_device != self.device
+        self.is_offloaded = wants_host and not is_meta and mesh.backend.has_own_memory
+        self.is_pinned = self.is_offloaded and bool(getattr(offload, "pin_memory", False))
+        self.copies_gradients_together = mesh.backend.copies_gradients_together
         self._kept_part: _KeptPart | None = None
         self._gathered_version = -1
         self._prepare()
@@ -162,6 +164,7 @@ class Bucket:
             axis=self.axis,
             name=self.found[index].name,
             siblings=siblings,
+            home=self.home,
             tensor_parallel=self.tensor_parallel[index],
             subclass=self.subclass,
         )
@@ -190,12 +193,12 @@ class Bucket:
         return part
 
     def _cut_shard(self) -> Tensor:
-        shard = torch.zeros(
-            self.layout.shard_numel,
-            dtype=self.orig_dtype,
-            device=self.shard_device,
-            pin_memory=self._is_pinned,
-        )
+        numel = self.layout.shard_numel
+        if self.is_offloaded:
+            backend = self.mesh.backend
+            shard: Tensor = backend.zeros_on_host(numel, self.orig_dtype, pinned=self.is_pinned)
+        else:
+            shard = torch.zeros(numel, dtype=self.orig_dtype, device=self.shard_device)
         for i, found in enumerate(self.found):
             param = found.param.detach()
             if isinstance(param, ShardedTensor):
@@ -206,10 +209,6 @@ class Bucket:
             to_start, to_stop = self.layout.shard_range(i, self.axis.rank)
             shard[to_start:to_stop] = piece
         return shard
-
-    @property
-    def _is_pinned(self) -> bool:
-        return self.is_offloaded and bool(getattr(self.offload, "pin_memory", False))
 
     def piece(self, flat: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized `flat` that belongs to parameter `index`."""
@@ -396,7 +395,7 @@ class Bucket:
         assert self.buffer is not None
         self._gathered_version = self.shard_version
         self._show_classes()
-        return self.buffer.attach(pool, for_compute=False)
+        return self.buffer.attach(pool)
 
     def detach(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back; its readers are done at `fence`."""
@@ -408,7 +407,7 @@ class Bucket:
         """Return what the backend has to gather: over the shard axis, or what `keep_part` left."""
         part = self._kept_part
         if part is None:
-            return [Gather(self.full, self.own, self.shard, comm)]
+            return [Gather(self.full, self.own, self.shard, comm, is_on_host=self.is_offloaded)]
         return [Gather(self.full, self._range_of(part.axis), part.values, comm)]
 
     def finish_gather(self) -> None:

@@ -142,8 +142,26 @@ def default_store() -> Any:
 
 
 def process_group_backend(group: Any, device: torch.device) -> Any:
-    """Return the engine behind a process group, which may offer memory for its collectives."""
-    return group._get_backend(device)
+    """Return the engine behind a process group for a device type; None if it has none."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:  # "No backend type associated with device type"
+        return None
+
+
+def coalesced(group: Any) -> Any:
+    """Return a context whose all-gathers travel as one collective; no public way in 2.13."""
+    return c10d._coalescing_manager(group)
+
+
+def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors in place, each from its source, by few kernels on an accelerator."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_add(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add to tensors in place, to each its source, by few kernels on an accelerator."""
+    torch._foreach_add_(list(targets), list(sources))
 
 
 def register_foreach_class(cls: type[Tensor]) -> None:

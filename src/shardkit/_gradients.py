@@ -4,8 +4,9 @@
 - unsharded gradient: what autograd leaves in ``.grad`` of an unsharded parameter; taken from it at
   once.
 - send buffer: 1-D per bucket, ``layout.padded_numel``, `reduce_dtype`; the unsharded gradients are
-  copied into it as they come. Layers copy at once. A root, whose gradients come at both ends of
-  backward, holds them until the last one has come, so that its send buffer exists only shortly.
+  copied into it as they come. Layers copy at once on the CPU. A root, whose gradients come at both
+  ends of backward, holds them until the last one has come, so that its send buffer exists only
+  shortly; so does a layer where launching a kernel for each gradient would cost more.
 - receive buffer: what other ranks send, where the backend does the sum itself.
 - unsynced: while gradients are not synced, the send buffer stays, and is added to.
 - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
@@ -27,11 +28,12 @@ from shardkit._sharded import ShardedTensor, ShardSpec
 from shardkit.backends.base import Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
     from shardkit._bucket import Bucket
+    from shardkit._layout import FlatLayout
     from shardkit._memory import SlotPool
     from shardkit._settings import CommSettings
     from shardkit.backends.base import AxisComm, Lanes, ReduceHandle
@@ -68,6 +70,14 @@ class SendBuffer:
         self.flat.set_(self._send.storage, 0, (layout.padded_numel,), (1,))
         places = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
         self.slots = [self.flat[at : at + numel].view(shape) for at, numel, shape in places]
+        gaps = _gaps(layout) if bucket.copies_gradients_together else []
+        self._gaps = [self.flat[start:stop] for start, stop in gaps]
+        self._zeros: list[Tensor] = []
+        if gaps:
+            longest = max(stop - start for start, stop in gaps)
+            zeros = torch.zeros(longest, dtype=bucket.param_dtype, device=device)
+            self._zeros = [zeros[: stop - start] for start, stop in gaps]
+        self._has_open_gaps = True
         self._send.close()
         self._receive = Buffer(receive_numel * dtype.itemsize, device) if receive_numel else None
         self.received: Tensor | None = None
@@ -93,31 +103,61 @@ class SendBuffer:
             self.written.add(index)
             slot.copy_(grad)
 
+    def write_all(self, grads: Mapping[int, Tensor], lanes: Lanes, pool: SlotPool) -> None:
+        """Write several gradients, by few kernels, and zeros between the slots."""
+        self.open(lanes, pool)
+        again = [index for index in grads if index in self.written]
+        if again:
+            _compat.foreach_add([self.slots[i] for i in again], [grads[i] for i in again])
+        new = [index for index in grads if index not in self.written]
+        targets, sources = [self.slots[i] for i in new], [grads[i] for i in new]
+        if self._has_open_gaps:
+            self._has_open_gaps = False
+            targets += self._gaps
+            sources += self._zeros
+        if targets:
+            _compat.foreach_copy(targets, sources)
+        self.written.update(new)
+
     def open(self, lanes: Lanes, pool: SlotPool) -> None:
         """Get memory to write gradients into, if there is none."""
         if not self._send.has_memory:
-            lanes.wait_fence(self._send.attach(pool, for_compute=True))
+            lanes.wait_fence(self._send.attach(pool))
+            self._has_open_gaps = True
 
     def complete(self, lanes: Lanes, pool: SlotPool) -> None:
         """Make ready to send: zeros where nothing was written, room for what comes."""
         self.open(lanes, pool)
-        for index, slot in enumerate(self.slots):
-            if index not in self.written:
-                slot.zero_()
+        if not self.written:
+            self.flat.zero_()
+        else:
+            for index, slot in enumerate(self.slots):
+                if index not in self.written:
+                    slot.zero_()
         self.written.clear()
         if self._receive is not None:
-            lanes.wait_fence(self._receive.attach(pool, for_compute=True))
+            lanes.wait_fence(self._receive.attach(pool))
 
-    def close_send(self, pool: SlotPool, fence: Any) -> None:
+    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
         """Give the send buffer's memory back; what was started is done at `fence`."""
         if self._send.has_memory:
-            self._send.detach(pool, fence, by_compute=False)
+            self._send.detach(pool, fence, by_compute=by_compute)
         self.written.clear()
 
     def close_receive(self, pool: SlotPool) -> None:
         """Give the receive buffer's memory back; the host waited for it."""
         if self._receive is not None and self._receive.has_memory:
             self._receive.detach(pool, None, by_compute=False)
+
+
+def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
+    """Return the ranges of the flat space that no parameter takes."""
+    gaps, at = [], 0
+    for start, numel in sorted(zip(layout.offsets, layout.numels, strict=True)):
+        gaps.append((at, start))
+        at = max(at, start + numel)
+    gaps.append((at, layout.padded_numel))
+    return [(start, stop) for start, stop in gaps if start < stop]
 
 
 @dataclass(slots=True)
@@ -165,7 +205,9 @@ class GroupGradients:
         self._receive_chunks = receive_chunks
         self._num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
         self._weight = weight
-        self._may_be_local = self._num_ranks == 1 and all(b.keeps_flats for b in buckets)
+        self._may_be_local = self._num_ranks == 1 and all(
+            bucket.keeps_flats and not bucket.is_offloaded for bucket in buckets
+        )
         self.fired = [bytearray(len(bucket.found)) for bucket in buckets]
         self._held: list[dict[int, Tensor]] = [{} for _ in buckets]
         self._buffers: list[SendBuffer | None] = [None] * len(buckets)
@@ -255,8 +297,8 @@ class GroupGradients:
             grad = bucket.part_of_gradient(index, grad)
         if grad.requires_grad:
             grad = grad.detach()
-        if grad.dtype is not bucket.orig_dtype or bucket.is_offloaded:
-            grad = grad.to(bucket.shard_device, bucket.orig_dtype)
+        if grad.dtype is not bucket.orig_dtype:
+            grad = grad.to(bucket.orig_dtype)
         piece = grad if grad.ndim == 1 else grad.reshape(-1)
         if self._comm.divide_factor is not None:
             piece = piece / self._comm.divide_factor
@@ -267,6 +309,9 @@ class GroupGradients:
         for bucket_index, held in enumerate(self._held):
             if held:
                 buffer = self._buffer(bucket_index)
+                if self._buckets[bucket_index].copies_gradients_together:
+                    buffer.write_all(held, lanes, pool)
+                    held.clear()
                 while held:
                     index, grad = held.popitem()
                     buffer.write(index, grad, lanes, pool)
@@ -322,7 +367,8 @@ class GroupGradients:
                     shard_axis=self._shard_axis,
                     replicate_axis=self._replicate_axis if all_reduce else None,
                     carry=self._partials.pop(i, None),
-                    out_device=bucket.device if self._is_partial else bucket.shard_device,
+                    is_to_host=bucket.is_offloaded and not self._is_partial,
+                    is_pinned=bucket.is_pinned,
                     comm=self._comm.reduce_scatter,
                     hook=None if self._is_partial else self._comm.all_reduce_hook,
                     hook_stream=self._comm.all_reduce_hook_stream,
@@ -339,10 +385,10 @@ class GroupGradients:
         started = _Started(handle, first, self._sending, self._is_partial, is_sent)
         self._started.append(started)
 
-    def _close_send(self, pool: SlotPool, fence: Any) -> None:
+    def _close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
         for buffer in self._buffers:
             if buffer is not None:
-                buffer.close_send(pool, fence)
+                buffer.close_send(pool, fence, by_compute=by_compute)
 
     @property
     def is_reducing(self) -> bool:
@@ -354,7 +400,7 @@ class GroupGradients:
         for started in self._started:
             if not started.is_sent:
                 started.handle.wait_sent()
-                self._close_send(pool, None)
+                self._close_send(pool, started.handle.fence)
                 started.is_sent = True
 
     def finish_reduce(self, pool: SlotPool) -> None:
@@ -364,7 +410,8 @@ class GroupGradients:
             last = started.first + len(started.buckets)
             outs = started.handle.wait()[started.first : last]
             if not started.is_sent:
-                self._close_send(pool, None)
+                self._close_send(pool, started.handle.fence)
+            pool.passed(started.handle.fence)
             for buffer in self._buffers:
                 if buffer is not None:
                     buffer.close_receive(pool)
@@ -377,6 +424,12 @@ class GroupGradients:
     def _assign(self, bucket_index: int, out: Tensor) -> None:
         bucket, fired = self._buckets[bucket_index], self.fired[bucket_index]
         flat = out if bucket.keeps_flats else None
+        if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
+            before.add_(flat)
+            for found in bucket.found:
+                for hook in _compat.post_accumulate_grad_hooks(found.param):
+                    hook(found.param)
+            return
         for index, found in enumerate(bucket.found):
             piece = bucket.piece(out, index)
             if fired[index]:
@@ -413,8 +466,9 @@ class GroupGradients:
         """Drop everything that is not in a ``.grad`` yet, after an exception."""
         for started in self._started:
             started.handle.wait()
+            pool.passed(started.handle.fence)
         self._started.clear()
-        self._close_send(pool, None)
+        self._close_send(pool, pool.fence(), by_compute=True)  # Compute waits for all streams.
         for buffer in self._buffers:
             if buffer is not None:
                 buffer.close_receive(pool)
@@ -423,6 +477,19 @@ class GroupGradients:
         for held in self._held:
             held.clear()
         self.forget_fired()
+
+
+def _flat_of_grads(bucket: Bucket) -> Tensor | None:
+    """Return the one tensor of which all gradients of a bucket are views, laid out as its shard."""
+    grads: list[Any] = [found.param.grad for found in bucket.found]
+    flat: Tensor | None = getattr(grads[0], "flat", None)
+    is_one = flat is not None and all(
+        type(grad) is ShardedTensor and grad.flat is flat and grad.flat_start == 0 for grad in grads
+    )
+    if not is_one or flat is None:
+        return None
+    has_room = flat.numel() == bucket.layout.shard_numel and flat.dtype == bucket.orig_dtype
+    return flat if has_room else None
 
 
 def start_reduce(many: Sequence[tuple[GroupGradients, bool]], lanes: Lanes, pool: SlotPool) -> None:

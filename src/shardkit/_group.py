@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardkit._places import FoundParam
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._settings import GroupSettings
-    from shardkit.backends.base import AxisComm, Gather, Handle, Lanes
+    from shardkit.backends.base import AxisComm, Backend, Gather, Handle, Lanes
 
 
 class Group(CopiedGroup):
@@ -119,6 +119,8 @@ class Group(CopiedGroup):
             )
             raise StateError(msg)
         self.buckets = [rebuild(bucket, bucket.found) for bucket in self.buckets]
+        for module in self.modules:
+            move_buffers(module, self.mesh.backend)  # After `to_empty(device="cpu")`.
         self._make_gradients()
 
     def param_attributes(self) -> list[dict[str, Any]]:
@@ -386,6 +388,20 @@ class Group(CopiedGroup):
             for bucket in self.buckets
             for i, found in enumerate(bucket.found)
         ]
+
+
+def move_buffers(module: nn.Module, backend: Backend) -> None:
+    """Move a module's buffers from the host to where its forward runs, as FSDP2 does.
+
+    With offloaded parameters the module as a whole stays on the host; so may models be that are
+    made there and sharded over an accelerator.
+    """
+    if not backend.has_own_memory:
+        return
+    for child in module.modules():
+        for name, buffer in child._buffers.items():  # noqa: SLF001 - named_buffers skips None
+            if buffer is not None and buffer.device.type == "cpu":
+                child._buffers[name] = buffer.to(backend.device)  # noqa: SLF001
 
 
 def start_unshard(groups: Sequence[Group], axis: AxisComm, lanes: Lanes, pool: SlotPool) -> None:

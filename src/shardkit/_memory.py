@@ -35,13 +35,13 @@ class Slot:
         storage: Holds the memory while the slot is free, is empty while it is used.
         nbytes: Size.
         free_after: Fence after which the memory may be written.
-        by_compute: The fence is one of the compute stream.
+        is_passed: The compute stream has come past the fence.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
     free_after: Any
-    by_compute: bool = True
+    is_passed: bool = True
 
 
 class Buffer:
@@ -68,15 +68,10 @@ class Buffer:
         """Whether the views may be used."""
         return self._slot is not None
 
-    def attach(self, pool: SlotPool, *, for_compute: bool) -> Any:
-        """Get memory; return the fence after which it may be written.
-
-        Args:
-            pool: Where from.
-            for_compute: The compute stream writes it, and should rather not wait for a collective.
-        """
+    def attach(self, pool: SlotPool) -> Any:
+        """Get memory from a pool; return the fence after which it may be written."""
         assert self._slot is None
-        self._slot = pool.attach(self.storage, self.nbytes, for_compute=for_compute)
+        self._slot = pool.attach(self.storage, self.nbytes)
         return self._slot.free_after
 
     def detach(self, pool: SlotPool, fence: Any, *, by_compute: bool) -> None:
@@ -101,12 +96,12 @@ class SlotPool:
         self._free: list[Slot] = []
         self.keeps_memory = _compat.HAS_STORAGE_SWAP
 
-    def attach(self, storage: torch.UntypedStorage, nbytes: int, *, for_compute: bool) -> Slot:
+    def attach(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
         """Put at least `nbytes` behind an empty `storage`; see `Buffer.attach`."""
         if not self.keeps_memory:
-            storage.resize_(nbytes)
+            self._lanes.resize_storage(storage, nbytes)
             return Slot(storage, nbytes, self._lanes.fence())
-        slot = self._take(nbytes, for_compute=for_compute)
+        slot = self._take(nbytes)
         _compat.swap_storage(storage, slot.storage)
         return slot
 
@@ -115,29 +110,45 @@ class SlotPool:
     ) -> None:
         """Take the memory away from `storage`; without `keeps_memory` it must be unused by now."""
         if not self.keeps_memory:
-            storage.resize_(0)
+            self._lanes.resize_storage(storage, 0)
             return
         _compat.swap_storage(storage, slot.storage)
         slot.free_after = fence
-        slot.by_compute = by_compute
+        slot.is_passed = by_compute or fence is None
         self._free.append(slot)
 
     def fence(self) -> Any:
         """Return a mark of all compute issued so far, for memory that is no slot."""
         return self._lanes.fence()
 
-    def trim(self) -> None:
-        """Give free slots back to the allocator."""
-        self._free.clear()
+    def passed(self, fence: Any) -> None:
+        """Note that the compute stream has waited for a fence."""
+        for slot in self._free:
+            if slot.free_after is fence:
+                slot.is_passed = True
 
-    def _take(self, nbytes: int, *, for_compute: bool) -> Slot:
+    def trim(self) -> None:
+        """Give free slots back to the allocator.
+
+        Not those that a collective may still use: the allocator goes by the order of the compute
+        stream, which has not waited for it.
+        """
+        self._free = [slot for slot in self._free if not slot.is_passed]
+
+    def _take(self, nbytes: int) -> Slot:
         """Return a free slot that fits without much waste, or a new one.
 
-        Of those that fit: one whose fence its new user passes anyway, then the smallest.
+        Of those that fit: the smallest that the compute stream has passed. One that a collective
+        may still use only if another such one is there: of two the older is probably done, while
+        to wait for the last one would let compute and communication take turns.
         """
         fitting = [s for s in self._free if nbytes <= s.nbytes <= nbytes * _LARGEST_WASTE]
-        if fitting:
-            best = min(fitting, key=lambda s: (s.by_compute != for_compute, s.nbytes))
-            self._free.remove(best)
-            return best
-        return Slot(self._lanes.new_storage(nbytes), nbytes, self._lanes.fence())
+        passed = [slot for slot in fitting if slot.is_passed]
+        if passed:
+            best = min(passed, key=lambda slot: slot.nbytes)
+        elif len(fitting) > 1:
+            best = fitting[0]
+        else:
+            return Slot(self._lanes.new_storage(nbytes), nbytes, self._lanes.fence())
+        self._free.remove(best)
+        return best

@@ -121,6 +121,17 @@ class FSDPModule:
         state.group.take_up(attributes)
         return result
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return parameters and buffers, after the last comparison between the ranks was read.
+
+        Raises:
+            RankMismatchError: On every rank, if ranks communicated different things.
+        """
+        runtime = _state_of(self).runtime
+        if runtime is not None:
+            runtime.check.finish()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters; after an exception in a step, the sharded ones again.
 

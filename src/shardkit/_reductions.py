@@ -52,7 +52,9 @@ class Reductions:
         self._slots = slots
         self._check = check
         self._batch_nbytes = batch_nbytes
-        self._host_reads_are_free = groups[0].mesh.backend.host_reads_are_free
+        backend = groups[0].mesh.backend
+        self._host_reads_are_free = backend.host_reads_are_free
+        self._holds_layers = backend.copies_gradients_together
         self._before_start = before_start
         self._queued: list[Group] = []
         self._under_way: list[Group] = []
@@ -67,13 +69,17 @@ class Reductions:
         self, group: Group, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
     ) -> None:
         """Take a gradient that is to be reduced."""
-        if is_layer and self._under_way and self._host_reads_are_free:
-            # The last group's send buffer becomes this one's.
-            for reducing in self._under_way[: 1 - group.settings.max_send_buffers or None]:
-                reducing.gradients.wait_sent(self._slots)
-        if is_layer and group.gradients.is_reducing:
+        writes = is_layer and not self._holds_layers
+        if writes and self._under_way and self._host_reads_are_free:
+            self._free_sent(group)  # The last group's send buffer becomes this one's.
+        if writes and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is on the wire.
-        group.gradients.take(bucket_index, index, grad, self._lanes, self._slots, hold=not is_layer)
+        group.gradients.take(bucket_index, index, grad, self._lanes, self._slots, hold=not writes)
+
+    def _free_sent(self, group: Group) -> None:
+        """Wait for send buffers, but as many as the group may have on the wire beside its own."""
+        for reducing in self._under_way[: 1 - group.settings.max_send_buffers or None]:
+            reducing.gradients.wait_sent(self._slots)
 
     def complete(self, group: Group) -> None:
         group.is_complete = True
@@ -109,6 +115,7 @@ class Reductions:
         self._before_start()
         groups, self._queued = self._queued, []
         self.finish(leave=groups[0].settings.max_send_buffers - 1)
+        self._free_sent(groups[0])  # Where memory is not kept for another use.
         for group in groups:
             self._finish_through(group)
             self._check.note(REDUCE, group.index)

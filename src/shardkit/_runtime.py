@@ -177,7 +177,7 @@ class Runtime:
             event, self._optimizer_event = self._optimizer_event, None
             self.lanes.after_optimizer(event)
         self.lanes.follow_compute()
-        self.check.finish()  # On CUDA only now: at the end of backward it would stall the host.
+        self.check.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.pass_root = root
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
@@ -188,6 +188,14 @@ class Runtime:
             if self.schedule.in_forward(group.index):  # The root has caught what it raised.
                 group.show(unsharded=False)
         self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))
+        self._settle_host_reads()
+
+    def _settle_host_reads(self) -> None:
+        """Let the user's code write offloaded shards from now on."""
+        buckets = [bucket for group in self.groups for bucket in group.buckets]
+        if any(bucket.is_offloaded for bucket in buckets):
+            by_compute = any(b.is_offloaded and b.subclass is not None for b in buckets)
+            self.lanes.settle_host_reads(compute=by_compute)
 
     def enter_forward(self, group: Group) -> ForwardRecord | None:
         """A group's forward starts; return its record if it may have a backward."""
@@ -413,6 +421,7 @@ class Runtime:
             self.traced.end_backward(self.schedule.in_use)
         # The optimizer's temporaries want the room more than the next step wants mapped pages.
         self.slots.trim()
+        self._settle_host_reads()
 
     # --- by hand ---
 
@@ -437,12 +446,14 @@ class Runtime:
         """Give a group's memory back."""
         group.show(unsharded=False)
         self._carry_out(self.schedule.reshard(group.index))
+        self._settle_host_reads()
 
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._backward_running = False
         self._interrupted = False
         self.pass_root = None
+        self.lanes.join()  # Memory is about to be given back that collectives may still use.
         if self.traced is not None:
             self.traced.abandon()
         self._carry_out(self.schedule.reset())
@@ -453,6 +464,7 @@ class Runtime:
         self.reductions.reset()
         self._put_off.clear()
         self.check.reset()
+        self._settle_host_reads()
 
     # --- actions ---
 

@@ -49,6 +49,7 @@ class ShardSpec:
         stop: Its end; equal to `start` where this rank owns nothing.
         piece_range: [start, stop) of this rank's piece in its shard.
         siblings: Open flats of the bucket (`_ops.FlatMaker`).
+        home: Device of the pieces; None: the mesh's.
         subclass: How it is gathered, if it says so itself (`_subclass_bucket.Subclass`).
         tensor_parallel: How it is split over axes of another mesh before it is cut here
             (`shardkit.backends.tensor_parallel.TensorParallel`); the layout, `start` and `stop`
@@ -63,6 +64,7 @@ class ShardSpec:
         "axes",
         "axis",
         "found",
+        "home",
         "index",
         "is_written_here",
         "layout",
@@ -85,10 +87,12 @@ class ShardSpec:
         axis: Any,
         name: str,
         siblings: Any = None,
+        home: torch.device | None = None,
         tensor_parallel: Any = None,
         subclass: Any = None,
     ) -> None:
         self.siblings = siblings
+        self.home = home
         self.found: weakref.ref[Any] | None = None
         self.layout = layout
         self.index = index
@@ -178,8 +182,8 @@ class ShardSpec:
 
     @property
     def device(self) -> torch.device:
-        """Where pieces are used."""
-        device: torch.device = self.mesh.backend.device
+        """Where pieces are: the mesh's device, or the host if they are offloaded."""
+        device: torch.device = self.home if self.home is not None else self.mesh.backend.device
         return device
 
     def same_cut(self, other: ShardSpec) -> bool:

@@ -7,7 +7,10 @@ tells which parameters any rank used.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import warnings
+import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardkit._group import Group
-    from shardkit.backends.base import AxisComm, Handle, Lanes
+    from shardkit.backends.base import AxisComm, CheckHandle, Lanes
 
 GATHER, REDUCE = 0, 1
 _MAX_LOG = 1 << 16
@@ -106,8 +109,9 @@ class StepCheck:
         self._logs = _new_logs()
         self._sent_logs = self._logs
         self._folded = 0
-        self._handle: Handle | None = None
+        self._handle: CheckHandle | None = None
         self._vector = torch.empty(0, dtype=torch.int64)
+        _at_exit.add(self)
 
     def note(self, kind: int, group_index: int) -> None:
         """Note a collective that is being issued."""
@@ -124,6 +128,7 @@ class StepCheck:
         """
         if not self._axes:
             return
+        self.finish()  # The last comparison: another backward may have come right after it.
         # Apart: where a rank does not use a module, its reductions may come later between gathers.
         content = [self._folded.to_bytes(8, "big"), *(log.tobytes() for log in self._logs)]
         digest = _digest(b"|".join(content))
@@ -147,6 +152,15 @@ class StepCheck:
             result.append(buckets)
         return result
 
+    def finish_on_host(self) -> None:
+        """Wait for the comparison, if no device needs to be waited for.
+
+        Raises:
+            RankMismatchError: See `finish`.
+        """
+        if self._handle is not None and self._handle.is_of_host:
+            self.finish()
+
     def finish(self) -> None:
         """Wait for the comparison, if one is under way.
 
@@ -157,14 +171,31 @@ class StepCheck:
             return
         handle, self._handle = self._handle, None
         handle.wait()
-        highest, lowest = self._vector[:2].tolist()
-        if highest != -lowest:
+        if self._found_difference():
             logs: list[Any] = [[list(log) for log in self._sent_logs]]
             for axis in self._axes:
                 logs = [entry for part in axis.exchange(logs) for entry in part]
             raise RankMismatchError(
                 self.difference(logs) or "ranks issued different collectives in this step."
             )
+
+    def _found_difference(self) -> bool:
+        highest, lowest = self._vector[:2].tolist()
+        return bool(highest != -lowest)
+
+    def warn_of_last(self) -> None:
+        """Say at the end of the process what the last comparison found, if it is there by now."""
+        handle, self._handle = self._handle, None
+        if handle is None or not handle.is_done():
+            return
+        handle.wait()
+        if self._found_difference():
+            msg = (
+                "ranks issued different collectives in the last backward of this process, so data "
+                "of different groups was mixed up: do not use what came of it. Run the same "
+                "modules in the same order on all ranks."
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=1)
 
     def reset(self) -> None:
         """Forget the step, after an exception."""
@@ -212,6 +243,16 @@ class StepCheck:
         if not log:
             return "has none"
         return f"has no more, {self._groups[log[-1]].name!r} was its last"
+
+
+_at_exit: weakref.WeakSet[StepCheck] = weakref.WeakSet()
+
+
+@atexit.register
+def _warn_of_last_checks() -> None:
+    """Say what nobody came to read: no step followed."""
+    for check in list(_at_exit):
+        check.warn_of_last()
 
 
 def _new_logs() -> tuple[array[int], array[int]]:

@@ -279,9 +279,9 @@ class TracedSend:
         self._grads = {}
         self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
 
-    def close_send(self, pool: SlotPool, fence: Any) -> None:
+    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
         """Let go of what was sent."""
-        del pool, fence
+        del pool, fence, by_compute
         self.flat = None
 
     def close_receive(self, pool: SlotPool) -> None:

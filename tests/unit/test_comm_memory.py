@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import typing
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from recorded import Recorded
 
 from shardkit import _compat
-from shardkit.backends import nccl
+from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorLanes
 from shardkit.backends.recording import RecordingLanes
 
 
@@ -29,8 +30,8 @@ class Offers:
         return torch.empty(nbytes, **kwargs)
 
 
-def nccl_axis(offers: Offers) -> nccl.NcclAxis:
-    axis = nccl.NcclAxis.__new__(nccl.NcclAxis)
+def axis_of(offers: Offers) -> AcceleratorAxis:
+    axis = AcceleratorAxis.__new__(AcceleratorAxis)
     axis.group = offers
     return axis
 
@@ -39,12 +40,14 @@ def test_memory_comes_from_an_axis_that_offers_any_until_none_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_compat, "process_group_backend", lambda group, _: group)
-    lanes = nccl.CudaLanes.__new__(nccl.CudaLanes)
-    lanes._device = torch.device("cpu")  # noqa: SLF001 - no GPU is needed to choose
+    lanes = AcceleratorLanes.__new__(AcceleratorLanes)
+    lanes._device = types.SimpleNamespace(  # noqa: SLF001 - no card is needed to choose
+        device=torch.device("cpu"), new_storage=torch.UntypedStorage
+    )
     poor, rich = Offers(any_memory=False), Offers(any_memory=True)
     counts = []
     for axes in ([rich], [poor], [poor, rich], []):
-        lanes.allocate_from([nccl_axis(offers) for offers in axes])
+        lanes.allocate_from([axis_of(offers) for offers in axes])
         assert lanes.new_storage(64).nbytes() == 64
         counts.append(rich.num_allocated)
     assert counts == [1, 1, 2, 2]

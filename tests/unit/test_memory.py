@@ -31,6 +31,9 @@ class Lanes:
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(nbytes)
 
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+
 
 def view_of(buffer: Buffer, *, offset: int = 0, numel: int | None = None) -> Tensor:
     """Return a view of bytes, as those that parameters are."""
@@ -49,7 +52,7 @@ def closed_buffer(nbytes: int) -> tuple[Buffer, Tensor]:
 def give_and_take(pool: SlotPool, nbytes: int, fence: int, *, by_compute: bool = True) -> None:
     """Leave a free slot of a size in the pool."""
     buffer, _ = closed_buffer(nbytes)
-    buffer.attach(pool, for_compute=by_compute)
+    buffer.attach(pool)
     buffer.detach(pool, fence, by_compute=by_compute)
 
 
@@ -88,7 +91,7 @@ def test_memory_comes_and_goes_behind_one_storage(pool: SlotPool) -> None:
     buffer, view = closed_buffer(64)
     storage = buffer.storage
     for value in range(3):
-        buffer.attach(pool, for_compute=False)
+        buffer.attach(pool)
         assert buffer.has_memory
         assert buffer.storage.nbytes() >= 64
         view.fill_(value)
@@ -106,7 +109,7 @@ def test_all_views_see_what_one_writes(pool: SlotPool) -> None:
     matrix = second.view(4, 8).t()
     buffer.close()
     for value in (3, 5):
-        buffer.attach(pool, for_compute=False)
+        buffer.attach(pool)
         whole.zero_()
         second.fill_(value)
         assert whole[:32].eq(0).all()
@@ -125,14 +128,14 @@ def test_a_gradient_is_right_though_the_memory_was_elsewhere_in_between(pool: Sl
     weight.requires_grad_()
     buffer.close()
     values, x = torch.randn(4, 4), torch.randn(2, 4, requires_grad=True)
-    buffer.attach(pool, for_compute=False)
+    buffer.attach(pool)
     gathered.copy_(values)
     loss = torch.nn.functional.linear(x, weight).sum()
     buffer.detach(pool, None, by_compute=True)
     other, garbage = closed_buffer(buffer.nbytes)
-    other.attach(pool, for_compute=True)
+    other.attach(pool)
     garbage.fill_(255)
-    buffer.attach(pool, for_compute=False)
+    buffer.attach(pool)
     gathered.copy_(values)
     loss.backward()
     assert torch.equal(x.grad, values.sum(0).expand(2, 4))
@@ -140,9 +143,9 @@ def test_a_gradient_is_right_though_the_memory_was_elsewhere_in_between(pool: Sl
 
 def test_two_buffers_do_not_share_memory_while_both_have_some(pool: SlotPool) -> None:
     (one, first), (two, second) = closed_buffer(64), closed_buffer(64)
-    one.attach(pool, for_compute=False)
+    one.attach(pool)
     first.fill_(1)
-    two.attach(pool, for_compute=False)
+    two.attach(pool)
     second.fill_(2)
     assert first.eq(1).all()
     assert second.eq(2).all()
@@ -150,7 +153,7 @@ def test_two_buffers_do_not_share_memory_while_both_have_some(pool: SlotPool) ->
 
 def test_an_empty_buffer_comes_and_goes_as_well(pool: SlotPool) -> None:
     buffer, view = closed_buffer(0)
-    buffer.attach(pool, for_compute=False)
+    buffer.attach(pool)
     assert view.numel() == 0
     buffer.detach(pool, None, by_compute=True)
 
@@ -159,9 +162,9 @@ def test_memory_is_given_and_taken_once(pool: SlotPool) -> None:
     buffer, _ = closed_buffer(16)
     with pytest.raises(AssertionError):
         buffer.detach(pool, None, by_compute=True)
-    buffer.attach(pool, for_compute=False)
+    buffer.attach(pool)
     with pytest.raises(AssertionError):
-        buffer.attach(pool, for_compute=False)
+        buffer.attach(pool)
 
 
 # --- slots --------------------------------------------------------------------------------------
@@ -169,10 +172,10 @@ def test_memory_is_given_and_taken_once(pool: SlotPool) -> None:
 
 def test_a_slot_is_used_again_by_the_next_buffer(slots: SlotPool) -> None:
     (one, first), (two, second) = closed_buffer(64), closed_buffer(64)
-    one.attach(slots, for_compute=False)
+    one.attach(slots)
     address = first.data_ptr()
     one.detach(slots, None, by_compute=True)
-    two.attach(slots, for_compute=False)
+    two.attach(slots)
     assert second.data_ptr() == address
 
 
@@ -182,7 +185,7 @@ def test_a_steady_rhythm_needs_as_many_slots_as_live_at_once(slots: SlotPool) ->
     addresses = set()
     previous = buffers[-1][0]
     for buffer, view in buffers * 3:
-        buffer.attach(slots, for_compute=False)
+        buffer.attach(slots)
         addresses.add(view.data_ptr())
         if previous.has_memory:
             previous.detach(slots, None, by_compute=True)
@@ -199,14 +202,14 @@ def test_a_slot_is_taken_up_to_twice_the_size(
 ) -> None:
     give_and_take(slots, slot_nbytes, fence=77)
     buffer, _ = closed_buffer(nbytes)
-    assert (buffer.attach(slots, for_compute=True) == 77) == is_taken
+    assert (buffer.attach(slots) == 77) == is_taken
     assert buffer.storage.nbytes() == (slot_nbytes if is_taken else nbytes)
 
 
 def test_a_larger_slot_gives_views_the_memory_they_are_for(slots: SlotPool) -> None:
     give_and_take(slots, 100, fence=1)
     buffer, view = closed_buffer(64)
-    buffer.attach(slots, for_compute=True)
+    buffer.attach(slots)
     view.fill_(9)
     assert view.shape == (64,)
     assert view.long().sum() == 9 * 64
@@ -215,26 +218,43 @@ def test_a_larger_slot_gives_views_the_memory_they_are_for(slots: SlotPool) -> N
 def test_the_smallest_slot_that_fits_is_taken(slots: SlotPool) -> None:
     buffers = [closed_buffer(nbytes)[0] for nbytes in (120, 70, 90)]
     for buffer in buffers:
-        buffer.attach(slots, for_compute=True)
+        buffer.attach(slots)
     for fence, buffer in enumerate(buffers):
         buffer.detach(slots, f"of {fence}", by_compute=True)
-    assert closed_buffer(64)[0].attach(slots, for_compute=True) == "of 1"
-    assert closed_buffer(64)[0].attach(slots, for_compute=True) == "of 2"
-    assert closed_buffer(64)[0].attach(slots, for_compute=True) == "of 0"
+    assert closed_buffer(64)[0].attach(slots) == "of 1"
+    assert closed_buffer(64)[0].attach(slots) == "of 2"
+    assert closed_buffer(64)[0].attach(slots) == "of 0"
 
 
-@pytest.mark.parametrize("for_compute", [True, False])
-def test_a_slot_whose_fence_is_passed_anyway_is_preferred(
-    slots: SlotPool, *, for_compute: bool
-) -> None:
-    """Though it is the larger one: compute does not wait for a collective, nor the other way."""
+def test_a_slot_that_compute_has_passed_is_preferred(slots: SlotPool) -> None:
+    """Though it is the larger one: nobody waits for a collective."""
     (small, _), (large, _) = closed_buffer(64), closed_buffer(120)
     for buffer in (small, large):
-        buffer.attach(slots, for_compute=True)
-    small.detach(slots, "small", by_compute=not for_compute)
-    large.detach(slots, "large", by_compute=for_compute)
-    assert closed_buffer(64)[0].attach(slots, for_compute=for_compute) == "large"
-    assert closed_buffer(64)[0].attach(slots, for_compute=for_compute) == "small"
+        buffer.attach(slots)
+    small.detach(slots, "small", by_compute=False)
+    large.detach(slots, "large", by_compute=True)
+    assert closed_buffer(64)[0].attach(slots) == "large"
+
+
+def test_the_only_slot_of_a_collective_is_not_waited_for(slots: SlotPool) -> None:
+    """The last one sent: to wait for it would let compute and communication take turns."""
+    buffers = [closed_buffer(64)[0] for _ in range(3)]
+    for buffer in buffers:
+        buffer.attach(slots)
+    buffers[0].detach(slots, "older", by_compute=False)
+    fence = closed_buffer(64)[0].attach(slots)
+    assert fence != "older", "new memory"
+    buffers[1].detach(slots, "newer", by_compute=False)
+    assert closed_buffer(64)[0].attach(slots) == "older"
+
+
+def test_a_slot_of_a_collective_is_free_once_compute_has_waited(slots: SlotPool) -> None:
+    buffer = closed_buffer(64)[0]
+    buffer.attach(slots)
+    buffer.detach(slots, "sent", by_compute=False)
+    slots.passed("another")
+    slots.passed("sent")
+    assert closed_buffer(64)[0].attach(slots) == "sent"
 
 
 # --- fences -------------------------------------------------------------------------------------
@@ -242,13 +262,13 @@ def test_a_slot_whose_fence_is_passed_anyway_is_preferred(
 
 def test_new_memory_is_free_after_all_compute_so_far(pool: SlotPool) -> None:
     """It may be memory that the allocator took back from compute just now."""
-    assert closed_buffer(64)[0].attach(pool, for_compute=False) == 1
-    assert closed_buffer(64)[0].attach(pool, for_compute=False) == 2
+    assert closed_buffer(64)[0].attach(pool) == 1
+    assert closed_buffer(64)[0].attach(pool) == 2
 
 
 def test_used_memory_is_free_after_its_users(slots: SlotPool) -> None:
     give_and_take(slots, 64, fence=1234)
-    assert closed_buffer(64)[0].attach(slots, for_compute=True) == 1234
+    assert closed_buffer(64)[0].attach(slots) == 1234
 
 
 # --- trimming -----------------------------------------------------------------------------------
@@ -257,18 +277,18 @@ def test_used_memory_is_free_after_its_users(slots: SlotPool) -> None:
 def test_trim_gives_free_slots_back(slots: SlotPool) -> None:
     give_and_take(slots, 64, fence=1234)
     slots.trim()
-    assert closed_buffer(64)[0].attach(slots, for_compute=True) != 1234
+    assert closed_buffer(64)[0].attach(slots) != 1234
 
 
 def test_trim_leaves_memory_in_use(pool: SlotPool) -> None:
     buffer, view = closed_buffer(64)
-    buffer.attach(pool, for_compute=False)
+    buffer.attach(pool)
     view.fill_(7)
     pool.trim()
     gc.collect()
     assert view.eq(7).all()
     buffer.detach(pool, 5, by_compute=True)
-    buffer.attach(pool, for_compute=True)
+    buffer.attach(pool)
     view.fill_(8)
     assert view.eq(8).all()
 
@@ -294,3 +314,19 @@ def test_training_is_the_same_on_a_torch_that_cannot_swap(monkeypatch: pytest.Mo
     for tensors in (1, 2):
         for one, other in zip(runs[0][tensors], runs[1][tensors], strict=True):
             assert torch.equal(one, other)
+
+
+def test_trim_keeps_what_a_collective_may_still_use(slots: SlotPool) -> None:
+    """The allocator would give it to compute's next operator at once."""
+    buffer = closed_buffer(64)[0]
+    buffer.attach(slots)
+    buffer.detach(slots, "sent", by_compute=False)
+    slots.trim()
+    slots.passed("sent")
+    assert closed_buffer(64)[0].attach(slots) == "sent"
+    buffer = closed_buffer(96)[0]
+    buffer.attach(slots)
+    buffer.detach(slots, "sent", by_compute=False)
+    slots.passed("sent")
+    slots.trim()
+    assert closed_buffer(96)[0].attach(slots) != "sent"

@@ -216,7 +216,7 @@ def test_importing_leaves_heavy_packages_alone(
     assert name not in after_import["modules"]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl", "recording", "tensor_parallel"])
+@pytest.mark.parametrize("backend", ["accelerator", "gloo", "recording", "tensor_parallel"])
 def test_importing_leaves_backends_for_when_they_are_needed(
     after_import: dict[str, typing.Any], backend: str
 ) -> None:

@@ -45,28 +45,28 @@ def sharded_norms(
             if order < 0 and piece.numel() == 0:
                 norms[i] = 0  # Not 0 ** order: there is nothing to add.
     for axis, indices in by_axis(tensors).items():
-        picked = norms if len(indices) == len(tensors) else norms[indices]
+        # Not by a list of indices, which would be copied to the device, and waited for.
+        is_whole = len(indices) == len(tensors)
+        picked = norms if is_whole else torch.stack([norms[i] for i in indices])
         if abs(order) == _INF:
             reduce_extremes(picked, axis, "max" if order > 0 else "min")
         else:
             axis.all_reduce(picked, "sum")
-        if picked is not norms:
-            norms[indices] = picked
+        if not is_whole:
+            _compat.foreach_copy([norms[i] for i in indices], picked.unbind())
     if is_power:
         norms.pow_(1.0 / order)
-    return [
-        norm.to(dtype or tensor.dtype.to_real())
-        for norm, tensor in zip(norms.unbind(), tensors, strict=True)
-    ]
+    wanted = [dtype or tensor.dtype.to_real() for tensor in tensors]
+    by_dtype = {each: norms.to(each).unbind() for each in dict.fromkeys(wanted)}
+    return [by_dtype[each][i] for i, each in enumerate(wanted)]
 
 
 def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
     """Return the norms of the pieces in fp64; that of no element leaves the global one as it is."""
     empty = _INF if order == -_INF else 0.0
-    norms = torch.full((len(pieces),), empty, dtype=torch.float64, device=pieces[0].device)
     filled = [i for i, piece in enumerate(pieces) if piece.numel() > 0]
     if not filled:
-        return norms
+        return torch.full((len(pieces),), empty, dtype=torch.float64, device=pieces[0].device)
     if order in (1.0, 2.0, _INF):
         wide = None
         if dtype is not None or pieces[0].dtype.itemsize < torch.float32.itemsize:
@@ -74,8 +74,12 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
         values = _compat.foreach_norm([pieces[i] for i in filled], order, wide)
     else:
         values = [torch.linalg.vector_norm(pieces[i], order, dtype=dtype) for i in filled]
-    norms[torch.tensor(filled, device=norms.device)] = torch.stack(list(values)).to(torch.float64)
-    return norms
+    if len(filled) < len(pieces):
+        # Put between them on the device: a list of indices would be copied there, and waited for.
+        neutral = torch.full_like(values[0], empty)
+        at = dict(zip(filled, values, strict=True))
+        values = [at.get(i, neutral) for i in range(len(pieces))]
+    return torch.stack(list(values)).to(torch.float64)
 
 
 def by_axis(tensors: Sequence[Tensor]) -> dict[Any, list[int]]:

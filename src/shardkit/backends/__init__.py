@@ -1,7 +1,8 @@
 """Backends: how ranks of a mesh communicate.
 
-`base` says what a backend is; `gloo` (CPU), `nccl` (CUDA) and `recording` (no process at all, logs
-the collectives) are the ones there are. `tensor_parallel` knows DTensors. Only this package
+`base` says what a backend is; `gloo` (CPU), `accelerator` (any device with streams), `xla` and
+`recording` (no process at all, logs the collectives) are the ones there are. `tensor_parallel`
+knows DTensors. Only this package
 imports `torch.distributed`.
 """
 
@@ -43,10 +44,11 @@ def init_device_mesh(
     """Make a mesh over all ranks of the world; call it on every rank.
 
     Starts the default process group from the launcher's environment variables if there is none
-    (gloo for ``"cpu"``, NCCL for ``"cuda"``).
+    (gloo for ``"cpu"``, NCCL for ``"cuda"``, torch's default for other accelerators).
 
     Args:
-        device_type: ``"cpu"``, ``"cuda"`` or ``"xla"``. On CUDA set the current device first
+        device_type: ``"cpu"``, ``"xla"`` or an accelerator with streams (``"cuda"``, ``"xpu"``,
+            ...). On an accelerator set the current device first
             (``torch.cuda.set_device(local_rank)``). On XLA one process computes for all devices.
         mesh_shape: Size of each axis; their product is the number of ranks.
         mesh_dim_names: Names of the axes. A 1-D mesh shards; the axes of a 2-D one are
@@ -127,9 +129,8 @@ def _backend_class(device_type: str) -> type[Any]:
         from shardkit.backends.gloo import GlooBackend
 
         return GlooBackend
-    if device_type == "cuda":
-        from shardkit.backends.nccl import NcclBackend
+    from shardkit.backends.accelerator import AcceleratorBackend
+    from shardkit.backends.device import device_module
 
-        return NcclBackend
-    msg = f"unknown device type {device_type!r}; meshes can be made for 'cpu', 'cuda' and 'xla'."
-    raise MeshError(msg)
+    device_module(device_type)  # Raises if torch knows no such accelerator.
+    return AcceleratorBackend

@@ -44,6 +44,19 @@ class Handle(Protocol):
         """
 
 
+class CheckHandle(Handle, Protocol):
+    """A comparison that has been started.
+
+    Attributes:
+        is_of_host: To wait for it the host waits for other hosts, never for the device.
+    """
+
+    is_of_host: bool
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
 class ReduceHandle(Protocol):
     """A reduction that has been started.
 
@@ -73,12 +86,14 @@ class Gather:
         shard: 1-D, this rank's range in storage dtype; cast into `own` first. May be on the host
             while `full` is on the device.
         comm: The user's own all-gather (`AllGather`), or None.
+        is_on_host: `shard` is on the host, and the device has memory of its own.
     """
 
     full: Tensor
     own: Tensor
     shard: Tensor
     comm: AllGather | None = None
+    is_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +111,8 @@ class Reduction:
         carry: 1-D, `out_numel`, fp32 or wider, a partial sum over the shard axis of earlier
             backwards that is added before the all-reduce, in its dtype; may be written. None:
             nothing.
-        out_device: Where the result is wanted.
+        is_to_host: The result is wanted on the host, and the device has memory of its own.
+        is_pinned: There in page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         hook: Called with the reduced and scaled result, which it may change; or None.
         hook_stream: Where an accelerator runs the hook; None: after the reduction.
@@ -111,7 +127,8 @@ class Reduction:
     shard_axis: AxisComm
     replicate_axis: AxisComm | None
     carry: Tensor | None
-    out_device: torch.device
+    is_to_host: bool = False
+    is_pinned: bool = False
     comm: ReduceScatter | None = None
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
@@ -196,6 +213,9 @@ class Lanes(Protocol):
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory for a buffer."""
 
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put other memory behind a buffer's storage, or none."""
+
     def after_optimizer(self, event: Any) -> None:
         """Let gathers issued from now on wait for a user's event as well."""
 
@@ -204,6 +224,16 @@ class Lanes(Protocol):
 
     def fence(self) -> Any:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
+
+    def join(self) -> None:
+        """Let the compute stream wait for all that was started, after an exception."""
+
+    def settle_host_reads(self, *, compute: bool) -> None:
+        """Return when the host may write offloaded shards: what was issued has read them.
+
+        Args:
+            compute: The compute stream reads some of them as well.
+        """
 
     def start_gather(
         self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
@@ -222,7 +252,7 @@ class Lanes(Protocol):
         Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
         """
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> Handle:
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
         """MAX all-reduce of a small host tensor over every axis, one after another."""
 
 
@@ -291,6 +321,9 @@ class Backend(Protocol):
     Attributes:
         device: Where parameters are.
         host_reads_are_free: The host is in step with the device.
+        has_own_memory: The device's memory is not the host's: shards may be offloaded.
+        copies_gradients_together: A kernel more costs more than memory: a layer's gradients are
+            held until all have come, and then copied by one.
         is_traced: Operators are traced into a graph, which runs later; buckets are `TracedBucket`.
         holds_all_ranks: One process traces the program of all ranks, and has all their pieces.
         gradient_weight: See `GroupGradients`: where one loss is computed of all ranks' outputs, the
@@ -300,6 +333,8 @@ class Backend(Protocol):
 
     device: torch.device
     host_reads_are_free: bool
+    has_own_memory: bool
+    copies_gradients_together: bool
     is_traced: bool
     holds_all_ranks: bool
     gradient_weight: float
@@ -307,6 +342,9 @@ class Backend(Protocol):
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
+
+    def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return zeros on the host, 1-D, where `has_own_memory`."""
 
     def process_group(self, axis: int) -> Any:
         """Return the engine's handle of one mesh axis."""

@@ -25,7 +25,7 @@ from shardkit.backends.process_group import (
     ProcessGroupAxis,
     ProcessGroupBackend,
     all_gather_single,
-    new_group,
+    sub_group,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Handle, Reduction
+    from shardkit.backends.base import AxisComm, CheckHandle, Handle, Reduction
     from shardkit.backends.hang_watch import Progress
 
 
@@ -52,12 +52,13 @@ class GlooAxis(ProcessGroupAxis):
     def make_reduce_group(self) -> None:
         """Make the group, once; call it on all ranks of the axis."""
         if self.reduce_group is None and self.size > 1:
-            ranks = dist.get_process_group_ranks(self.group)
-            self.reduce_group = new_group(ranks, "gloo")
+            self.reduce_group = sub_group(self.group, [range(self.size)], "gloo")
 
 
 class WorkHandle:
     """Started collectives of one process group."""
+
+    is_of_host = True
 
     def __init__(
         self, works: Sequence[dist.Work | None], group: dist.ProcessGroup, hang_watch: HangWatch
@@ -65,6 +66,10 @@ class WorkHandle:
         self._works = [work for work in works if work is not None]
         self._group = group
         self._hang_watch = hang_watch
+
+    def is_done(self) -> bool:
+        """Whether they are done."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Block until they are done; again is free."""
@@ -370,6 +375,10 @@ class HostLanes:
         """Return ordinary memory."""
         return torch.UntypedStorage(nbytes)
 
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put other memory behind a storage, or none."""
+        storage.resize_(nbytes)
+
     def after_optimizer(self, event: Any) -> None:
         """Wait for the event now: the host is what runs the gathers."""
         event.synchronize()
@@ -382,6 +391,12 @@ class HostLanes:
 
     def wait_fence(self, fence: None) -> None:
         """Nothing runs behind the host's back."""
+
+    def join(self) -> None:
+        """Nothing runs behind the host's back."""
+
+    def settle_host_reads(self, *, compute: bool) -> None:
+        """Nothing is offloaded: the host's memory is the device's."""
 
     def start_gather(
         self, gathers: Sequence[Gather], axis: GlooAxis, after: Sequence[None]
@@ -406,7 +421,7 @@ class HostLanes:
         """Exchange the pieces; waiting adds them."""
         return ExchangeHandle(reductions, self._hang_watch)
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[GlooAxis]) -> Handle:
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[GlooAxis]) -> CheckHandle:
         """Start over one axis; over several, one after another, waiting between."""
         for axis in axes[:-1]:
             self._start_max(tensor, axis).wait()
@@ -422,7 +437,9 @@ class HostLanes:
 class GlooBackend(ProcessGroupBackend):
     """Meshes of device type ``"cpu"``."""
 
-    axis_class = GlooAxis
+    def make_axis(self, group: dist.ProcessGroup) -> GlooAxis:
+        """Return the communicator over a process group."""
+        return GlooAxis(group)
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return the number of pieces that come in the exchange."""

@@ -18,6 +18,7 @@ from shardkit._mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -51,17 +52,47 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     Each of them must make the groups of these same ranks in the same order. Which other groups a
     rank is in makes no difference.
     """
+    with _named_group(ranks):
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True
+        )
+    return group
+
+
+def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Give the next process group a name that all of its ranks give it."""
     global _made_in  # noqa: PLW0603 - to know that everything has begun anew
     if _made_in is not dist.group.WORLD:
         _num_made.clear()
         _made_in = dist.group.WORLD
     members = tuple(ranks)
     number = _num_made[members] = _num_made.get(members, 0) + 1
-    with _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}"):
-        group: dist.ProcessGroup = dist.new_group(
-            list(members), backend=backend, use_local_synchronization=True
-        )
-    return group
+    return _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}")
+
+
+def sub_group(
+    parent: dist.ProcessGroup, splits: Sequence[Sequence[int]], backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group of some ranks of another; called by all ranks of that.
+
+    Args:
+        parent: The other one.
+        splits: Positions in it, without overlaps; each rank gets the group of those it is among.
+        backend: The engine; None: as the parent's.
+    """
+    mine = next(split for split in splits if parent.rank() in split)
+    ranks = [dist.get_process_group_ranks(parent)[position] for position in mine]
+    if backend is None and _is_bound_to_device():
+        # A new group would split the communicator of the whole world, for which torch needs all of
+        # its ranks to call.
+        with _named_group(ranks):
+            return dist.split_group(parent_pg=parent, split_ranks=[list(split) for split in splits])
+    return new_group(ranks, backend)
+
+
+def _is_bound_to_device() -> bool:
+    """Whether the default process group was made with ``device_id``."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 class ProcessGroupAxis:
@@ -143,27 +174,7 @@ class CustomReduceScatter:
 
 
 _split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
-
-
-def _split(axis: ProcessGroupAxis, size: int) -> ProcessGroupAxis:
-    """Return the axis of `size` neighbours on another one, the same for every call."""
-    key = (axis, size)
-    if key not in _split_axes:
-        ranks = dist.get_process_group_ranks(axis.group)
-        first = axis.rank // size * size
-        _split_axes[key] = type(axis)(new_group(ranks[first : first + size]))
-    return _split_axes[key]
-
-
-_axes: dict[str, ProcessGroupAxis] = {}
-
-
-def _axis_of(group: dist.ProcessGroup, axis_class: type[ProcessGroupAxis]) -> ProcessGroupAxis:
-    """Return the axis of a process group, the same for every mesh that holds it."""
-    name = group.group_name
-    if name not in _axes or _axes[name].group is not group:  # Names come again after a restart.
-        _axes[name] = axis_class(group)
-    return _axes[name]
+_axes: dict[tuple[str, type[ProcessGroupBackend]], ProcessGroupAxis] = {}
 
 
 class ProcessGroupBackend:
@@ -175,7 +186,8 @@ class ProcessGroupBackend:
     batches_small_groups = True
 
     host_reads_are_free = True
-    axis_class: type[ProcessGroupAxis] = ProcessGroupAxis
+    has_own_memory = False
+    copies_gradients_together = False
 
     def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
         self._mesh = mesh
@@ -190,8 +202,20 @@ class ProcessGroupBackend:
     def axis(self, axis: int) -> ProcessGroupAxis:
         """Return the communicator of one axis; always the same object."""
         if axis not in self._comms:
-            self._comms[axis] = _axis_of(self.process_group(axis), self.axis_class)
+            group = self.process_group(axis)
+            key = (group.group_name, type(self))
+            if key not in _axes or _axes[key].group is not group:  # After a restart names come again.
+                _axes[key] = self.make_axis(group)
+            self._comms[axis] = _axes[key]
         return self._comms[axis]
+
+    def make_axis(self, group: dist.ProcessGroup) -> ProcessGroupAxis:
+        """Return the communicator over a process group."""
+        return ProcessGroupAxis(group)
+
+    def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Never called: the host's memory is the device's."""
+        raise NotImplementedError(numel, dtype, pinned)
 
     def receive_chunks(self, axis: ProcessGroupAxis) -> int:
         """The engine needs no room of ours."""
@@ -200,7 +224,11 @@ class ProcessGroupBackend:
 
     def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
         """Return the communicator of `size` neighbours on one axis."""
-        return _split(self.axis(axis), size)
+        whole = self.axis(axis)
+        if (whole, size) not in _split_axes:
+            splits = [range(first, first + size) for first in range(0, whole.size, size)]
+            _split_axes[whole, size] = self.make_axis(sub_group(whole.group, splits))
+        return _split_axes[whole, size]
 
     def for_axes(self, axes: Sequence[int]) -> ProcessGroupBackend:
         """Return the backend of the submesh made of `axes`; it shares the communicators."""

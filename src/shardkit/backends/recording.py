@@ -60,6 +60,7 @@ class RecordingHandle:
     """Work that is logged when it is waited for."""
 
     fence = None
+    is_of_host = True
 
     def __init__(
         self, log: list[tuple[str, int]], what: str, numel: int, outs: list[Tensor]
@@ -67,6 +68,10 @@ class RecordingHandle:
         self._log = log
         self._entry = (what, numel)
         self._outs = outs
+
+    def is_done(self) -> bool:
+        """Nothing needs to be waited for."""
+        return True
 
     def wait_sent(self) -> None:
         """Nothing is sent."""
@@ -95,6 +100,10 @@ class RecordingLanes:
         """Return ordinary memory."""
         return torch.UntypedStorage(nbytes)
 
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put other memory behind a storage, or none."""
+        storage.resize_(nbytes)
+
     def after_optimizer(self, event: Any) -> None:
         """Log."""
         del event
@@ -108,6 +117,12 @@ class RecordingLanes:
 
     def wait_fence(self, fence: None) -> None:
         """Nothing runs behind the host's back."""
+
+    def join(self) -> None:
+        """Nothing runs behind the host's back."""
+
+    def settle_host_reads(self, *, compute: bool) -> None:
+        """Nothing is offloaded."""
 
     def start_gather(
         self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
@@ -157,6 +172,8 @@ class RecordingBackend:
     batches_small_groups = True
 
     host_reads_are_free = True
+    has_own_memory = False
+    copies_gradients_together = False
 
     def __init__(
         self, shape: Sequence[int], coordinate: Sequence[int], log: list[tuple[str, int]]

@@ -26,6 +26,8 @@ class XlaBackend:
     """
 
     host_reads_are_free = False
+    has_own_memory = False
+    copies_gradients_together = False
     is_traced = True
     batches_small_groups = False
     """Batched gathers come before the compute that they are meant to run beside: more memory."""

@@ -20,6 +20,7 @@ class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
     fence = "traced"
+    is_of_host = True
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)
@@ -27,6 +28,10 @@ class Traced:
     def wait(self) -> list[Tensor]:
         """Return the results."""
         return self._outs
+
+    def is_done(self) -> bool:
+        """What is part of the graph needs no waiting."""
+        return True
 
     def wait_sent(self) -> None:
         """Nothing is on a wire."""
@@ -55,6 +60,10 @@ class XlaLanes:
         """Never called: nothing that is traced has a storage."""
         raise NotImplementedError(nbytes)
 
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Never called: nothing that is traced has a storage."""
+        raise NotImplementedError(storage, nbytes)
+
     def after_optimizer(self, event: Any) -> None:
         """The graph knows what depends on what."""
 
@@ -66,6 +75,12 @@ class XlaLanes:
 
     def wait_fence(self, fence: Any) -> None:
         """The graph knows what depends on what."""
+
+    def join(self) -> None:
+        """The graph knows what depends on what."""
+
+    def settle_host_reads(self, *, compute: bool) -> None:
+        """Nothing is offloaded."""
 
     @_compat.without_dispatch_modes
     @torch.no_grad()

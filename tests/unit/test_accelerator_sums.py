@@ -1,4 +1,4 @@
-"""The arithmetic of a reduction over NCCL, on tensors of the host: no GPU, no communication."""
+"""The arithmetic of a reduction on an accelerator, on tensors of the host: no card, no ranks."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardkit.backends import nccl
+from shardkit.backends.accelerator import AcceleratorAxis, Sums
 from shardkit.backends.base import Reduction
+
+
+def axis_of_one() -> AcceleratorAxis:
+    axis = AcceleratorAxis.__new__(AcceleratorAxis)
+    axis.size, axis.rank, axis.averages = 1, 0, True
+    return axis
 
 
 def reduce_alone(send: Tensor, carry: Tensor, *, scale: float, replicate: bool) -> Tensor:
     """Return what the only rank of its axes gets."""
-    axis = nccl.NcclAxis.__new__(nccl.NcclAxis)
-    axis.size, axis.rank = 1, 0
     reduction = Reduction(
         send=send,
         receive=None,
         out_numel=send.numel(),
         out_dtype=torch.float32,
         scale=scale,
-        shard_axis=axis,
-        replicate_axis=axis if replicate else None,
+        shard_axis=axis_of_one(),
+        replicate_axis=axis_of_one() if replicate else None,
         carry=carry,
-        out_device=send.device,
     )
-    total = nccl._add_carry(reduction, nccl._reduce_scatter(reduction))  # noqa: SLF001
+    sums = Sums(reduction)
+    if replicate:
+        sums.replicate_axis = reduction.replicate_axis  # As if there were other ranks on it.
+    total = sums.reduce_scatter(None)
     assert total.dtype == (send.dtype if replicate else torch.float32), "on the wire, or kept"
     out = torch.empty(send.numel())
-    nccl._finish(reduction, total, out)  # noqa: SLF001
+    sums.finish(total, out)
     return out
 
 

@@ -1,0 +1,120 @@
+"""An accelerator as its backend sees it: streams, events, memory. Nothing else asks torch for them.
+
+Every accelerator that torch knows offers these under the same names, so one class serves all of
+them. Tests put a simulated device in its place, which needs no card (`tests/streams`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit._errors import MeshError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+_NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
+
+
+class AcceleratorDevice:
+    """The device of this process.
+
+    Streams and events are those of the device's module (``torch.cuda.Stream``, ...), as users'
+    own are.
+
+    Args:
+        device: With its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = device_module(device.type)
+
+    @classmethod
+    def current(cls, device_type: str) -> AcceleratorDevice:
+        """Return the current device of a type."""
+        return cls(torch.device(device_type, device_module(device_type).current_device()))
+
+    # --- streams and events ---
+
+    def new_stream(self) -> Any:
+        """Return a stream of high priority.
+
+        Collectives of the next group must not queue behind the kernels of this group.
+        """
+        return self._module.Stream(self.device, priority=-1)
+
+    def current_stream(self) -> Any:
+        """Return the stream on which operators run now: that of compute, as a rule."""
+        return self._module.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which operators and collectives run on `stream`."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def record(self, stream: Any) -> Any:
+        """Return an event that comes after all work issued on `stream` so far."""
+        return stream.record_event()
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let work issued on `stream` from now on come after `event`; the host goes on."""
+        stream.wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        """Block the host until `event`."""
+        event.synchronize()
+
+    def is_done(self, event: Any) -> bool:
+        """Whether `synchronize` would return at once."""
+        return bool(event.query())
+
+    # --- memory ---
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory of the device, 1-D; it belongs to the current stream."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return memory of the host, 1-D; copies from and to `pinned` memory overlap."""
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory of the device; it belongs to the current stream."""
+        return torch.UntypedStorage(nbytes, device=self.device)
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put other memory behind a storage, or none; the old is the current stream's at once."""
+        storage.resize_(nbytes)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a small host tensor on the device, others as they are. Blocks the host."""
+        return tensor.to(self.device)
+
+
+def device_module(device_type: str) -> Any:
+    """Return torch's module of a device type: ``torch.cuda``, ``torch.xpu``, ``torch.npu``, ...
+
+    Raises:
+        MeshError: Torch knows no such accelerator, or it has no streams.
+    """
+    known = "meshes can be made for 'cpu', 'xla' and accelerators with streams ('cuda', 'xpu', ...)"
+    try:
+        module = torch.get_device_module(device_type)
+    except RuntimeError as error:
+        msg = (
+            f"unknown device type {device_type!r}; {known}. If a package adds it to torch "
+            f"(torch_npu, ...), import that package first."
+        )
+        raise MeshError(msg) from error
+    if missing := [name for name in _NEEDED if not hasattr(module, name)]:
+        msg = (
+            f"device type {device_type!r} cannot be sharded over: torch.{device_type} has no "
+            f"{missing[0]!r}; {known}."
+        )
+        raise MeshError(msg)
+    return module

@@ -1,0 +1,403 @@
+"""An accelerator that needs no card: streams that run late, memory that is overwritten when freed.
+
+What is issued on a side stream does not run before something waits for it: then it runs, with the
+numbers that are in memory by then. So a wait that is missing gives wrong numbers. Collectives run
+over gloo, those of one communicator in the order of issue, as NCCL runs them. Memory is made here,
+and overwritten with NaN as soon as nobody holds it, whatever may still be about to use it.
+
+`SimulatedDevice` offers what `shardkit.backends.device.AcceleratorDevice` does. Which operator uses
+which memory is noted by `watching.Watch`, and judged by `clocks.Checker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import types
+import typing
+import weakref
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from clocks import DEVICE, HOST, Checker, Clock, Line, Memory
+from shardkit import _compat
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+POISON = 0xFF
+"""In every byte it is NaN in every floating dtype."""
+
+
+class SimulatedEvent:
+    """A point on a stream; `torch.Event` to users.
+
+    Attributes:
+        clock: What lies before it.
+        also: Events that whoever waits for this one waits for.
+    """
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        self.stream = stream
+        self.position = stream.num_issued
+        self.clock = Clock(stream.line.clock)
+        self.also: list[SimulatedEvent] = []
+        self.step = stream.simulation.step
+
+    def query(self) -> bool:
+        """Whether all before it has run."""
+        return self.stream.num_run >= self.position
+
+    def synchronize(self) -> None:
+        """Block the host."""
+        self.stream.simulation.synchronize(self)
+
+
+class SimulatedStream:
+    """A queue of work; `torch.Stream` to users.
+
+    Attributes:
+        num_issued: As many pieces of work were given to it.
+        num_run: As many have run.
+    """
+
+    def __init__(self, simulation: Simulation, name: str, *, is_late: bool) -> None:
+        self.simulation = simulation
+        self.line = simulation.checker.new_line(name)
+        self.num_issued = 0
+        self.num_run = 0
+        self._is_late = is_late
+        self._work: list[Callable[[], object]] = []
+
+    def issue(self, work: Callable[[], object]) -> int:
+        """Give it work; return the work's number."""
+        self.num_issued += 1
+        self._work.append(work)
+        if not self._is_late:
+            self.run_until(self.num_issued)
+        return self.num_issued
+
+    def run_until(self, position: int) -> None:
+        """Run work, in order, up to a position."""
+        while self.num_run < position:
+            self.num_run += 1
+            self._work.pop(0)()
+
+    def record_event(self, event: typing.Any = None) -> SimulatedEvent:
+        """Return an event after all work issued so far."""
+        del event
+        return SimulatedEvent(self)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Let work issued from now on come after an event."""
+        for each in (event, *event.also):
+            self.line.clock.merge(each.clock)
+            self.issue(lambda each=each: each.stream.run_until(each.position))
+
+
+@dataclasses.dataclass
+class Sync:
+    """A wait of the host for the device.
+
+    Attributes:
+        what: What it called.
+        step: In which step.
+        of_step: In which step the device was given what it waited for.
+    """
+
+    what: str
+    step: int
+    of_step: int
+
+
+class _Lease(np.ndarray):
+    """Memory that a storage has been given; it dies when no storage holds the memory any more."""
+
+
+@dataclasses.dataclass(eq=False)
+class Block(Memory):
+    """Memory with an address.
+
+    Attributes:
+        raw: All its bytes, also after it was freed; None: it was not made here.
+        storage: Whose it was when it was first seen, if it was not made here.
+        is_scalar: Of a number of the host, which operators of the device take as an argument.
+        eraser: Overwrites it while it is a free slot.
+    """
+
+    raw: Tensor | None = None
+    storage: StorageWeakRef | None = None
+    is_scalar: bool = False
+    eraser: SimulatedStream | None = None
+
+
+class Simulation:
+    """A device, the host, and what happened between them.
+
+    Attributes:
+        checker: Judges.
+        compute: The stream on which users' operators run.
+        current: On which operators run now.
+        step: Set by who counts.
+        syncs: Waits of the host for the device.
+        nbytes: Bytes of the device that are in use.
+        peak_nbytes: The most since it was last set.
+    """
+
+    def __init__(self) -> None:
+        self.checker = Checker()
+        self.compute = SimulatedStream(self, "compute", is_late=False)
+        self.current = self.compute
+        self.streams = [self.compute]
+        self.step = 0
+        self.syncs: list[Sync] = []
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self._blocks: dict[int, Block] = {}
+        self._communicators: dict[str, list[tuple[SimulatedStream, int]]] = {}
+        self._is_over = False
+
+    # --- streams ---
+
+    def new_stream(self, name: str) -> SimulatedStream:
+        """Return a side stream."""
+        stream = SimulatedStream(self, name, is_late=True)
+        self.streams.append(stream)
+        return stream
+
+    @contextlib.contextmanager
+    def on(self, stream: SimulatedStream) -> Iterator[None]:
+        """Let operators run on a stream."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, event: SimulatedEvent, what: str = "synchronize") -> None:
+        """Let the host wait for an event."""
+        self.syncs.append(Sync(what, self.step, event.step))
+        for each in (event, *event.also):
+            each.stream.run_until(each.position)
+            self.checker.host.clock.merge(each.clock)
+
+    def run_in_order(self, communicator: str, run: Callable[[], object]) -> None:
+        """Issue a collective on the current stream: those of a communicator run in this order."""
+        queue = self._communicators.setdefault(communicator, [])
+        stream = self.current
+
+        def in_order() -> None:
+            while queue[0] != entry:
+                earlier, position = queue[0]
+                earlier.run_until(position)
+            run()
+            queue.pop(0)
+
+        entry = (stream, stream.num_issued + 1)
+        queue.append(entry)
+        stream.issue(in_order)
+
+    # --- memory ---
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """Return the memory that a tensor lies in; None if it has none."""
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if not address or not storage.nbytes():
+            return None
+        block = self._blocks.get(address)
+        if block is not None and (block.storage is None or not block.storage.expired()):
+            return block
+        block = Block("memory that was there before", DEVICE, storage=StorageWeakRef(storage))
+        self._blocks[address] = block
+        return block
+
+    def find(self, storage: torch.UntypedStorage) -> Block | None:
+        """Return the memory behind a storage, if it was made here."""
+        return self._blocks.get(storage.data_ptr()) if storage.nbytes() else None
+
+    def new_storage(
+        self, nbytes: int, label: str, kind: str = DEVICE, *, is_pinned: bool = False
+    ) -> torch.UntypedStorage:
+        """Return memory filled with NaN, which belongs to the current stream."""
+        raw = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        owner = self.current.line if kind == DEVICE else None
+        block = Block(label, kind, owner, is_pinned, of_whom(), raw=raw)
+        self._blocks[raw.data_ptr()] = block
+        if kind == DEVICE:
+            self.nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        lease = raw.numpy().view(_Lease)
+        weakref.finalize(lease, self._freed, block)
+        return torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+
+    def _freed(self, block: Block) -> None:
+        if self._is_over:
+            return
+        assert block.raw is not None
+        self._blocks.pop(block.raw.data_ptr(), None)
+        if block.kind == DEVICE:
+            self.nbytes -= block.raw.numel()
+            if block.eraser is not None and block.last_write is not None:
+                if block.last_write.stream is block.eraser.line:
+                    block.last_write = None  # The NaN of `returned`, below.
+            self.checker.give_back(block, "the allocator")
+            block.raw.numpy().fill(POISON)
+
+    def close(self) -> None:
+        """Judge no more: what is freed from now on belongs to the end."""
+        for stream in self.streams:
+            stream.run_until(stream.num_issued)
+        self._is_over = True
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the same memory, which does not keep it from being freed."""
+        block = self.block_of(tensor)
+        if block is None or block.raw is None:
+            return tensor
+        offset = tensor.data_ptr() - block.raw.data_ptr()
+        result = torch.empty(0, dtype=tensor.dtype)
+        return result.set_(
+            block.raw.untyped_storage(),
+            offset // tensor.dtype.itemsize,
+            tensor.size(),
+            tensor.stride(),
+        )
+
+    def copy_of(self, tensor: Tensor, label: str, kind: str) -> Tensor:
+        """Return a tensor like another in memory made here."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor
+        made = self.new_storage(storage.nbytes(), label, kind)
+        source = torch.empty(0, dtype=torch.uint8).set_(storage)
+        torch.empty(0, dtype=torch.uint8).set_(made).copy_(source)
+        result = torch.empty(0, dtype=tensor.dtype)
+        return result.set_(made, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def returned(self, block: Block, fence: SimulatedEvent | None) -> None:
+        """Note that memory goes to the pool of slots: its next user waits for `fence`."""
+        after = fence.clock if fence is not None else self.compute.line.clock
+        self.checker.give_back(block, "the pool of slots", after)
+        if fence is None or block.raw is None:
+            return
+        # Overwritten once its users are done: whoever reads what was there gets NaN.
+        if block.eraser is None:
+            block.eraser = SimulatedStream(self, "the stream that erases free slots", is_late=True)
+        eraser, raw = block.eraser, block.raw
+        eraser.line.clock = Clock({**fence.clock, eraser.line.number: eraser.num_issued})
+        eraser.issue(lambda: fence.stream.run_until(fence.position))
+        self.checker.run(eraser.line, "erase", (), (block,))
+        eraser.issue(lambda: raw.numpy().fill(POISON))
+        fence.also.append(SimulatedEvent(eraser))
+
+
+class SimulatedDevice:
+    """What `AcceleratorDevice` offers, of a simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.device = torch.device("cpu")
+        self.simulation = simulation
+        self._names = iter(["gather", "reduce", "all-reduce"] * 1000)
+
+    def new_stream(self) -> SimulatedStream:
+        return self.simulation.new_stream(f"the {next(self._names)} stream")
+
+    def current_stream(self) -> SimulatedStream:
+        return self.simulation.current
+
+    def on(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[None]:
+        return self.simulation.on(stream)
+
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        return stream.record_event()
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        stream.wait_event(event)
+
+    def synchronize(self, event: SimulatedEvent) -> None:
+        event.synchronize()
+
+    def is_done(self, event: SimulatedEvent) -> bool:
+        return event.query()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._empty(numel, dtype, label_of_caller(), DEVICE)
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return self._empty(numel, dtype, label_of_caller(), HOST, is_pinned=pinned)
+
+    def _empty(self, numel: int, dtype: torch.dtype, label: str, kind: str, **more: bool) -> Tensor:
+        result = torch.empty(0, dtype=dtype)
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return result
+        storage = self.simulation.new_storage(nbytes, label, kind, **more)
+        return result.set_(storage, 0, (numel,), (1,))
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        if not nbytes:
+            return torch.UntypedStorage(0)
+        return self.simulation.new_storage(nbytes, label_of_caller())
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if storage.nbytes() == nbytes:
+            return
+        other = self.new_storage(nbytes)
+        if other.nbytes():
+            self.simulation.find(other).label = label_of_caller()
+        _compat.swap_storage(storage, other)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        block = self.simulation.block_of(tensor)
+        if block is None or block.kind == DEVICE:
+            return tensor
+        on_device = self._empty(tensor.numel(), tensor.dtype, "a copy of host memory", DEVICE)
+        return on_device.view(tensor.shape).copy_(tensor)
+
+
+# --- what memory is for ---------------------------------------------------------------------------
+
+_LABELS = {
+    ("Bucket", "attach"): "the unsharded parameters",
+    ("SendBuffer", "open"): "the send buffer",
+    ("Bucket", "_cut_shard"): "the shard",
+    ("AcceleratorLanes", "_new_result"): "the result of a reduction",
+    ("AcceleratorLanes", "_start_one"): "the sum over the shard axis",
+    ("AcceleratorLanes", "_start_max_on_device"): "the numbers that ranks compare",
+    ("Bucket", "keep_part"): "the part that is kept between forward and backward",
+}
+
+
+def label_of_caller() -> str:
+    """Return what memory is for, by who asks for it."""
+    for frame in _frames():
+        owner = frame.f_locals.get("self")
+        for cls in type(owner).__mro__ if owner is not None else ():
+            label = _LABELS.get((cls.__name__, frame.f_code.co_name))
+            if label is not None:
+                return label
+    return "a tensor"
+
+
+def of_whom() -> str:
+    """Return for which parameters memory is asked for, as the end of a sentence."""
+    for frame in _frames():
+        for each in (frame.f_locals.get("self"), frame.f_locals.get("bucket")):
+            found = getattr(each, "found", None)
+            if isinstance(found, list):
+                return f" of {', '.join(repr(entry.name) for entry in found)}"
+    return ""
+
+
+def _frames() -> Iterator[types.FrameType]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
