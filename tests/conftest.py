@@ -27,16 +27,40 @@ def pools() -> Iterator[workers.Pools]:
         yield opened
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--simulated",
+        action="store_true",
+        help="run what is spawned on a simulated accelerator (tests/streams)",
+    )
+
+
 @pytest.fixture
-def spawn(pools: workers.Pools) -> Callable[..., list[typing.Any]]:
+def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> Callable[..., list[typing.Any]]:
     """``spawn(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` returned, by rank."""
-    return pools.spawn
+    return _on_device(request, pools.spawn)
 
 
 @pytest.fixture
-def spawn_errors(pools: workers.Pools) -> Callable[..., list[workers.Raised | None]]:
+def spawn_errors(
+    request: pytest.FixtureRequest, pools: workers.Pools
+) -> Callable[..., list[workers.Raised | None]]:
     """``spawn_errors(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` raised, by rank."""
-    return pools.spawn_errors
+    return _on_device(request, pools.spawn_errors)
+
+
+def _on_device(
+    request: pytest.FixtureRequest, spawn: Callable[..., typing.Any]
+) -> Callable[..., typing.Any]:
+    """Return what runs a function in every rank, on a simulated accelerator if that was asked."""
+    if not request.config.getoption("--simulated"):
+        return spawn
+    from simulation import simulated
+
+    def on_device(fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60) -> typing.Any:
+        return spawn(simulated, world_size, fn, *args, timeout_s=4 * timeout_s)
+
+    return on_device
 
 
 @pytest.fixture

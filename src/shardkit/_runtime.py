@@ -6,6 +6,7 @@ knows a backend.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,13 @@ class Runtime:
             before_start=self._prefetch_put_off,
         )
         self.lanes.watch(self.check)
+
+    def __del__(self) -> None:
+        """Let compute wait for what is under way: its memory goes back to the allocator now."""
+        lanes = getattr(self, "lanes", None)
+        if lanes is not None:
+            with contextlib.suppress(Exception):  # Where all of Python ends.
+                lanes.join()
 
     def hand_over(self) -> list[Group]:
         """Give way to the runtime of a root around this one: forwards so far may still go backward.

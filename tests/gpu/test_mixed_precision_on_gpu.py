@@ -32,8 +32,9 @@ ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12}
 
 # Every step begins with equal parameters. But kernels are chosen by alignment, and add up in
 # another order: then a number is rounded to its other neighbour now and then, twice `ROUNDING`
-# away, which the following layers carry on and round again. That is below this many roundings of
-# the largest gradient of a parameter.
+# away, which the following layers carry on and round again. On the host, changes of what linear
+# layers compute by 3e-7 of it, before it is rounded, came to 8 roundings of the largest gradient of
+# a parameter. Here twice as many are allowed.
 ROUNDINGS = 16
 
 

@@ -144,11 +144,13 @@ class Simulation:
         current: On which operators run now.
         step: Set by who counts.
         syncs: Waits of the host for the device.
+        has_host_engine: Process groups have an engine for tensors of the host.
         nbytes: Bytes of the device that are in use.
         peak_nbytes: The most since it was last set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_host_engine: bool = True) -> None:
+        self.has_host_engine = has_host_engine
         self.checker = Checker()
         self.compute = SimulatedStream(self, "compute", is_late=False)
         self.current = self.compute
@@ -261,13 +263,9 @@ class Simulation:
         block = self.block_of(tensor)
         if block is None or block.raw is None:
             return tensor
-        offset = tensor.data_ptr() - block.raw.data_ptr()
         result = torch.empty(0, dtype=tensor.dtype)
         return result.set_(
-            block.raw.untyped_storage(),
-            offset // tensor.dtype.itemsize,
-            tensor.size(),
-            tensor.stride(),
+            block.raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 
     def copy_of(self, tensor: Tensor, label: str, kind: str) -> Tensor:

@@ -63,18 +63,19 @@ class SimulatedBackend(AcceleratorBackend):
 
 @contextlib.contextmanager
 def simulation(
-    *, keeps_memory: bool = True, has_host_engine: bool = True
+    *, keeps_memory: bool = True, has_host_engine: bool = True, batches: bool = True
 ) -> Iterator[tuple[Simulation, Watch]]:
     """Run what is inside on a simulated accelerator.
 
     Args:
         keeps_memory: Slots are swapped, as with torch 2.12 and newer.
         has_host_engine: Process groups have an engine for tensors of the host.
+        batches: Small groups travel together.
 
     Raises:
         StreamError: At the end, if uses of memory were not ordered.
     """
-    sim = Simulation()
+    sim = Simulation(has_host_engine=has_host_engine)
     watch = Watch(sim)
     SimulatedBackend.device_in_use = SimulatedDevice(sim)
     with contextlib.ExitStack() as stack:
@@ -82,12 +83,15 @@ def simulation(
         stack.enter_context(
             _replaced(shardkit.backends, "_backend_class", lambda _: SimulatedBackend)
         )
+        stack.enter_context(_replaced(SimulatedBackend, "batches_small_groups", batches))
         # What takes no notice of modes for speed is to be watched as well.
         stack.enter_context(_watched_pool(sim, keeps_memory=keeps_memory))
         stack.enter_context(watch)
-        yield sim, watch
-        gc.collect()
-        sim.close()
+        try:
+            yield sim, watch
+            gc.collect()
+        finally:
+            sim.close()
     raise_findings(sim)
 
 

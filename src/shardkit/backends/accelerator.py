@@ -151,21 +151,21 @@ class DeviceCheckHandle:
 
     is_of_host = False
 
-    def __init__(self, device: AcceleratorDevice, target: Tensor, memory: Sequence[Tensor]) -> None:
+    def __init__(
+        self, device: AcceleratorDevice, target: Tensor, pinned: Tensor, event: Any
+    ) -> None:
         self._device = device
         self._target = target
-        self._pinned, self._on_device = memory  # Both must outlive the copy.
-        self.event: Any = None
+        self._pinned = pinned
+        self._event = event
 
     def is_done(self) -> bool:
         """Whether the numbers are there."""
-        return self._device.is_done(self.event)
+        return self._device.is_done(self._event)
 
     def wait(self) -> None:
-        """Block the host until the numbers are there; the compute stream follows."""
-        self._device.synchronize(self.event)
-        # Whoever gets the memory on the device next writes it after this.
-        self._device.wait(self._device.current_stream(), self.event)
+        """Block the host until the numbers are there."""
+        self._device.synchronize(self._event)
         self._target.copy_(self._pinned)
 
 
@@ -368,16 +368,14 @@ class AcceleratorLanes:
     ) -> DeviceCheckHandle:
         pinned = self._device.empty_on_host(tensor.numel(), tensor.dtype, pinned=True)
         pinned.copy_(tensor)
-        on_device = self._device.empty(tensor.numel(), tensor.dtype)
-        handle = DeviceCheckHandle(self._device, tensor, (pinned, on_device))
-        self._device.wait(self._reduce, self.fence())
         with self._device.on(self._reduce):
+            # This stream's own memory: nobody waits for a model that is dropped.
+            on_device = self._device.empty(tensor.numel(), tensor.dtype)
             on_device.copy_(pinned, non_blocking=True)
             for axis in axes:
                 dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
             pinned.copy_(on_device, non_blocking=True)
-        handle.event = self._device.record(self._reduce)
-        return handle
+        return DeviceCheckHandle(self._device, tensor, pinned, self._device.record(self._reduce))
 
 
 def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:

@@ -135,7 +135,7 @@ class CustomGather:
         assert gather.comm is not None
         full, own = gather.full, gather.own
         place = functools.partial(gather.comm.allocate, dtype=full.dtype, device=full.device)
-        sent = place((own.numel(),))
+        self._sent = sent = place((own.numel(),))  # Kept: the work may still read it.
         sent.copy_(own)
         self._full = full
         self._received = place((full.numel(),))
@@ -161,7 +161,7 @@ class CustomReduceScatter:
         assert reduction.comm is not None
         send = reduction.send
         place = functools.partial(reduction.comm.allocate, dtype=send.dtype, device=send.device)
-        sent = place((send.numel(),))
+        self._sent = sent = place((send.numel(),))  # Kept: the work may still read it.
         sent.copy_(send)
         self.total = place((reduction.out_numel,))
         self.work = reduction.comm(
