@@ -58,7 +58,7 @@ def _on_device(
     from simulation import simulated
 
     def on_device(fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60) -> typing.Any:
-        return spawn(simulated, world_size, fn, *args, timeout_s=4 * timeout_s)
+        return spawn(simulated, world_size, fn, *args, timeout_s=min(timeout_s, 25))
 
     return on_device
 

@@ -64,6 +64,7 @@ class Memory:
         kind: HOST or DEVICE.
         owner: The stream in whose order its allocator gives it away again; None: not by streams.
         is_pinned: Of the host: copies from and to it go on beside the host.
+        is_scalar: A number of the host, which goes to the device by value.
         whose: Of which parameters, for findings: " of 'layers.0.weight'".
         last_write: The last operation that wrote it.
         reads: The last operations since then that read it, by stream.
@@ -73,6 +74,7 @@ class Memory:
     kind: str
     owner: Line | None = None
     is_pinned: bool = False
+    is_scalar: bool = False
     whose: str = ""
     last_write: Use | None = None
     reads: dict[int, Use] = dataclasses.field(default_factory=dict)
@@ -106,11 +108,15 @@ class Checker:
         host: The line of the host.
         findings: What was not ordered, in words.
         edges: What was ordered between different streams.
+        uses: By what memory is, who reads and who writes it.
+        returns: By what memory is, to whom it goes back.
     """
 
     def __init__(self) -> None:
         self.findings: list[str] = []
         self.edges: set[Edge] = set()
+        self.uses: dict[str, set[tuple[str, str]]] = {}
+        self.returns: dict[str, set[str]] = {}
         self._lines = 0
         self.host = self.new_line("the host")
 
@@ -126,7 +132,8 @@ class Checker:
             line.clock.merge(self.host.clock)
         line.clock[line.number] = line.clock.get(line.number, 0) + 1
         use = Use(line, line.clock[line.number], op)
-        written = list(writes)
+        reads = [memory for memory in reads if not memory.is_scalar]
+        written = [memory for memory in writes if not memory.is_scalar]
         for memory in reads:
             if memory.last_write is not None:
                 self._check(memory, memory.last_write, "writes", use, "reads")
@@ -135,6 +142,9 @@ class Checker:
                 self._check(memory, memory.last_write, "writes", use, "writes")
             for read in memory.reads.values():
                 self._check(memory, read, "reads", use, "writes")
+        for does, some in (("reads", reads), ("writes", written)):
+            for memory in some:
+                self.uses.setdefault(memory.label, set()).add((does, line.name))
         for memory in reads:
             memory.reads[line.number] = use
         for memory in written:
@@ -157,6 +167,7 @@ class Checker:
 
     def give_back(self, memory: Memory, to: str, after: Clock | None = None) -> None:
         """Note that memory goes back to its owner, or to a pool that hands it on `after` a fence."""
+        self.returns.setdefault(memory.label, set()).add(to)
         clock = after
         if clock is None:
             if memory.owner is None:

@@ -36,6 +36,7 @@ class Block(nn.Module):
     """Two layers; the second may go without its bias."""
 
     uses_bias = True
+    is_skipped = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return one number per row."""
         for block in self.blocks:
-            x = block(x)
+            x = x if block.is_skipped else block(x)
         return self.head(x * self.scale.to(x.dtype))
 
 
@@ -150,6 +151,12 @@ class Training:
         if len(set(self.peaks[2:])) > 1:
             self.complaints.append(f"peaks of memory change: {self.peaks}")
 
+    def complain_of_slots(self) -> None:
+        """Complain about memory that is kept between steps, where the optimizer wants it."""
+        slots = self.model._shardkit_state.runtime.slots
+        if slots._free:
+            self.complaints.append(f"{len(slots._free)} slots stay between steps")
+
     def complain_of_syncs(self, *, allowed: int = 0) -> None:
         """Complain about waits of the host after the third step."""
         steady = [s for s in self.simulation.syncs if s.step > 2 and s.of_step >= s.step - allowed]
@@ -175,6 +182,7 @@ def train(training: Training, steps: int = 5) -> Training:
         training.step(1)
     training.complain_of_memory()
     training.complain_of_syncs()
+    training.complain_of_slots()
     training.compare()
     return training
 
@@ -198,6 +206,14 @@ def mixed_precision(run: Run) -> Training:
     """Compute in bf16, reduction in fp32: send buffers are larger than parameters."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return train(Training(run, tolerance=BF16_TOLERANCE, mp_policy=policy))
+
+
+def kept_slots(run: Run) -> Training:
+    """The same without resharding: compute takes slots that reductions have left."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return train(
+        Training(run, tolerance=BF16_TOLERANCE, mp_policy=policy, reshard_after_forward=False)
+    )
 
 
 def bf16_reduction(run: Run) -> Training:
@@ -240,7 +256,24 @@ def lora(run: Run) -> Training:
 
 def kept_parts(run: Run) -> Training:
     """Between forward and backward each rank keeps a half; of four ranks."""
-    return train(Training(run, shape=(4,), reshard_after_forward=2))
+
+    def shard(model: Model, mesh: typing.Any) -> None:
+        for block in model.blocks:
+            fully_shard(block, mesh, reshard_after_forward=2)
+        fully_shard(model, mesh)
+
+    training = Training(run, shape=(4,), shard=shard)
+    for step in range(1, 4):
+        for block in training.model.blocks:
+            block.unshard()
+        for block in training.model.blocks:
+            block.reshard()  # More slots than are needed: the next ones are older than the parts.
+        training.backward(step)
+        training.backward_plain(step)
+        training.step()
+        training.step(1)
+    training.compare()
+    return training
 
 
 def accumulation(run: Run) -> Training:
@@ -308,6 +341,42 @@ def partial_offload(run: Run) -> Training:
     return _train_offloaded(Training(run, shard=shard))
 
 
+def offload_without_sync(run: Run) -> Training:
+    """Right after a backward that is not synced the host writes parameters."""
+    training = Training(run, offload_policy=CPUOffloadPolicy())
+    for step in range(1, 4):
+        for part in range(2):
+            training.model.set_requires_gradient_sync(part > 0)
+            training.backward(2 * step + part, parts=2)
+            training.backward_plain(2 * step + part, parts=2)
+            with torch.no_grad():
+                for param in (*training.model.parameters(), *training.plain.parameters()):
+                    param.mul_(1.25 - 0.5 * part)
+        training.step()
+        training.step(1)
+    training.compare()
+    return training
+
+
+def offload_interrupted(run: Run) -> Training:
+    """Right after a forward that raised the host writes parameters."""
+    training = Training(run, offload_policy=CPUOffloadPolicy())
+    for step in range(1, 4):
+        handle = training.model.blocks[2].register_forward_pre_hook(_interrupt)
+        with contextlib.suppress(ValueError):
+            training.model(training.batch(step))
+        handle.remove()
+        with torch.no_grad():
+            for param in (*training.model.parameters(), *training.plain.parameters()):
+                param.mul_(1.25 if step % 2 else 0.75)
+        training.backward(step)
+        training.backward_plain(step)
+        training.step()
+        training.step(1)
+    training.compare()
+    return training
+
+
 def _train_offloaded(training: Training) -> Training:
     """Train; between steps the host writes parameters right after a forward."""
     for step in range(1, 4):
@@ -344,6 +413,19 @@ class Gathers(CopyingComm):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: typing.Any, **_: object):  # noqa: ANN204
         """Gather."""
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+
+
+class FailingGathers(Gathers):
+    """An all-gather that raises when it is told to."""
+
+    raises = False
+
+    def __call__(self, *args: typing.Any, **kwargs: typing.Any):  # noqa: ANN204
+        """Gather, or raise."""
+        if self.raises:
+            message = "on purpose"
+            raise ValueError(message)
+        return super().__call__(*args, **kwargs)
 
 
 class Scatters(CopyingComm):
@@ -420,7 +502,7 @@ def optimizer_event(run: Run) -> Training:
 
 def by_hand(run: Run) -> Training:
     """Parameters are unsharded by hand, written between steps, evaluated without gradients."""
-    training = Training(run)
+    training = Training(run, reshard_after_forward=True)
     for step in range(1, 4):
         for block in training.model.blocks:
             block.unshard(async_op=True)
@@ -435,8 +517,13 @@ def by_hand(run: Run) -> Training:
         if not (whole - expected).abs().max().item() <= training.tolerance:
             training.complaints.append("an unsharded parameter differs")
         training.model.blocks[1].reshard()
-        with torch.no_grad():
-            training.model(training.batch(step))
+        for _ in range(2):  # Slots stay after such a forward, and are older than what follows.
+            with torch.no_grad():
+                training.model(training.batch(step))
+                for param in (*training.model.parameters(), *training.plain.parameters()):
+                    param.mul_(0.9)
+        training.model.blocks[2].unshard()
+        training.model.blocks[2].reshard()
     training.compare()
     return training
 
@@ -484,7 +571,10 @@ def unused_parameters(run: Run) -> Training:
 
 def recovery(run: Run) -> Training:
     """A user's hook raises in the midst of a reduction; training goes on after it was caught."""
-    training = Training(run)
+    return _recover(Training(run), None)
+
+
+def _recover(training: Training, stream: typing.Any) -> Training:
     state = {"raises": False}
 
     def hook(grad: Tensor) -> None:
@@ -494,14 +584,40 @@ def recovery(run: Run) -> Training:
             raise ValueError(message)
 
     for module in (training.model, *training.model.blocks):
-        module.set_all_reduce_hook(hook)
+        module.set_all_reduce_hook(hook, stream=stream)
     for step in range(1, 5):
         state["raises"] = step == 2
         try:
             training.backward(step)
         except ValueError:
+            was_caught = True
+        else:
+            was_caught = False
+        if was_caught:
+            gc.collect()  # What the traceback held is free before anybody cleans up.
+            torch.ones(WIDTH).add_(1)
             training.model.zero_grad()
             continue
+        training.backward_plain(step)
+        training.step()
+        training.step(1)
+    training.compare()
+    return training
+
+
+def recovery_on_a_stream(run: Run) -> Training:
+    """The same with a hook on a stream of the user's."""
+    stream = run[0].new_stream("the user's stream")
+    return _recover(Training(run), stream)
+
+
+def skipped(run: Run) -> Training:
+    """All ranks go around the last block in every other step: it is gathered in vain."""
+    training = Training(run)
+    for step in range(1, 6):
+        for each in (training.model, training.plain):
+            each.blocks[3].is_skipped = step % 2 == 0
+        training.backward(step)
         training.backward_plain(step)
         training.step()
         training.step(1)
@@ -525,6 +641,24 @@ def dropped(run: Run) -> Training:
         other.step(1)
     other.compare()
     return other
+
+
+def interrupted_gather(run: Run) -> Training:
+    """A user's all-gather raises; training goes on after it was caught."""
+    training = Training(run)
+    failing = FailingGathers()
+    training.model.blocks[2].set_custom_all_gather(failing)
+    for step in range(1, 4):
+        failing.raises = True
+        with contextlib.suppress(ValueError):
+            training.model(training.batch(step))
+        failing.raises = False
+        training.backward(step)
+        training.backward_plain(step)
+        training.step()
+        training.step(1)
+    training.compare()
+    return training
 
 
 def interrupted_forward(run: Run) -> Training:
@@ -554,6 +688,7 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         zero3,
         zero2,
         mixed_precision,
+        kept_slots,
         bf16_reduction,
         fp16,
         hybrid,
@@ -566,6 +701,8 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         partial_sums,
         offload,
         unpinned_offload,
+        offload_without_sync,
+        offload_interrupted,
         partial_offload,
         custom_collectives,
         hook_on_a_stream,
@@ -575,7 +712,10 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         clipping,
         unused_parameters,
         recovery,
+        recovery_on_a_stream,
+        skipped,
         dropped,
+        interrupted_gather,
         interrupted_forward,
     )
 }

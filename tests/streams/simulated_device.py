@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from clocks import DEVICE, HOST, Checker, Clock, Line, Memory
+from clocks import DEVICE, HOST, Checker, Clock, Memory, Use
 from shardkit import _compat
 
 if typing.TYPE_CHECKING:
@@ -123,15 +123,13 @@ class Block(Memory):
     """Memory with an address.
 
     Attributes:
-        raw: All its bytes, also after it was freed; None: it was not made here.
+        memory: All its bytes, also after it was freed; None: it was not made here.
         storage: Whose it was when it was first seen, if it was not made here.
-        is_scalar: Of a number of the host, which operators of the device take as an argument.
         eraser: Overwrites it while it is a free slot.
     """
 
-    raw: Tensor | None = None
+    memory: np.ndarray | None = None
     storage: StorageWeakRef | None = None
-    is_scalar: bool = False
     eraser: SimulatedStream | None = None
 
 
@@ -145,6 +143,7 @@ class Simulation:
         step: Set by who counts.
         syncs: Waits of the host for the device.
         has_host_engine: Process groups have an engine for tensors of the host.
+        num_made: As many slots were made in each step.
         nbytes: Bytes of the device that are in use.
         peak_nbytes: The most since it was last set.
     """
@@ -157,6 +156,7 @@ class Simulation:
         self.streams = [self.compute]
         self.step = 0
         self.syncs: list[Sync] = []
+        self.num_made: dict[int, int] = {}
         self.nbytes = 0
         self.peak_nbytes = 0
         self._blocks: dict[int, Block] = {}
@@ -228,29 +228,34 @@ class Simulation:
         self, nbytes: int, label: str, kind: str = DEVICE, *, is_pinned: bool = False
     ) -> torch.UntypedStorage:
         """Return memory filled with NaN, which belongs to the current stream."""
-        raw = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        memory = np.full(nbytes, POISON, np.uint8)
         owner = self.current.line if kind == DEVICE else None
-        block = Block(label, kind, owner, is_pinned, of_whom(), raw=raw)
-        self._blocks[raw.data_ptr()] = block
+        whose = of_whom() if label != OTHER else ""
+        block = Block(label, kind, owner, is_pinned, whose=whose, memory=memory)
+        if owner is not None:
+            # An allocator hands on what was freed, in the order of its stream, to be used at once.
+            block.last_write = Use(owner, owner.clock.get(owner.number, 0), "whose it was before")
+        self._blocks[memory.ctypes.data] = block
+        self.num_made[self.step] = self.num_made.get(self.step, 0) + (label in SLOTS)
         if kind == DEVICE:
             self.nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        lease = raw.numpy().view(_Lease)
+        lease = memory.view(_Lease)
         weakref.finalize(lease, self._freed, block)
         return torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
 
     def _freed(self, block: Block) -> None:
         if self._is_over:
             return
-        assert block.raw is not None
-        self._blocks.pop(block.raw.data_ptr(), None)
+        assert block.memory is not None
+        self._blocks.pop(block.memory.ctypes.data, None)
         if block.kind == DEVICE:
-            self.nbytes -= block.raw.numel()
+            self.nbytes -= block.memory.nbytes
             if block.eraser is not None and block.last_write is not None:
                 if block.last_write.stream is block.eraser.line:
                     block.last_write = None  # The NaN of `returned`, below.
             self.checker.give_back(block, "the allocator")
-            block.raw.numpy().fill(POISON)
+            block.memory.fill(POISON)
 
     def close(self) -> None:
         """Judge no more: what is freed from now on belongs to the end."""
@@ -261,11 +266,11 @@ class Simulation:
     def alias(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the same memory, which does not keep it from being freed."""
         block = self.block_of(tensor)
-        if block is None or block.raw is None:
+        if block is None or block.memory is None:
             return tensor
         result = torch.empty(0, dtype=tensor.dtype)
         return result.set_(
-            block.raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            torch.from_numpy(block.memory).untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 
     def copy_of(self, tensor: Tensor, label: str, kind: str) -> Tensor:
@@ -274,6 +279,9 @@ class Simulation:
         if not storage.nbytes():
             return tensor
         made = self.new_storage(storage.nbytes(), label, kind)
+        block = self.find(made)
+        assert block is not None
+        block.is_scalar = kind == HOST and tensor.ndim == 0
         source = torch.empty(0, dtype=torch.uint8).set_(storage)
         torch.empty(0, dtype=torch.uint8).set_(made).copy_(source)
         result = torch.empty(0, dtype=tensor.dtype)
@@ -283,16 +291,16 @@ class Simulation:
         """Note that memory goes to the pool of slots: its next user waits for `fence`."""
         after = fence.clock if fence is not None else self.compute.line.clock
         self.checker.give_back(block, "the pool of slots", after)
-        if fence is None or block.raw is None:
+        if fence is None or block.memory is None:
             return
         # Overwritten once its users are done: whoever reads what was there gets NaN.
         if block.eraser is None:
             block.eraser = SimulatedStream(self, "the stream that erases free slots", is_late=True)
-        eraser, raw = block.eraser, block.raw
+        eraser, memory = block.eraser, block.memory
         eraser.line.clock = Clock({**fence.clock, eraser.line.number: eraser.num_issued})
         eraser.issue(lambda: fence.stream.run_until(fence.position))
         self.checker.run(eraser.line, "erase", (), (block,))
-        eraser.issue(lambda: raw.numpy().fill(POISON))
+        eraser.issue(lambda: memory.fill(POISON))
         fence.also.append(SimulatedEvent(eraser))
 
 
@@ -362,6 +370,8 @@ class SimulatedDevice:
 
 # --- what memory is for ---------------------------------------------------------------------------
 
+SLOTS = ("the unsharded parameters", "the send buffer")
+OTHER = "a tensor"
 _LABELS = {
     ("Bucket", "attach"): "the unsharded parameters",
     ("SendBuffer", "open"): "the send buffer",
@@ -381,7 +391,7 @@ def label_of_caller() -> str:
             label = _LABELS.get((cls.__name__, frame.f_code.co_name))
             if label is not None:
                 return label
-    return "a tensor"
+    return OTHER
 
 
 def of_whom() -> str:
@@ -395,7 +405,9 @@ def of_whom() -> str:
 
 
 def _frames() -> Iterator[types.FrameType]:
+    """Yield the frames of the library that called, innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
-        yield frame
+        if "/shardkit/" in frame.f_code.co_filename:  # A frame's locals take long to make.
+            yield frame
         frame = frame.f_back

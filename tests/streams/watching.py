@@ -85,7 +85,30 @@ def _written_arguments(func: typing.Any) -> tuple[frozenset[int], frozenset[str]
 
 
 def _tensors(values: typing.Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Return the tensors in arguments or results: these hold no other containers."""
+    found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: typing.Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, found)
+
+
+@functools.cache
+def _is_view(func: typing.Any) -> bool:
+    """Whether an operator returns its argument's memory, and neither reads nor writes it."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    aliases = [a.alias_info for a in (*arguments, *returns) if a.alias_info is not None]
+    is_lift = func._schema.name == "aten::lift_fresh"
+    return bool(aliases) and not any(alias.is_write for alias in aliases) and not is_lift
 
 
 def _in_shardkit() -> bool:
@@ -124,6 +147,8 @@ class Watch(TorchDispatchMode):
     ) -> typing.Any:
         """Run an operator, or have it run later."""
         kwargs = kwargs or {}
+        if _is_view(func) and all(cls in _PLAIN for cls in types):
+            return func(*args, **kwargs)
         if threading.get_ident() != self._thread or self._is_busy:
             return func(*args, **kwargs)  # An engine's own thread.
         if any(cls not in _PLAIN for cls in types):
@@ -252,8 +277,8 @@ class Watch(TorchDispatchMode):
             if name.startswith(_UNINITIALIZED):
                 for tensor in _tensors(result):
                     block = simulation.block_of(tensor)
-                    if block is not None and block.raw is not None:
-                        block.raw.numpy().fill(0xFF)
+                    if block is not None and block.memory is not None:
+                        block.memory.fill(0xFF)
                 return result
         self._note(func, stream.line.name, used, written)
         targets = list(written) if written else [t for t in _tensors(result) if t.numel()]
@@ -342,6 +367,8 @@ class Watch(TorchDispatchMode):
         if not fresh:
             return result
         label = label_of_caller()
+        if isinstance(result, Tensor):
+            return self.simulation.copy_of(result, label, kind)
         ids = {id(tensor) for tensor in fresh}
         return pytree.tree_map_only(
             Tensor,

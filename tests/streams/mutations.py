@@ -1,0 +1,443 @@
+"""Every wait, fence, kept reference and order of the accelerator's path, taken away one at a time.
+
+A mutation replaces a piece of source by another. `mutated` imports shardkit anew with it; then some
+scenario must complain. `untouched` says of other lines that deal with order why none needs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import typing
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_OF_TESTS = ("clocks", "models", "reference", "scenarios", "simulated_device", "simulation", "watching")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One defect.
+
+    Attributes:
+        module: Below ``shardkit``.
+        old: What stands in its source, once.
+        new: What stands there instead.
+        scenario: Which complains.
+        options: Of the simulation.
+    """
+
+    module: str
+    old: str
+    new: str
+    scenario: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Say where it is, for a test's name."""
+        return f"{self.module}: {self.old.strip().splitlines()[0]} [{self.scenario}]"
+
+    @property
+    def simulation_options(self) -> dict[str, bool]:
+        """Return what `simulation.simulation` takes."""
+        return {
+            "batches": False,
+            "keeps_memory": "older_torch" not in self.options,
+            "has_host_engine": "no_host_engine" not in self.options,
+        }
+
+
+ACCELERATOR = "backends.accelerator"
+OLDER = ("older_torch",)
+
+MUTATIONS = (
+    # --- gathers ---
+    Mutation(
+        ACCELERATOR,
+        "            if event is not None:\n                self._device.wait(self._gather, event)",
+        "            pass",
+        "zero3",
+    ),
+    Mutation(ACCELERATOR, "        self._device.wait(self._gather, self.fence())", "        pass", "by_hand"),
+    Mutation(ACCELERATOR, "        self._device.wait(self._gather, event)\n\n    def join", "        pass\n\n    def join", "optimizer_event"),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(self._device.current_stream(), self._event)",
+        "        pass",
+        "zero3",
+    ),
+    Mutation(ACCELERATOR, "            self._host_read = event", "            pass", "offload"),
+    Mutation(
+        ACCELERATOR,
+        "        if event is not None:\n            self._device.synchronize(event)\n\n    # --- coll",
+        "        pass\n\n    # --- coll",
+        "offload",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        with self._device.on(self._gather):\n            for gather",
+        "        if True:\n            for gather",
+        "zero3",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            custom = CustomGather(gather, axis, async_op=False)\n            if custom.work is not None:\n                custom.work.wait()",
+        "            custom = CustomGather(gather, axis, async_op=False)",
+        "custom_collectives",
+    ),
+    # --- reductions ---
+    Mutation(ACCELERATOR, "        self._device.wait(self._reduce, self.fence())\n        try", "        try", "zero3"),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(stream, self._device.record(before))\n",
+        "",
+        "hybrid",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(stream, self._device.record(before))\n",
+        "",
+        "hook_on_a_stream",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        for event in self._ends:\n            self._device.wait(stream, event)\n",
+        "        for event in self._ends:\n",
+        "zero3",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        events = [self._device.record(stream) for stream in dict.fromkeys(ends)]",
+        "        events = [self._device.record(stream) for stream in dict.fromkeys(ends)][:1]",
+        "hybrid",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            ends = [self._reduce]",
+        "            ends = [self._gather]",
+        "zero3",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            if self._is_on_host:\n                self._device.synchronize(event)\n",
+        "",
+        "offload",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        self._kept.append(tensor)\n",
+        "",
+        "hybrid",
+    ),
+    Mutation(ACCELERATOR, "            handle.keep(reduction.carry)", "            pass", "partial_sums"),
+    Mutation(
+        ACCELERATOR,
+        "            result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))",
+        "            result = self._device.empty(reduction.out_numel, reduction.out_dtype)",
+        "offload",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))",
+        "            into = self._device.empty(reduction.out_numel, reduction.send.dtype)",
+        "hybrid",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            self.join()  # What was issued still writes memory that nobody will wait for.",
+        "            pass",
+        "recovery",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)\n            if custom.work is not None:\n                custom.work.wait()",
+        "            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)",
+        "custom_collectives",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(self._device.current_stream(), self.fence)",
+        "        pass",
+        "zero3",
+        OLDER,
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            self._device.wait(self._device.current_stream(), fence)",
+        "            pass",
+        "kept_slots",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            self._device.wait(compute, self._device.record(stream))",
+        "            pass",
+        "recovery",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "                self._hook_streams.setdefault(reduction.hook_stream)\n",
+        "",
+        "recovery_on_a_stream",
+    ),
+    # --- comparisons ---
+    Mutation(
+        ACCELERATOR,
+        "        self._device.synchronize(self._event)\n",
+        "",
+        "zero3",
+        ("no_host_engine",),
+    ),
+    Mutation(
+        ACCELERATOR,
+        "            on_device = self._device.empty(tensor.numel(), tensor.dtype)\n            on_device.copy_",
+        "            with self._device.on(self._gather):\n                on_device = self._device.empty(tensor.numel(), tensor.dtype)\n            on_device.copy_",
+        "dropped",
+        ("no_host_engine",),
+    ),
+    # --- process groups ---
+    Mutation(
+        "backends.process_group",
+        "        self._sent = sent = place((own.numel(),))",
+        "        sent = place((own.numel(),))",
+        "custom_collectives",
+    ),
+    Mutation(
+        "backends.process_group",
+        "        self._sent = sent = place((send.numel(),))",
+        "        sent = place((send.numel(),))",
+        "custom_collectives",
+    ),
+    # --- the pool of slots ---
+    Mutation("_memory", "        slot.free_after = fence\n", "        slot.free_after = None\n", "zero3"),
+    Mutation(
+        "_memory",
+        "        slot.is_passed = by_compute or fence is None",
+        "        slot.is_passed = True",
+        "overlapping_backwards",
+    ),
+    Mutation(
+        "_memory",
+        "        self._free = [slot for slot in self._free if not slot.is_passed]",
+        "        self._free.clear()",
+        "overlapping_backwards",
+    ),
+    Mutation(
+        "_memory",
+        "            return Slot(storage, nbytes, self._lanes.fence())",
+        "            return Slot(storage, nbytes, None)",
+        "zero3",
+        OLDER,
+    ),
+    Mutation(
+        "_memory",
+        "            return Slot(self._lanes.new_storage(nbytes), nbytes, self._lanes.fence())",
+        "            return Slot(self._lanes.new_storage(nbytes), nbytes, None)",
+        "zero3",
+    ),
+    Mutation(
+        "_memory",
+        "        return self._slot.free_after",
+        "        return None",
+        "zero3",
+    ),
+    # --- gradients ---
+    Mutation(
+        "_gradients",
+        "            lanes.wait_fence(self._send.attach(pool))\n            self._has",
+        "            self._send.attach(pool)\n            self._has",
+        "kept_slots",
+    ),
+    Mutation(
+        "_gradients",
+        "            self._close_send(pool, handle.fence)\n        started",
+        "            self._close_send(pool, pool.fence())\n        started",
+        "zero3",
+    ),
+    Mutation(
+        "_gradients",
+        "                started.handle.wait_sent()\n",
+        "",
+        "zero3",
+        OLDER,
+    ),
+    Mutation(
+        "_gradients",
+        "            outs = started.handle.wait()[started.first : last]",
+        "            outs = started.handle._outs[started.first : last]",
+        "zero3",
+    ),
+    Mutation(
+        "_gradients",
+        "            pool.passed(started.handle.fence)\n            for buffer",
+        "            for buffer",
+        "zero3",
+    ),
+    # --- the runtime ---
+    Mutation("_runtime", "        self.lanes.follow_compute()\n        self.check", "        self.check", "by_hand"),
+    Mutation(
+        "_runtime",
+        "        self.lanes.follow_compute()\n        if group.is_stale",
+        "        if group.is_stale",
+        "by_hand",
+    ),
+    Mutation(
+        "_runtime",
+        "        self.lanes.join()  # Memory is about to be given back that collectives may still use.\n",
+        "",
+        "interrupted_gather",
+    ),
+    Mutation("_runtime", "                lanes.join()\n", "                pass\n", "dropped"),
+    Mutation(
+        "_runtime",
+        "        self.slots.trim()\n        self._settle_host_reads()",
+        "        self.slots.trim()",
+        "offload_without_sync",
+    ),
+    Mutation(
+        "_runtime",
+        "        self.check.reset()\n        self._settle_host_reads()",
+        "        self.check.reset()",
+        "offload_interrupted",
+    ),
+    Mutation(
+        "_runtime",
+        "        self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))\n        self._settle_host_reads()",
+        "        self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))",
+        "offload",
+    ),
+    Mutation(
+        "_runtime",
+        "        self._carry_out(self.schedule.reshard(group.index))\n        self._settle_host_reads()",
+        "        self._carry_out(self.schedule.reshard(group.index))",
+        "offload",
+    ),
+    Mutation(
+        "_runtime",
+        "                group.wait_unshard()\n            elif",
+        "                pass\n            elif",
+        "zero3",
+    ),
+    Mutation(
+        "_runtime",
+        "            self.lanes.after_optimizer(event)",
+        "            pass",
+        "optimizer_event",
+    ),
+    # --- groups and buckets ---
+    Mutation(
+        "_group",
+        "        self.wait_unshard()\n        self.show(unsharded=False)\n        buckets",
+        "        self.show(unsharded=False)\n        buckets",
+        "skipped",
+    ),
+    Mutation(
+        "_group",
+        "            fence = lanes.fence()\n            for bucket in buckets:\n                bucket.detach(pool, fence)",
+        "            fence = self._noted_fence = getattr(self, '_noted_fence', None) or lanes.fence()\n            for bucket in buckets:\n                bucket.detach(pool, fence)",
+        "zero3",
+    ),
+    Mutation(
+        "_group",
+        "        fences += [bucket.kept_part.fence for bucket in buckets if bucket.kept_part is not None]\n",
+        "",
+        "kept_parts",
+    ),
+    # --- reductions ---
+    Mutation(
+        "_reductions",
+        "        self._check.start(self._lanes)\n        self.finish_all()",
+        "        self._check.start(self._lanes)",
+        "zero3",
+    ),
+    Mutation(
+        "_reductions",
+        "            self._finish_through(group)\n            self._check",
+        "            self._check",
+        "overlapping_backwards",
+    ),
+)
+
+
+@contextlib.contextmanager
+def mutated(mutation: Mutation | None) -> Iterator[None]:
+    """Import shardkit, and the tests' modules over it, anew, with a mutation.
+
+    Raises:
+        AssertionError: The source has no such piece, or several.
+    """
+    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
+    finder = _Finder(mutation)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if _is_ours(name)]:
+            del sys.modules[name]
+        sys.modules.update(saved)
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] in ("shardkit", *_OF_TESTS)
+
+
+class _Finder:
+    """Finds one module of shardkit with another source."""
+
+    def __init__(self, mutation: Mutation | None) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, name: str, path: typing.Any = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return how to load a module; None if it is left as it is."""
+        del target
+        if self._mutation is None or name != f"shardkit.{self._mutation.module}":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _Loader(name, spec.origin, self._mutation)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from changed source, which is never cached."""
+
+    def __init__(self, name: str, path: str, mutation: Mutation) -> None:
+        super().__init__(name, path)
+        self._mutation = mutation
+
+    def get_code(self, fullname: str) -> typing.Any:
+        """Compile the changed source."""
+        path = self.get_filename(fullname)
+        return compile(change(self.get_data(path).decode(), self._mutation), path, "exec")
+
+
+def change(source: str, mutation: Mutation) -> str:
+    """Return source with a mutation.
+
+    Raises:
+        AssertionError: It has no such piece, or several.
+    """
+    count = source.count(mutation.old)
+    assert count == 1, f"{mutation.module} has {count} times: {mutation.old!r}"
+    return source.replace(mutation.old, mutation.new)
+
+
+def complaints_of(mutation: Mutation, *, is_applied: bool = True) -> list[str]:
+    """Return what its scenario finds, in this process."""
+    with mutated(mutation if is_applied else None):
+        scenarios = importlib.import_module("scenarios")
+        name, options = mutation.scenario, mutation.simulation_options
+        try:
+            found: list[str] = scenarios.complaints(name, options)
+        except Exception as error:  # noqa: BLE001 - a defect may break anything
+            found = [f"{type(error).__name__}: {error}"]
+    return found

@@ -1,0 +1,224 @@
+"""What a steady step issues on each stream: no more kernels, collectives or waits than it needs."""
+
+from __future__ import annotations
+
+import collections
+import typing
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scenarios import Model, Training
+from shardkit import MixedPrecisionPolicy
+from simulation import simulation
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_GROUPS = 5  # Four blocks and the root.
+BF16, FP32 = torch.bfloat16, torch.float32
+
+VARIANTS: dict[str, dict[str, typing.Any]] = {
+    "zero3": {},
+    "zero2": {"reshard_after_forward": False},
+    "wide_reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
+    "narrow_reduction": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
+    "hybrid": {"shape": (2, 2)},
+    "lora": {},
+    "older_torch": {},
+    "older_wide_reduction": {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    },
+}
+
+
+def freeze(model: Model) -> None:
+    for block in model.blocks:
+        block.inner.requires_grad_(False)
+
+
+def steady_step(variant: str) -> tuple[dict[str, dict[str, int]], list[int], list[int]]:
+    """Return what a fifth step issues, by stream and operator; peaks; slots made, of all steps."""
+    keeps_memory = not variant.startswith("older")
+    with simulation(batches=False, keeps_memory=keeps_memory) as (sim, watch):
+        change = freeze if variant == "lora" else (lambda _: None)
+        training = Training((sim, watch), change=change, **VARIANTS[variant])
+        for step in range(1, 7):
+            watch.notes = step == 5
+            with training.counted(step):
+                training.backward(step)
+                watch.notes = False
+                training.step()
+        made = [sim.num_made.get(step, 0) for step in range(1, 7)]
+        sim.step = 0
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for issued in watch.issued:
+        is_ours = issued.is_collective or any(label != "a tensor" for label in issued.writes)
+        if is_ours or not issued.stream.startswith("compute"):
+            counts[issued.stream][issued.op] += 1
+    return {stream: dict(ops) for stream, ops in counts.items()}, training.peaks, made
+
+
+GATHERS = 2 * NUM_GROUPS - 2  # Not the root nor the last block, which stay for backward.
+GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
+EXPECTED: dict[str, dict[str, dict[str, int]]] = {
+    "zero3": {
+        "the gather stream": {"copy_": GATHERS, GATHER: GATHERS},
+        "the reduce stream": {SCATTER: NUM_GROUPS},
+        "compute": {"_foreach_copy_": NUM_GROUPS},
+    },
+    "zero2": {
+        "the gather stream": {"copy_": NUM_GROUPS, GATHER: NUM_GROUPS},
+        "the reduce stream": {SCATTER: NUM_GROUPS},
+        "compute": {"_foreach_copy_": NUM_GROUPS},
+    },
+    "narrow_reduction": {
+        "the gather stream": {"copy_": GATHERS, GATHER: GATHERS},
+        "the reduce stream": {SCATTER: NUM_GROUPS, "copy_": NUM_GROUPS},
+        "compute": {"_foreach_copy_": NUM_GROUPS},
+    },
+    "hybrid": {
+        "the gather stream": {"copy_": GATHERS, GATHER: GATHERS},
+        "the reduce stream": {SCATTER: NUM_GROUPS},
+        "the all-reduce stream": {"allreduce_": NUM_GROUPS},
+        "compute": {"_foreach_copy_": NUM_GROUPS},
+    },
+    # Two buckets per block: two casts, and both travel in one collective.
+    "lora": {
+        "the gather stream": {
+            "copy_": 2 * GATHERS - 1,
+            GATHER: 1,
+            "allgather_into_tensor_coalesced_": GATHERS - 1,
+        },
+        "the reduce stream": {SCATTER: NUM_GROUPS},
+        "compute": {"_foreach_copy_": NUM_GROUPS},
+    },
+}
+EXPECTED["wide_reduction"] = EXPECTED["older_torch"] = EXPECTED["zero3"]
+EXPECTED["older_wide_reduction"] = EXPECTED["zero3"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_steady_step_issues_what_it_needs(
+    spawn: Callable[..., typing.Any], variant: str
+) -> None:
+    """No copy stands between a gather and its first reader: compute copies gradients only."""
+    num_ranks = 4 if variant == "hybrid" else 2
+    for counts, peaks, made in spawn(steady_step, num_ranks, variant):
+        assert counts == EXPECTED[variant]
+        assert len(set(peaks[2:])) == 1, f"peaks of memory: {peaks}"
+        assert len(set(made[2:])) == 1, f"slots made: {made}"
+
+
+# --- beside FSDP2 -----------------------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that write, without collectives and without those that only allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: typing.Any,
+        types: typing.Any,
+        args: typing.Any = (),
+        kwargs: typing.Any = None,
+    ) -> typing.Any:
+        del types
+        schema = func._schema
+        returns = schema.returns
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        name = schema.name
+        if func.namespace in ("aten", "fsdp") and not is_view and "empty" not in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of_fsdp2(*, is_narrow: bool) -> float:
+    """Return how many kernels FSDP2 launches for one reduction, whatever divides the sum."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+    counts: list[int] = []
+    original = module.foreach_reduce
+
+    def counted(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        with Kernels() as kernels:
+            result = original(*args, **kwargs)
+        divisions = ("aten::div_", "aten::mul_", "aten::div")  # gloo cannot; NCCL averages.
+        counts.append(sum(name not in divisions for name in kernels.names))
+        return result
+
+    module.foreach_reduce = counted
+    try:
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16 if is_narrow else None)
+        model = Model()
+        mesh = init_device_mesh("cpu", (2,))
+        for block in model.blocks:
+            fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+        fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+        model(torch.ones(3, 7)).sum().backward()
+    finally:
+        module.foreach_reduce = original
+    return sum(counts) / len(counts)
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_a_reduction_takes_no_more_kernels_than_that_of_fsdp2(
+    spawn: Callable[..., typing.Any], *, is_narrow: bool
+) -> None:
+    theirs = min(spawn(kernels_of_fsdp2_narrow if is_narrow else kernels_of_fsdp2_wide, 2))
+    expected = EXPECTED["narrow_reduction" if is_narrow else "zero3"]
+    ours = expected["compute"]["_foreach_copy_"]
+    ours += expected["the reduce stream"].get("copy_", 0)
+    assert ours / NUM_GROUPS <= theirs
+
+
+def kernels_of_fsdp2_wide() -> float:
+    return kernels_of_fsdp2(is_narrow=False)
+
+
+def kernels_of_fsdp2_narrow() -> float:
+    return kernels_of_fsdp2(is_narrow=True)
+
+
+# --- the host ---------------------------------------------------------------------------------------
+
+
+def waits(*, has_host_engine: bool) -> list[tuple[str, int]]:
+    """Return what the host waits for in steady steps, and how many steps ago that was issued."""
+    with simulation(has_host_engine=has_host_engine) as (sim, watch):
+        training = Training((sim, watch))
+        for step in range(1, 8):
+            with training.counted(step):
+                training.backward(step)
+                nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+                training.step()
+        sim.step = 0
+    return [(sync.what, sync.step - sync.of_step) for sync in sim.syncs if sync.step > 3]
+
+
+def waits_with_host_engine() -> list[tuple[str, int]]:
+    return waits(has_host_engine=True)
+
+
+def waits_without_host_engine() -> list[tuple[str, int]]:
+    return waits(has_host_engine=False)
+
+
+def test_the_host_never_waits_for_the_device(spawn: Callable[..., typing.Any]) -> None:
+    assert spawn(waits_with_host_engine, 2) == [[], []]
+
+
+def test_without_an_engine_of_the_host_it_is_a_whole_step_ahead(
+    spawn: Callable[..., typing.Any],
+) -> None:
+    for found in spawn(waits_without_host_engine, 2):
+        assert {ago for _, ago in found} == {1}, found
+        assert len(found) == 4, "once in a step"

@@ -1,0 +1,105 @@
+"""A wait, a fence, a kept reference or an order that is missing is found: none is there in vain."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+import typing
+
+import pytest
+
+from mutations import MUTATIONS, Mutation, change, complaints_of
+from scenarios import NUM_RANKS
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+ORDERING = re.compile(
+    r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|\.join\(|follow_compute\("
+    r"|settle_host_reads\(|\.passed\(|\.after_optimizer\(|_follow\(|wait_sent\(|_kept"
+)
+"""What lines that order things look like, in the modules below."""
+
+WATCHED = ("backends.accelerator", "_memory", "_gradients")
+
+NEEDLESS = {
+    "backends.accelerator": {
+        # Definitions, or what others are told by that are taken away themselves.
+        "def ": "a definition",
+        "return self._device.record(self._device.current_stream())": "fences are taken away",
+        "work.wait()": "a wait of the host, that is no order of streams",
+        "self._kept: list[Tensor] = []": "a definition",
+        "self._kept.clear()": "gives back; what holds is taken away in `keep`",
+        "event = self._device.record(self._gather)": "an event; its waits are taken away",
+        "stream = self._follow(": "what it does is taken away",
+        "self._device.synchronize(self.fence())": "for tensor subclasses: see the next test",
+        "return DeviceCheckHandle(": "an event; its wait is taken away",
+        "self._pinned": "a definition",
+    },
+    "_memory": {
+        "def ": "a definition",
+        "return self._lanes.fence()": "fences are taken away where they are used",
+        "_kept": "a definition",
+    },
+    "_gradients": {
+        "lanes.wait_fence(self._receive.attach(pool))": "receive buffers are the CPU's",
+        "self._close_send(pool, pool.fence(), by_compute=True)": "every gather after a reset comes "
+        "after `follow_compute`",
+        "started.handle.wait()": "only frees: `join` has been called before",
+        "def ": "a definition",
+        "pool.passed(started.handle.fence)": "only frees: `join` has been called before",
+    },
+}
+"""Lines without a mutation, by how they begin or what they hold, and why."""
+
+
+def source_of(module: str) -> str:
+    spec = importlib.util.find_spec(f"shardkit.{module}")
+    assert spec is not None
+    assert spec.origin is not None
+    return pathlib.Path(spec.origin).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_missing_piece_is_found(
+    spawn: Callable[..., typing.Any], mutation: Mutation
+) -> None:
+    num_ranks = NUM_RANKS.get(mutation.scenario, 2)
+    by_rank = spawn(complaints_of, num_ranks, mutation)
+    assert any(by_rank), f"nobody misses it: {mutation.old}"
+
+
+def test_modules_imported_anew_work_as_before(spawn: Callable[..., typing.Any]) -> None:
+    """So that complaints are about the mutation, not about how it was made."""
+
+    def unmutated(mutation: Mutation) -> list[list[str]]:
+        return spawn(complaints_without, NUM_RANKS.get(mutation.scenario, 2), mutation)
+
+    first_by_scenario = {(m.scenario, m.options): m for m in reversed(MUTATIONS)}
+    for mutation in first_by_scenario.values():
+        assert not any(unmutated(mutation)), mutation.scenario
+
+
+def complaints_without(mutation: Mutation) -> list[str]:
+    return complaints_of(mutation, is_applied=False)
+
+
+@pytest.mark.parametrize("module", WATCHED)
+def test_every_line_that_orders_has_a_mutation_or_a_reason(module: str) -> None:
+    source = source_of(module)
+    lines = source.splitlines()
+    changed: set[int] = set()
+    for mutation in MUTATIONS:
+        if mutation.module == module:
+            change(source, mutation)  # It is there, once.
+            first = source[: source.index(mutation.old)].count("\n")
+            changed |= set(range(first, first + mutation.old.rstrip("\n").count("\n") + 1))
+    missing = [
+        line.strip()
+        for number, line in enumerate(lines)
+        if ORDERING.search(line.partition("#")[0])
+        and number not in changed
+        and not any(reason in line for reason in NEEDLESS[module])
+    ]
+    assert not missing, "add to tests/streams/mutations.py, or say why not"
