@@ -25,6 +25,12 @@ TORCH = os.environ.get("SHARDKIT_TORCH", "torch==2.13.0")
 XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 NEED_NOTHING = "not gpu and not models and not xla"  # tests that need no more than torch
 
+# Tests of CPU ranks that also run on the simulated accelerator.
+SIMULATED = [
+    f"tests/distributed/test_{name}.py"
+    for name in ("settings", "autograd_cases", "amp", "interruptions", "compile", "tied_weights")
+]
+
 
 def use_outer_environment(session: nox.Session) -> bool:
     """Say whether `session` runs without an environment of its own; if so, find nox's programs."""
@@ -71,7 +77,16 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests that need no GPU; arguments after `--` go to pytest."""
     install(session, "test")
-    session.run("pytest", "-m", NEED_NOTHING, *session.posargs)
+    session.run("pytest", "-m", f"{NEED_NOTHING} and not streams", *session.posargs)
+
+
+@nox.session
+def streams(session: nox.Session) -> None:
+    """Run the accelerator's path on a simulated device: streams, events, memory, without a card."""
+    install(session, "test")
+    session.run("pytest", "-m", "streams", *session.posargs)
+    # Cases of all backends, and others that were written for CPU ranks.
+    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *SIMULATED, *session.posargs)
 
 
 @nox.session
@@ -99,7 +114,8 @@ def xla(session: nox.Session) -> None:
     folder = tempfile.mkdtemp(dir=session.create_tmp())
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
     session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
-    session.run("pytest", "-m", NEED_NOTHING, *session.posargs, success_codes=codes)
+    plain = f"{NEED_NOTHING} and not streams"
+    session.run("pytest", "-m", plain, *session.posargs, success_codes=codes)
 
 
 @nox.session(venv_backend="none")

@@ -35,6 +35,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--simulated"):
+        from not_simulated import reason_to_skip
+
+        for item in items:
+            reason = reason_to_skip(item.nodeid)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture
 def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> Callable[..., list[typing.Any]]:
     """``spawn(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` returned, by rank."""
@@ -57,7 +67,9 @@ def _on_device(
         return spawn
     from simulation import simulated
 
-    def on_device(fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60) -> typing.Any:
+    def on_device(
+        fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60
+    ) -> typing.Any:
         return spawn(simulated, world_size, fn, *args, timeout_s=min(timeout_s, 25))
 
     return on_device

@@ -373,6 +373,7 @@ class GroupGradients:
                     hook=None if self._is_partial else self._comm.all_reduce_hook,
                     hook_stream=self._comm.all_reduce_hook_stream,
                     key=bucket.key,
+                    force_sum=self._comm.force_sum,
                 )
             )
         return reductions

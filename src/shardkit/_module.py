@@ -336,7 +336,13 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
-        """Accept FSDP2's switch: shardkit's reductions are sums on every backend, always."""
+        """Have the collective library sum gradients only, and divide them after.
+
+        NCCL divides by the number of ranks itself otherwise. On the CPU and on XLA reductions are
+        sums anyhow. For all modules in this one as well.
+        """
+        for group in _groups(self, recurse=True):
+            group.settings.comm.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self,

@@ -22,6 +22,7 @@ class CommSettings:
 
     Attributes:
         divide_factor: Gradient sums are divided by it; None: by the number of ranks.
+        force_sum: The engine may not average, but only sum.
         all_reduce_hook: Called with every reduced and divided gradient buffer, which it may change.
         all_reduce_hook_stream: Where an accelerator runs the hook; None: after the reduction.
         all_gather: Replaces the all-gather.
@@ -29,6 +30,7 @@ class CommSettings:
     """
 
     divide_factor: float | None = None
+    force_sum: bool = False
     all_reduce_hook: Callable[[Tensor], object] | None = None
     all_reduce_hook_stream: Any = None
     all_gather: AllGather | None = None

@@ -5,8 +5,8 @@ stream after it waited for an event comes after all that the event's stream had 
 the event was recorded. The host is a stream too: what it issues comes after what it has seen.
 
 A clock says of every stream how much of it lies before. A use of memory is ordered after an earlier
-one if the clock of its stream has come to that earlier one. Two uses of which one is a write must be
-ordered; memory that goes back to its owner must be, too, for the owner gives it away at once.
+one if the clock of its stream has come to that earlier one. Two uses of which one is a write must
+be ordered; memory that goes back to its owner must be, too, for the owner gives it away at once.
 """
 
 from __future__ import annotations
@@ -134,12 +134,11 @@ class Checker:
         use = Use(line, line.clock[line.number], op)
         reads = [memory for memory in reads if not memory.is_scalar]
         written = [memory for memory in writes if not memory.is_scalar]
-        for memory in reads:
+        for memory in (*reads, *written):
+            does = "writes" if memory in written else "reads"
             if memory.last_write is not None:
-                self._check(memory, memory.last_write, "writes", use, "reads")
+                self._check(memory, memory.last_write, "writes", use, does)
         for memory in written:
-            if memory.last_write is not None:
-                self._check(memory, memory.last_write, "writes", use, "writes")
             for read in memory.reads.values():
                 self._check(memory, read, "reads", use, "writes")
         for does, some in (("reads", reads), ("writes", written)):
@@ -159,14 +158,16 @@ class Checker:
                 Edge(memory.label, f"{did}", first.stream.name, f"{does}", then.stream.name)
             )
             return
-        by = "The host must wait for" if then.stream is self.host else f"{then.stream} must wait for"
+        by = (
+            "The host must wait for" if then.stream is self.host else f"{then.stream} must wait for"
+        )
         self.findings.append(
             f"{then.op} on {then.stream} {does} {memory}, which {first.op} on {first.stream} "
             f"{did}, and nothing orders them. {by} an event that {first.stream} records after it."
         )
 
     def give_back(self, memory: Memory, to: str, after: Clock | None = None) -> None:
-        """Note that memory goes back to its owner, or to a pool that hands it on `after` a fence."""
+        """Note that memory goes back to its owner, or to a pool that has it wait for a fence."""
         self.returns.setdefault(memory.label, set()).add(to)
         clock = after
         if clock is None:

@@ -17,7 +17,15 @@ import typing
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-_OF_TESTS = ("clocks", "models", "reference", "scenarios", "simulated_device", "simulation", "watching")
+_OF_TESTS = (
+    "clocks",
+    "models",
+    "reference",
+    "scenarios",
+    "simulated_device",
+    "simulation",
+    "watching",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +72,18 @@ MUTATIONS = (
         "            pass",
         "zero3",
     ),
-    Mutation(ACCELERATOR, "        self._device.wait(self._gather, self.fence())", "        pass", "by_hand"),
-    Mutation(ACCELERATOR, "        self._device.wait(self._gather, event)\n\n    def join", "        pass\n\n    def join", "optimizer_event"),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(self._gather, self.fence())",
+        "        pass",
+        "by_hand",
+    ),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(self._gather, event)\n\n    def join",
+        "        pass\n\n    def join",
+        "optimizer_event",
+    ),
     Mutation(
         ACCELERATOR,
         "        self._device.wait(self._device.current_stream(), self._event)",
@@ -92,7 +110,12 @@ MUTATIONS = (
         "custom_collectives",
     ),
     # --- reductions ---
-    Mutation(ACCELERATOR, "        self._device.wait(self._reduce, self.fence())\n        try", "        try", "zero3"),
+    Mutation(
+        ACCELERATOR,
+        "        self._device.wait(self._reduce, self.fence())\n        try",
+        "        try",
+        "zero3",
+    ),
     Mutation(
         ACCELERATOR,
         "        self._device.wait(stream, self._device.record(before))\n",
@@ -135,7 +158,9 @@ MUTATIONS = (
         "",
         "hybrid",
     ),
-    Mutation(ACCELERATOR, "            handle.keep(reduction.carry)", "            pass", "partial_sums"),
+    Mutation(
+        ACCELERATOR, "            handle.keep(reduction.carry)", "            pass", "partial_sums"
+    ),
     Mutation(
         ACCELERATOR,
         "            result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))",
@@ -214,7 +239,9 @@ MUTATIONS = (
         "custom_collectives",
     ),
     # --- the pool of slots ---
-    Mutation("_memory", "        slot.free_after = fence\n", "        slot.free_after = None\n", "zero3"),
+    Mutation(
+        "_memory", "        slot.free_after = fence\n", "        slot.free_after = None\n", "zero3"
+    ),
     Mutation(
         "_memory",
         "        slot.is_passed = by_compute or fence is None",
@@ -279,7 +306,12 @@ MUTATIONS = (
         "zero3",
     ),
     # --- the runtime ---
-    Mutation("_runtime", "        self.lanes.follow_compute()\n        self.check", "        self.check", "by_hand"),
+    Mutation(
+        "_runtime",
+        "        self.lanes.follow_compute()\n        self.check",
+        "        self.check",
+        "by_hand",
+    ),
     Mutation(
         "_runtime",
         "        self.lanes.follow_compute()\n        if group.is_stale",

@@ -14,12 +14,12 @@ import typing
 import numpy as np
 import torch
 import torch.distributed as dist
+from simulation import simulation
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reference import make_mesh
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from simulation import simulation
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -410,7 +410,9 @@ class CopyingComm:
 class Gathers(CopyingComm):
     """An all-gather."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: typing.Any, **_: object):  # noqa: ANN204
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: typing.Any, **_: object
+    ) -> typing.Any:
         """Gather."""
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
 
@@ -420,7 +422,7 @@ class FailingGathers(Gathers):
 
     raises = False
 
-    def __call__(self, *args: typing.Any, **kwargs: typing.Any):  # noqa: ANN204
+    def __call__(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         """Gather, or raise."""
         if self.raises:
             message = "on purpose"
@@ -438,7 +440,7 @@ class Scatters(CopyingComm):
         group: typing.Any,
         op: typing.Any,
         **_: object,
-    ):  # noqa: ANN204
+    ) -> typing.Any:
         """Reduce and scatter."""
         return dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=True

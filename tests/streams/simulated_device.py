@@ -14,19 +14,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import types
 import typing
 import weakref
 
 import numpy as np
 import torch
+from clocks import DEVICE, HOST, Checker, Clock, Memory, Use
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from clocks import DEVICE, HOST, Checker, Clock, Memory, Use
 from shardkit import _compat
 
 if typing.TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Iterator
 
 POISON = 0xFF
@@ -251,9 +251,9 @@ class Simulation:
         self._blocks.pop(block.memory.ctypes.data, None)
         if block.kind == DEVICE:
             self.nbytes -= block.memory.nbytes
-            if block.eraser is not None and block.last_write is not None:
-                if block.last_write.stream is block.eraser.line:
-                    block.last_write = None  # The NaN of `returned`, below.
+            last = block.last_write
+            if block.eraser is not None and last is not None and last.stream is block.eraser.line:
+                block.last_write = None  # The NaN of `returned`, below.
             self.checker.give_back(block, "the allocator")
             block.memory.fill(POISON)
 
@@ -270,7 +270,10 @@ class Simulation:
             return tensor
         result = torch.empty(0, dtype=tensor.dtype)
         return result.set_(
-            torch.from_numpy(block.memory).untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            torch.from_numpy(block.memory).untyped_storage(),
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
         )
 
     def copy_of(self, tensor: Tensor, label: str, kind: str) -> Tensor:

@@ -10,20 +10,20 @@ import contextlib
 import gc
 import typing
 
-import torch
-import torch.distributed as dist
-from torch.utils import _python_dispatch
-
-import shardkit.backends
 from clocks import DEVICE
-from shardkit import _memory
-from shardkit.backends import process_group
-from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 from simulated_device import SimulatedDevice, Simulation
 from watching import Watch
 
+import shardkit.backends
+from shardkit import _memory
+from shardkit.backends import process_group
+from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
+
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
+    import torch.distributed as dist
 
 _MAX_SHOWN = 8
 
@@ -103,7 +103,8 @@ def raise_findings(sim: Simulation) -> None:
     if found:
         shown = "\n".join(f"- {finding}" for finding in found[:_MAX_SHOWN])
         more = f"\nand {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-        raise StreamError(f"{len(found)} uses of memory are not ordered:\n{shown}{more}")
+        msg = f"{len(found)} uses of memory are not ordered:\n{shown}{more}"
+        raise StreamError(msg)
 
 
 def simulated(fn: Callable[..., typing.Any], *args: typing.Any) -> typing.Any:
@@ -163,4 +164,3 @@ def _watched_pool(sim: Simulation, *, keeps_memory: bool) -> Iterator[None]:
 
 
 __all__ = ["Simulation", "StreamError", "Watch", "simulated", "simulation"]
-_ = _python_dispatch

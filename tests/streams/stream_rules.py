@@ -62,9 +62,7 @@ def table(seen: Seen) -> str:
             label.removeprefix("the "),
             _streams(stream for does, stream in found if does == "writes"),
             _streams(stream for does, stream in found if does == "reads"),
-            "; ".join(
-                sorted(f"{_short(a)} -> {_short(b)}" for a, b in orders if _is_real(a, b))
-            ),
+            "; ".join(sorted(f"{_short(a)} -> {_short(b)}" for a, b in orders if _is_real(a, b))),
             ", ".join(sorted(returns.get(label, ()))) or "stays",
         )
         lines.append(f"| {' | '.join(cells)} |")

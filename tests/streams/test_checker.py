@@ -6,7 +6,6 @@ import typing
 
 import pytest
 import torch
-
 from clocks import DEVICE, HOST, Checker, Clock, Memory
 from simulated_device import SimulatedDevice, Simulation
 from simulation import StreamError, raise_findings
@@ -18,7 +17,7 @@ if typing.TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- clocks -----------------------------------------------------------------------------------------
+# --- clocks ---------------------------------------------------------------------------------------
 
 
 def test_a_read_after_a_write_on_another_stream_needs_an_edge() -> None:
@@ -101,7 +100,7 @@ def test_memory_goes_back_when_its_owner_has_waited_for_all_users() -> None:
     assert not checker.findings
 
 
-# --- the device -------------------------------------------------------------------------------------
+# --- the device -----------------------------------------------------------------------------------
 
 
 class Bench:

@@ -7,17 +7,19 @@ import typing
 
 import pytest
 import torch
+from scenarios import Model, Training
+from simulation import simulation
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scenarios import Model, Training
 from shardkit import MixedPrecisionPolicy
-from simulation import simulation
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.streams
 
 NUM_GROUPS = 5  # Four blocks and the root.
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -103,9 +105,7 @@ EXPECTED["older_wide_reduction"] = EXPECTED["zero3"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_steady_step_issues_what_it_needs(
-    spawn: Callable[..., typing.Any], variant: str
-) -> None:
+def test_a_steady_step_issues_what_it_needs(spawn: Callable[..., typing.Any], variant: str) -> None:
     """No copy stands between a gather and its first reader: compute copies gradients only."""
     num_ranks = 4 if variant == "hybrid" else 2
     for counts, peaks, made in spawn(steady_step, num_ranks, variant):
@@ -114,7 +114,7 @@ def test_a_steady_step_issues_what_it_needs(
         assert len(set(made[2:])) == 1, f"slots made: {made}"
 
 
-# --- beside FSDP2 -----------------------------------------------------------------------------------
+# --- beside FSDP2 ---------------------------------------------------------------------------------
 
 
 class Kernels(TorchDispatchMode):
@@ -188,7 +188,7 @@ def kernels_of_fsdp2_narrow() -> float:
     return kernels_of_fsdp2(is_narrow=True)
 
 
-# --- the host ---------------------------------------------------------------------------------------
+# --- the host -------------------------------------------------------------------------------------
 
 
 def waits(*, has_host_engine: bool) -> list[tuple[str, int]]:

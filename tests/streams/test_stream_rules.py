@@ -5,11 +5,12 @@ from __future__ import annotations
 import typing
 
 import pytest
-
 import stream_rules
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.streams
 
 
 def test_the_documented_rules_are_what_happens(

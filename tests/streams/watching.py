@@ -14,13 +14,13 @@ import typing
 
 import torch
 import torch.distributed as dist
+from clocks import DEVICE, HOST
+from simulated_device import SimulatedEvent, SimulatedStream, label_of_caller
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clocks import DEVICE, HOST
 from shardkit import _compat
-from simulated_device import SimulatedEvent, SimulatedStream, label_of_caller
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -319,7 +319,7 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, typing.Any],
         used: dict[int, Block | None],
     ) -> bool:
-        """Whether a copy returns only when it is done: to the host, unless pinned and not blocking."""
+        """Whether a copy to the host returns when it is done: unless pinned and not blocking."""
         target, source = used.get(id(args[0])), used.get(id(args[1]))
         if target is None or target.kind != HOST or source is None or source.kind != DEVICE:
             return False

@@ -1,4 +1,4 @@
-"""What an accelerator's backend decides on the host: devices, process groups, which operators run.
+"""What an accelerator's backend decides on the host: devices, process groups, when it waits.
 
 No card and no other process: devices are named but not used, torch's functions are recorded.
 """
@@ -7,44 +7,35 @@ from __future__ import annotations
 
 import types
 import typing
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import CPUOffloadPolicy, MeshError, OffloadPolicy, WrapError
+from shardkit import (
+    CPUOffloadPolicy,
+    MeshError,
+    OffloadPolicy,
+    RankMismatchError,
+    WrapError,
+)
 from shardkit._api import _check_current_device, _check_params, _device_type
 from shardkit._group import move_buffers
 from shardkit._layout import FlatLayout
 from shardkit._places import FoundParam
 from shardkit._sharded import ShardedTensor, ShardSpec
-from shardkit.backends import accelerator, process_group
-from shardkit.backends.accelerator import AcceleratorAxis, Sums
-from shardkit.backends.base import Reduction
+from shardkit._step_check import REDUCE, StepCheck
+from shardkit.backends import process_group
+from shardkit.backends.accelerator import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 Stub = types.SimpleNamespace
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
-    ) -> typing.Any:
-        del types
-        self.names.append(func._schema.name)  # noqa: SLF001 - no public way to the name
-        return func(*args, **(kwargs or {}))
 
 
 # --- which device -------------------------------------------------------------------------------
@@ -77,9 +68,6 @@ def test_only_the_same_index_is_the_current_device() -> None:
         _check_current_device("w", param, mesh_on("xpu:0"))
 
 
-OFFLOADS = {"kept": OffloadPolicy(), "offloaded": CPUOffloadPolicy()}
-
-
 @pytest.mark.parametrize(
     ("offload", "devices", "expected"),
     [
@@ -106,9 +94,10 @@ def test_the_default_mesh_is_where_parameters_will_compute(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: is_there)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    policy = CPUOffloadPolicy() if offload == "offloaded" else OffloadPolicy()
     if not is_there and expected == "xpu":
         expected = "cpu"
-    assert _device_type(found_on(*devices), OFFLOADS[offload]) == expected
+    assert _device_type(found_on(*devices), policy) == expected
 
 
 def spec_at(home: str | None, device: str) -> ShardSpec:
@@ -157,8 +146,7 @@ def test_host_buffers_are_moved_to_a_device_with_its_own_memory() -> None:
 
 
 def test_buffers_that_are_elsewhere_or_have_no_other_place_stay() -> None:
-    module, table = module_with_buffers()
-    module.to("meta")
+    module = module_with_buffers()[0].to("meta")
     before = list(module.buffers())
     move_buffers(module, mesh_on("cpu").backend)
     assert all(now is then for now, then in zip(module.buffers(), before, strict=True))
@@ -227,10 +215,8 @@ class Groups:
     def play(self, rank: int, *, bound: bool) -> typing.Any:
         """Become a fresh process that is this rank; return its parent group."""
         device = torch.device("cuda", 0) if bound else None
-        world = Stub(bound_device_id=device)
-        self._monkeypatch.setattr(
-            process_group, "dist", Stub(**vars(dist), group=Stub(WORLD=world))
-        )
+        group = Stub(WORLD=Stub(bound_device_id=device))
+        self._monkeypatch.setattr(process_group, "dist", Stub(**(vars(dist) | {"group": group})))
         return Stub(rank=lambda: rank, ranks=[4, 5, 6, 7])
 
     def _name(self) -> str:
@@ -284,174 +270,128 @@ def test_the_ranks_of_a_split_give_its_group_one_name(groups: Groups, *, bound: 
     assert names[0] == names[1]
     assert names[2] == names[3]
     assert len({*names[0], *names[2]}) == 4, "and every group another one"
-    assert not any(name.startswith("shardkit") for name in [groups._name()])  # noqa: SLF001
 
 
-# --- the arithmetic of reductions ---------------------------------------------------------------
+# --- the comparison of the ranks' steps ---------------------------------------------------------
 
 
-class Wire:
-    """Collectives as if every rank had sent what this one does; notes their operators."""
+class Sent:
+    """A comparison under way: of the host's engine or the device's, with what it will find."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-        self.size = size
-        self.ops: list[object] = []
-        self.tensors: list[Tensor] = []
-        monkeypatch.setattr(accelerator, "reduce_scatter_single", self._reduce_scatter)
-        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+    def __init__(self, events: list[str], vector: Tensor, *, is_of_host: bool) -> None:
+        self.name = f"wait {sum(event.startswith('start') for event in events)}"
+        self.is_of_host = is_of_host
+        self.differs = False
+        self.has_arrived = False
+        self._events = events
+        self._vector = vector
 
-    def axis(self, *, averages: bool = True, size: int | None = None) -> AcceleratorAxis:
-        axis = AcceleratorAxis.__new__(AcceleratorAxis)
-        axis.size, axis.rank, axis.averages = size or self.size, 0, averages
-        axis.group = axis.reduce_group = typing.cast("typing.Any", axis)
-        return axis
+    def is_done(self) -> bool:
+        return self.has_arrived
 
-    def _reduce_scatter(self, out: Tensor, send: Tensor, *, op: object, group: object) -> None:
-        assert isinstance(group, AcceleratorAxis)
-        self.tensors += [out, send]
-        assert not out.is_complex()
-        assert not send.is_complex()
-        out.copy_(send.view(group.size, *out.shape)[group.rank])
-        self._all_reduce(out, op, group)
-
-    def _all_reduce(self, tensor: Tensor, op: object, group: typing.Any) -> None:
-        self.ops.append(op)
-        assert not tensor.is_complex()
-        if op == dist.ReduceOp.SUM:
-            tensor.mul_(group.size)
-        else:
-            assert op == dist.ReduceOp.AVG
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: typing.Any,
-        op: object,
-        **_: object,
-    ) -> None:
-        """Be a user's own reduce-scatter."""
-        self._reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-
-    def allocate(self, size: Sequence[int], **options: typing.Any) -> Tensor:
-        return torch.empty(*size, **options)
+    def wait(self) -> None:
+        self._events.append(self.name)
+        if self.differs:
+            self._vector[0] += 1
 
 
-@pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    return Wire(monkeypatch, 2)
+class Steps:
+    """A `StepCheck` of two ranks, and what it does in which order."""
+
+    def __init__(self, *, is_of_host: bool = False) -> None:
+        self.events: list[str] = []
+        self.sent: list[Sent] = []
+        self._is_of_host = is_of_host
+        gradients = Stub(fired=[bytearray([1, 0])])
+        other = [[0], [0]]
+        axis = Stub(size=2, rank=0, exchange=lambda logs: [logs, [other]])
+        self.check = StepCheck([Stub(name="a", gradients=gradients)], [axis])  # type: ignore[list-item]
+
+    def start(self) -> None:
+        self.check.note(REDUCE, 0)
+        self.check.start(Stub(start_all_reduce_max=self._start))  # type: ignore[arg-type]
+
+    def _start(self, vector: Tensor, axes: Sequence[object]) -> Sent:
+        assert len(axes) == 1
+        self.events.append(f"start {len(self.sent) + 1}")
+        self.sent.append(Sent(self.events, vector, is_of_host=self._is_of_host))
+        return self.sent[-1]
 
 
-def reduction_over(axis: AcceleratorAxis, **options: typing.Any) -> Reduction:
-    """Return a reduction of 1, 2, 3, ...; its mean unless told otherwise."""
-    dtype = options.pop("dtype", torch.float32)
-    send = (torch.arange(4 * axis.size) + 1).to(dtype)
-    defaults = {
-        "send": send,
-        "receive": None,
-        "out_numel": 4,
-        "out_dtype": torch.promote_types(dtype, torch.float32),
-        "scale": 0.5,
-        "shard_axis": axis,
-        "replicate_axis": None,
-        "carry": None,
-    }
-    return Reduction(**(defaults | options))
+def test_the_next_comparison_waits_for_the_one_before() -> None:
+    steps = Steps()
+    for _ in range(3):
+        steps.start()
+    assert steps.events == ["start 1", "wait 1", "start 2", "wait 2", "start 3"]
+    steps.check.finish()
+    steps.check.finish()
+    assert steps.events[5:] == ["wait 3"]
 
 
-def reduced(reduction: Reduction) -> tuple[Tensor, list[str], bool]:
-    """Return the result, the operators of `finish`, and whether the sum was where it belongs."""
-    result = torch.full((4,), float("nan"), dtype=reduction.out_dtype)
-    sums = Sums(reduction)
-    total = sums.reduce_scatter(result if sums.can_be_result else None)
-    if sums.replicate_axis is not None:
-        sums.all_reduce(total)
-    before = total.clone()
-    with Operators() as operators:
-        sums.finish(total, result)
-    if not operators.names:
-        assert torch.equal(before, result)
-    return result, operators.names, total is result
+def test_a_difference_is_not_lost_when_a_backward_follows_at_once() -> None:
+    steps = Steps()
+    steps.start()
+    steps.sent[0].differs = True
+    with pytest.raises(RankMismatchError, match="rank 0 of the mesh has none, rank 1 all-gathers"):
+        steps.start()
+    assert steps.events == ["start 1", "wait 1"]
 
 
-def test_an_engine_that_averages_leaves_nothing_to_do(wire: Wire) -> None:
-    result, operators, is_result = reduced(reduction_over(wire.axis()))
-    assert wire.ops == [dist.ReduceOp.AVG]
-    assert is_result
-    assert operators == []
-    assert result.tolist() == [1, 2, 3, 4]
+@pytest.mark.parametrize("is_of_host", [True, False])
+def test_a_forward_waits_for_hosts_only(*, is_of_host: bool) -> None:
+    steps = Steps(is_of_host=is_of_host)
+    steps.check.finish_on_host()
+    steps.start()
+    steps.check.finish_on_host()
+    assert steps.events == ["start 1", "wait 1"][: 2 if is_of_host else 1]
+    steps.check.finish()
+    assert steps.events == ["start 1", "wait 1"]
 
 
-def test_both_axes_average(wire: Wire) -> None:
-    axis = wire.axis()
-    reduction = reduction_over(axis, replicate_axis=wire.axis(size=4), scale=1 / 8)
-    result, operators, is_result = reduced(reduction)
-    assert wire.ops == [dist.ReduceOp.AVG] * 2
-    assert (operators, is_result) == ([], True)
-    assert result.tolist() == [1, 2, 3, 4]
+def test_who_needs_to_know_which_parameters_were_used_waits() -> None:
+    steps = Steps()
+    steps.start()
+    assert steps.check.used_anywhere() == [[[1, 0]]]
+    assert steps.events == ["start 1", "wait 1"]
 
 
-def test_an_axis_of_one_rank_does_not_count(wire: Wire) -> None:
-    lone = wire.axis(averages=False, size=1)
-    result, operators, _ = reduced(reduction_over(wire.axis(), replicate_axis=lone))
-    assert wire.ops == [dist.ReduceOp.AVG], "nothing is sent over it"
-    assert operators == []
-    assert result.tolist() == [1, 2, 3, 4]
+@pytest.mark.parametrize("has_arrived", [True, False])
+@pytest.mark.parametrize("differs", [True, False])
+def test_the_last_comparison_is_told_at_the_end_if_it_is_there(
+    *, has_arrived: bool, differs: bool
+) -> None:
+    steps = Steps()
+    steps.start()
+    steps.sent[0].differs, steps.sent[0].has_arrived = differs, has_arrived
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps.check.warn_of_last()
+        steps.check.warn_of_last()
+    assert [warning.category for warning in caught] == [RuntimeWarning] * (has_arrived and differs)
+    assert steps.events == ["start 1", "wait 1"][: 2 if has_arrived else 1], "nobody hangs at exit"
 
 
-def test_an_average_in_another_dtype_is_copied_once(wire: Wire) -> None:
-    result, operators, is_result = reduced(reduction_over(wire.axis(), dtype=torch.bfloat16))
-    assert wire.ops == [dist.ReduceOp.AVG]
-    assert not is_result
-    assert operators == ["aten::copy_"]
-    assert result.dtype == torch.float32
-    assert result.tolist() == [1, 2, 3, 4]
+def test_numbers_from_the_device_are_there_after_the_wait() -> None:
+    events: list[object] = []
+    device: typing.Any = Stub(synchronize=events.append, is_done=lambda event: event == "done")
+    target, pinned = torch.zeros(3), torch.ones(3)
+    handle = DeviceCheckHandle(device, target, pinned, "event")
+    assert not handle.is_of_host
+    assert not handle.is_done()
+    assert target.tolist() == [0, 0, 0]
+    handle.wait()
+    assert events == ["event"]
+    assert target.tolist() == [1, 1, 1]
+    assert DeviceCheckHandle(device, target, pinned, "done").is_done()
 
 
-SUMMED: dict[str, Callable[[Wire], Reduction]] = {
-    "the engine does not average": lambda wire: reduction_over(wire.axis(averages=False)),
-    "one of two engines does not": lambda wire: reduction_over(
-        wire.axis(), replicate_axis=wire.axis(averages=False), scale=1 / 4
-    ),
-    "not the mean": lambda wire: reduction_over(wire.axis(), scale=0.25),
-    "the sum": lambda wire: reduction_over(wire.axis(), scale=1.0),
-    "mean over all, sums over one axis": lambda wire: reduction_over(wire.axis(), scale=1 / 4),
-    "sums from before": lambda wire: reduction_over(wire.axis(), carry=torch.full((4,), 10.0)),
-    "a collective of the user's": lambda wire: reduction_over(wire.axis(), comm=wire),
-    "fp16": lambda wire: reduction_over(wire.axis(), dtype=torch.float16),
-}
-
-
-@pytest.mark.parametrize("why", SUMMED)
-def test_otherwise_it_is_summed_and_multiplied(wire: Wire, why: str) -> None:
-    reduction = SUMMED[why](wire)
-    result, _, _ = reduced(reduction)
-    num_axes = 1 if reduction.replicate_axis is None else 2
-    assert wire.ops == [dist.ReduceOp.SUM] * num_axes
-    before = 10 if why == "sums from before" else 0
-    expected = [(n * 2**num_axes + before) * reduction.scale for n in (1, 2, 3, 4)]
-    # fp16 is multiplied by a root of the scale before it is sent.
-    torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("num_axes", [1, 2])
-@pytest.mark.parametrize("averages", [True, False])
-def test_engines_get_complex_numbers_as_pairs(wire: Wire, num_axes: int, *, averages: bool) -> None:
-    axis = wire.axis(averages=averages)
-    numbers = torch.arange(8) * (1 + 2j)
-    reduction = reduction_over(
-        axis,
-        dtype=torch.complex64,
-        send=numbers.to(torch.complex64),
-        out_dtype=torch.complex64,
-        scale=0.5**num_axes,
-        replicate_axis=axis if num_axes == 2 else None,
-    )
-    sent_from = reduction.send.data_ptr()
-    result, _, is_result = reduced(reduction)
-    assert is_result
-    out, send = wire.tensors
-    assert (send.shape, send.dtype) == ((8, 2), torch.float32)
-    assert send.data_ptr() == sent_from, "a view, not a copy"
-    assert out.data_ptr() == result.data_ptr()
-    assert result.tolist() == numbers[:4].tolist()
+def test_a_collective_of_hosts_is_waited_for_once() -> None:
+    waits: list[str] = []
+    work: typing.Any = Stub(is_completed=lambda: False, wait=lambda: waits.append("wait"))
+    handle = HostCheckHandle(work)
+    assert handle.is_of_host
+    assert not handle.is_done()
+    handle.wait()
+    handle.wait()
+    assert waits == ["wait"]
+    assert handle.is_done()

@@ -419,8 +419,8 @@ class Sums:
         num_ranks = math.prod(axis.size for axis in axes)
         is_half = reduction.send.dtype == torch.float16
         is_plain = reduction.comm is None and reduction.carry is None and not is_half
-        averages = all(axis.averages for axis in axes) and reduction.scale == 1.0 / num_ranks
-        self._averages = is_plain and averages
+        averages = all(axis.averages for axis in axes) and not reduction.force_sum
+        self._averages = is_plain and averages and reduction.scale == 1.0 / num_ranks
         self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         self._before = math.sqrt(reduction.scale) if is_half else 1.0
         self._after = 1.0 if self._averages else reduction.scale / self._before

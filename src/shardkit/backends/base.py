@@ -117,6 +117,7 @@ class Reduction:
         hook: Called with the reduced and scaled result, which it may change; or None.
         hook_stream: Where an accelerator runs the hook; None: after the reduction.
         key: Number of the bucket where it is traced, equal in every step.
+        force_sum: The engine may only sum, and not divide.
     """
 
     send: Tensor
@@ -133,6 +134,7 @@ class Reduction:
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
     key: int = 0
+    force_sum: bool = False
 
 
 @dataclass(slots=True)

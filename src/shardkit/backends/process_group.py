@@ -86,7 +86,10 @@ def sub_group(
         # A new group would split the communicator of the whole world, for which torch needs all of
         # its ranks to call.
         with _named_group(ranks):
-            return dist.split_group(parent_pg=parent, split_ranks=[list(split) for split in splits])
+            all_splits = [list(split) for split in splits]
+            made = dist.split_group(parent_pg=parent, split_ranks=all_splits)
+        assert made is not None, "every rank is in one of the splits"
+        return made
     return new_group(ranks, backend)
 
 
@@ -204,7 +207,9 @@ class ProcessGroupBackend:
         if axis not in self._comms:
             group = self.process_group(axis)
             key = (group.group_name, type(self))
-            if key not in _axes or _axes[key].group is not group:  # After a restart names come again.
+            if (
+                key not in _axes or _axes[key].group is not group
+            ):  # After a restart names come again.
                 _axes[key] = self.make_axis(group)
             self._comms[axis] = _axes[key]
         return self._comms[axis]
@@ -268,7 +273,20 @@ def make_torch_mesh(
             f"DeviceMesh over some of the ranks and pass that."
         )
         raise MeshError(msg)
+    if not dist.is_initialized():
+        dist.init_process_group(_engines_for(device_type))
     return torch_mesh.init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def _engines_for(device_type: str) -> str | None:
+    """Return what process groups are to communicate by; None: torch's choice.
+
+    On an accelerator also an engine for the host, so that small numbers need not pass the device.
+    """
+    library = dist.Backend.default_device_backend_map.get(device_type)
+    if device_type == "cpu" or library is None:
+        return None
+    return f"cpu:gloo,{device_type}:{library}"
 
 
 def _script() -> str:
