@@ -263,6 +263,8 @@ class Simulation:
             stream.run_until(stream.num_issued)
         self._is_over = True
 
+    @torch.inference_mode(mode=False)  # Else its versions are not counted.
+    @torch.no_grad()
     def alias(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the same memory, which does not keep it from being freed."""
         block = self.block_of(tensor)
@@ -276,6 +278,8 @@ class Simulation:
             tensor.stride(),
         )
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def copy_of(self, tensor: Tensor, label: str, kind: str) -> Tensor:
         """Return a tensor like another in memory made here."""
         storage = tensor.untyped_storage()

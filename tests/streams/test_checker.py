@@ -189,8 +189,13 @@ def test_the_host_must_not_read_what_is_being_copied_to_it(bench: Bench) -> None
     assert "aten::add_ on the host writes" in bench.findings[0]
 
 
-def test_operators_do_not_mix_memory_of_host_and_device(bench: Bench) -> None:
+def test_operators_of_the_library_do_not_mix_memory_of_host_and_device(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = bench.empty().fill_(1.0)
     pinned = bench.device.empty_on_host(4, torch.float32, pinned=True).fill_(1.0)
+    ours + pinned  # A test may, to compare them.
+    assert not bench.findings
+    monkeypatch.setattr("watching._in_shardkit", lambda: True)
     ours + pinned
     assert "mixes memory of the host and of the device" in bench.findings[0]
