@@ -1,4 +1,4 @@
-"""Sharded data-parallel training in PyTorch: FSDP2's API, faster, on CPU, GPU and XLA."""
+"""Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
 from shardkit._activation_checkpoint import checkpoint_module
 from shardkit._api import fully_shard
