@@ -23,7 +23,7 @@ from shardkit._places import FoundParam
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._settings import GroupSettings
 from shardkit._sharded import ShardedTensor
-from shardkit.backends import as_device_mesh, tensor_parallel_of
+from shardkit.backends import accelerator_type, as_device_mesh, tensor_parallel_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -332,11 +332,8 @@ def _device_type(found: list[FoundParam], offload: OffloadPolicy) -> str:
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)
     may_be_moved = type_ is None or (type_ == "cpu" and isinstance(offload, CPUOffloadPolicy))
-    if found and may_be_moved and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        return accelerator.type
-    return type_ or "cpu"
+    accelerator = accelerator_type() if found and may_be_moved else None
+    return accelerator or type_ or "cpu"
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -222,7 +222,8 @@ class Bucket:
         new = nn.Parameter(sharded, requires_grad=old.requires_grad)
         new.__dict__.update(user_attributes(old))
         if old.grad is not None:
-            new.grad = ShardedTensor(spec.slice_full(old.grad.detach()).clone(), spec)
+            piece = spec.slice_full(old.grad.detach())
+            new.grad = ShardedTensor(piece.to(self.shard.device, copy=True), spec)
         self._take_hooks(old, new)
         return new
 

@@ -401,7 +401,11 @@ def move_buffers(module: nn.Module, backend: Backend) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():  # noqa: SLF001 - named_buffers skips None
             if buffer is not None and buffer.device.type == "cpu":
-                child._buffers[name] = buffer.to(backend.device)  # noqa: SLF001
+                moved = buffer.to(backend.device)
+                try:
+                    buffer.data = moved  # The object stays: others may hold it.
+                except (RuntimeError, TypeError):  # Not for each kind of device.
+                    child._buffers[name] = moved  # noqa: SLF001
 
 
 def start_unshard(groups: Sequence[Group], axis: AxisComm, lanes: Lanes, pool: SlotPool) -> None:

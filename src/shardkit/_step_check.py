@@ -8,6 +8,7 @@ tells which parameters any rank used.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import warnings
 import weakref
@@ -252,7 +253,8 @@ _at_exit: weakref.WeakSet[StepCheck] = weakref.WeakSet()
 def _warn_of_last_checks() -> None:
     """Say what nobody came to read: no step followed."""
     for check in list(_at_exit):
-        check.warn_of_last()
+        with contextlib.suppress(RuntimeError):  # The device, or its library, has ended before.
+            check.warn_of_last()
 
 
 def _new_logs() -> tuple[array[int], array[int]]:

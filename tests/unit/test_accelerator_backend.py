@@ -212,12 +212,13 @@ class Groups:
         monkeypatch.setattr(process_group, "_num_made", {})
         monkeypatch.setattr(process_group, "_made_in", None)
 
-    def play(self, rank: int, *, bound: bool) -> typing.Any:
+    def play(self, rank: int, *, bound: bool, splits: bool = True) -> typing.Any:
         """Become a fresh process that is this rank; return its parent group."""
         device = torch.device("cuda", 0) if bound else None
         group = Stub(WORLD=Stub(bound_device_id=device))
         self._monkeypatch.setattr(process_group, "dist", Stub(**(vars(dist) | {"group": group})))
-        return Stub(rank=lambda: rank, ranks=[4, 5, 6, 7])
+        engine = Stub(supports_splitting=splits)
+        return Stub(rank=lambda: rank, ranks=[4, 5, 6, 7], _get_backend=lambda _: engine)
 
     def _name(self) -> str:
         return str(c10d._hash_ranks_to_str([0]))  # type: ignore[attr-defined]  # noqa: SLF001 - what torch asks
@@ -256,6 +257,12 @@ def test_other_groups_take_only_their_own_ranks(
     ranks = [4, 5] if rank < 2 else [6, 7]
     options = {"backend": engine, "use_local_synchronization": True}
     assert groups.calls == [("new", ranks, options)]
+
+
+def test_a_group_whose_engine_cannot_split_is_not_split(groups: Groups) -> None:
+    """As that of a mesh of the CPU beside a world bound to devices."""
+    process_group.sub_group(groups.play(0, bound=True, splits=False), SPLITS)
+    assert [call[0] for call in groups.calls] == ["new"]
 
 
 @pytest.mark.parametrize("bound", [False, True])

@@ -144,7 +144,12 @@ def test_all_ranks_but_one_own_nothing(order: float) -> None:
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-@pytest.mark.xfail(strict=True, reason="how wide the sums are is taken from the first tensor alone")
 def test_a_narrow_tensor_before_a_wide_one(order: float) -> None:
     tensors = [filled((3,), torch.bfloat16), filled((5,), torch.float64)]
     norms_of(tensors, order, size=1)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf, 3.0])
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.complex64])
+def test_real_and_complex_tensors_in_one_list(first: torch.dtype, order: float) -> None:
+    norms_of([filled((3,), first), filled((4,), torch.complex64)], order, size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,13 +65,17 @@ def sharded_norms(
 def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
     """Return the norms of the pieces in fp64; that of no element leaves the global one as it is."""
     empty = _INF if order == -_INF else 0.0
+    pieces = [piece.abs() if piece.is_complex() else piece for piece in pieces]
+    dtype = None if dtype is None else dtype.to_real()
     filled = [i for i, piece in enumerate(pieces) if piece.numel() > 0]
     if not filled:
         return torch.full((len(pieces),), empty, dtype=torch.float64, device=pieces[0].device)
     if order in (1.0, 2.0, _INF):
         wide = None
-        if dtype is not None or pieces[0].dtype.itemsize < torch.float32.itemsize:
-            wide = torch.promote_types(dtype or pieces[0].dtype, torch.float32)
+        kinds = {piece.dtype for piece in pieces}
+        widest = functools.reduce(torch.promote_types, kinds)
+        if dtype is not None or len(kinds) > 1 or widest.itemsize < torch.float32.itemsize:
+            wide = torch.promote_types(dtype or widest, torch.float32)
         values = _compat.foreach_norm([pieces[i] for i in filled], order, wide)
     else:
         values = [torch.linalg.vector_norm(pieces[i], order, dtype=dtype) for i in filled]

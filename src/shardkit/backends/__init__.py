@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from shardkit._errors import MeshError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
+from shardkit.backends.device import accelerator_type, device_module
 from shardkit.backends.process_group import (
     current_world_size,
     from_torch_mesh,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TorchDeviceMesh",
+    "accelerator_type",
     "as_device_mesh",
     "init_device_mesh",
     "mesh_of_world",
@@ -130,7 +132,6 @@ def _backend_class(device_type: str) -> type[Any]:
 
         return GlooBackend
     from shardkit.backends.accelerator import AcceleratorBackend
-    from shardkit.backends.device import device_module
 
     device_module(device_type)  # Raises if torch knows no such accelerator.
     return AcceleratorBackend

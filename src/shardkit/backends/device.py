@@ -96,6 +96,18 @@ class AcceleratorDevice:
         return tensor.to(self.device)
 
 
+def accelerator_type() -> str | None:
+    """Return the device type of this machine's accelerator; None: it has none with streams."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    try:
+        device_module("" if accelerator is None else accelerator.type)
+    except MeshError:
+        return None
+    return None if accelerator is None else accelerator.type
+
+
 def device_module(device_type: str) -> Any:
     """Return torch's module of a device type: ``torch.cuda``, ``torch.xpu``, ``torch.npu``, ...
 

@@ -82,7 +82,7 @@ def sub_group(
     """
     mine = next(split for split in splits if parent.rank() in split)
     ranks = [dist.get_process_group_ranks(parent)[position] for position in mine]
-    if backend is None and _is_bound_to_device():
+    if backend is None and _must_be_split(parent):
         # A new group would split the communicator of the whole world, for which torch needs all of
         # its ranks to call.
         with _named_group(ranks):
@@ -93,9 +93,13 @@ def sub_group(
     return new_group(ranks, backend)
 
 
-def _is_bound_to_device() -> bool:
-    """Whether the default process group was made with ``device_id``."""
-    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+def _must_be_split(parent: dist.ProcessGroup) -> bool:
+    """Whether groups come from others: the world was made with ``device_id``, the engine can."""
+    device = getattr(dist.group.WORLD, "bound_device_id", None)
+    if device is None:
+        return False
+    engine = _compat.process_group_backend(parent, device)
+    return bool(getattr(engine, "supports_splitting", False))
 
 
 class ProcessGroupAxis:
