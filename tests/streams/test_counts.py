@@ -114,6 +114,20 @@ def test_a_steady_step_issues_what_it_needs(spawn: Callable[..., typing.Any], va
         assert len(set(made[2:])) == 1, f"slots made: {made}"
 
 
+def peak_of(variant: str) -> int:
+    return steady_step(variant)[1][-1]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("older_torch", "zero3"), ("older_wide_reduction", "wide_reduction")]
+)
+def test_send_buffers_do_not_pile_up_without_slots(
+    spawn: Callable[..., typing.Any], older: str, newer: str
+) -> None:
+    """Where memory cannot be handed on, it is freed as soon as the next reduction starts."""
+    assert max(spawn(peak_of, 2, older)) <= min(spawn(peak_of, 2, newer))
+
+
 # --- beside FSDP2 ---------------------------------------------------------------------------------
 
 
