@@ -28,7 +28,7 @@ NEED_NOTHING = "not gpu and not models and not xla"  # tests that need no more t
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
     f"tests/distributed/test_{name}.py"
-    for name in ("settings", "autograd_cases", "amp", "interruptions", "compile", "tied_weights")
+    for name in ("parity", "settings", "autograd_cases", "amp", "interruptions", "compile")
 ]
 
 

@@ -138,6 +138,11 @@ class Watch(TorchDispatchMode):
         self._is_busy = False
         self._works: list[SimulatedWork] = []
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile compile; it would leave alone what other modes watch."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: typing.Any,
