@@ -6,6 +6,7 @@ _REASONS = {
     "(4,)": "on two ranks and on 2x2 the same code runs, in less time",
     "(3,)": "on two ranks and on 2x2 the same code runs, in less time",
     "gpt": "with the small model the same code of the backend runs, in less time",
+    "adamw": "optimizers run on compute alone, and SGD's cases show the rest",
     "test_bf16_reduction_sums_in_fp32": "gloo's exchange sums in fp32; collective libraries of "
     "accelerators sum in the dtype on the wire",
     "test_batch_normalization_trains_as_in_ddp": "DDP asks its work for a future, which simulated "
