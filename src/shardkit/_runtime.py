@@ -200,6 +200,8 @@ class Runtime:
 
     def _settle_host_reads(self) -> None:
         """Let the user's code write offloaded shards from now on."""
+        if not self.groups[0].mesh.backend.has_own_memory:
+            return
         buckets = [bucket for group in self.groups for bucket in group.buckets]
         if any(bucket.is_offloaded for bucket in buckets):
             by_compute = any(b.is_offloaded and b.subclass is not None for b in buckets)

@@ -15,7 +15,7 @@ import typing
 import torch
 import torch.distributed as dist
 from clocks import DEVICE, HOST
-from simulated_device import SimulatedEvent, SimulatedStream, label_of_caller
+from simulated_device import SimulatedEvent, label_of_caller
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -463,8 +463,3 @@ def _unwatched() -> typing.Any:
 
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided
-
-
-def is_late(stream: SimulatedStream, simulation: Simulation) -> bool:
-    """Whether what is issued on a stream runs only when something waits for it."""
-    return stream is not simulation.compute
