@@ -1,8 +1,5 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
-from shardkit._activation_checkpoint import checkpoint_module
-from shardkit._api import fully_shard
-from shardkit._deferred_sharding import defer_sharding
 from shardkit._errors import (
     CheckpointError,
     FreedParameterError,
@@ -14,16 +11,19 @@ from shardkit._errors import (
     StateError,
     WrapError,
 )
-from shardkit._forward_methods import register_fsdp_forward_method
 from shardkit._mesh import DeviceMesh
-from shardkit._module import (
+from shardkit._module.activation_checkpoint import checkpoint_module
+from shardkit._module.deferred import defer_sharding
+from shardkit._module.forward_methods import register_fsdp_forward_method
+from shardkit._module.fsdp_module import (
     FSDPModule,
     UnshardHandle,
     share_comm_ctx,
 )
+from shardkit._module.fully_shard import fully_shard
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardkit._sharded import FlatShard, Replicate, ShardedTensor
-from shardkit._traced_passes import shared_input
+from shardkit._runtime.passes import shared_input
+from shardkit._tensor.sharded import FlatShard, Replicate, ShardedTensor
 from shardkit.backends import init_device_mesh
 from shardkit.backends.base import AllGather, Comm, ReduceScatter
 

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command, or say what it needs."""
     try:
-        from shardkit._commands import app
+        from shardkit._cli import app
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise

@@ -12,23 +12,27 @@ dicts. Its name and its arguments are a file format: what is added comes last, w
 from __future__ import annotations
 
 import copyreg
+import importlib
+import sys
+import types
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat, _dcp
+from shardkit import _compat
 from shardkit._errors import MeshError, ShardedTensorError
-from shardkit._even_layout import EvenLayout
-from shardkit._layout import FlatLayout
+from shardkit._layout.even import EvenLayout
+from shardkit._layout.flat import FlatLayout
 from shardkit._mesh import known_meshes
-from shardkit._sharded import ShardedTensor, ShardSpec, user_attributes
-from shardkit._traced_specs import PaddedSpec, WholeSpec
+from shardkit._tensor import dcp_protocol
+from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
-    from shardkit._boxes import Box
+    from shardkit._layout.boxes import Box
     from shardkit._mesh import DeviceMesh
 
 Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
@@ -182,11 +186,11 @@ class SavedPiece(Tensor):
     def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
         """Tell a distributed checkpoint what is written."""
         del tensor
-        return _dcp.create_write_items(fqn, *self.described)
+        return dcp_protocol.create_write_items(fqn, *self.described)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Give a distributed checkpoint what is written."""
-        return _dcp.get_tensor_shard(index, *self.described)
+        return dcp_protocol.get_tensor_shard(index, *self.described)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -210,7 +214,7 @@ def reduce_for_process(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     described = None
     if spec.tensor_parallel is None and spec.subclass is None:
         described = (piece, *reduce_tensor(tensor)[1][1:])
-    boxes = _dcp.boxes_to_write(spec)
+    boxes = dcp_protocol.boxes_to_write(spec)
     return rebuild_in_process, (described, (piece, tuple(spec.shape), boxes, spec.name))
 
 
@@ -229,3 +233,34 @@ def rebuild_in_process(
 copyreg.pickle(ShardedTensor, reduce_tensor)
 ForkingPickler.register(ShardedTensor, reduce_for_process)
 torch.serialization.add_safe_globals([rebuild_tensor])
+
+
+# --- addresses in files of earlier versions -------------------------------------------------------
+
+
+_MOVED = {
+    "shardkit._group": {"Group": "shardkit._runtime.group"},
+    "shardkit._module_copies": {"new_module": "shardkit._module.copies"},
+    "shardkit._places": {"FoundParam": "shardkit._params.sites"},
+    "shardkit._schedule_options": {"BackwardPrefetch": "shardkit._policy"},
+    "shardkit._state_dict": {
+        "load_into_sharded": "shardkit._state.state_dict",
+        "save_sharded": "shardkit._state.state_dict",
+    },
+}
+"""Modules that pickled modules name and that are no more: where each name is now."""
+
+
+class _OldModule(types.ModuleType):
+    """Stands for a module that moved; knows the names that were written to files."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up where it is now."""
+        moved = _MOVED[self.__name__]
+        if name not in moved:
+            msg = f"module {self.__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        return getattr(importlib.import_module(moved[name]), name)
+
+
+sys.modules.update({name: _OldModule(name) for name in _MOVED})

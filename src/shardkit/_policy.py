@@ -1,7 +1,8 @@
-"""What the user chooses once per group: dtypes and where the shards are."""
+"""What users choose once: dtypes, where shards are, when backward gathers ahead."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,3 +62,16 @@ class MixedPrecisionPolicy:
             return orig_dtype, orig_dtype
         param_dtype = self.param_dtype or orig_dtype
         return param_dtype, self.reduce_dtype or param_dtype
+
+
+class BackwardPrefetch(enum.Enum):
+    """When backward gathers the group that it needs next.
+
+    PRE: Before the gradients of the current group are computed: full overlap, two groups alive.
+    POST: After them: one group less alive, less overlap.
+    NONE: When it is entered.
+    """
+
+    PRE = "pre"
+    POST = "post"
+    NONE = "none"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardkit._schedule_options import BackwardPrefetch
+from shardkit._policy import BackwardPrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from shardkit._group import Group
+    from shardkit._runtime.group import Group
     from shardkit.backends.base import AllGather, ReduceScatter
 
 

@@ -28,7 +28,7 @@ from checkpoints import (
 from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
-from shardkit.checkpoint import _stream
+from shardkit.checkpoint._dcp import stream
 
 Spawn = typing.Callable[..., list[typing.Any]]
 Outcome = tuple[WholeState, list[float]]
@@ -195,13 +195,13 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
     model, optimizer = make_sharded(case, (2,))
     train_on_shares(case, model, optimizer, range(2))
     go_on = threading.Event()
-    real = _stream.FileStream.append
+    real = stream.FileStream.append
 
     def slow(self: typing.Any, *args: typing.Any, **options: typing.Any) -> typing.Any:
         go_on.wait(30)
         return real(self, *args, **options)
 
-    _stream.FileStream.append = slow
+    stream.FileStream.append = slow
     try:
         handle = checkpoint.async_save(pathlib.Path(folder, "a"), model, optimizer, step=2)
         state = whole_state(model, optimizer)
@@ -214,7 +214,7 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
         done += [handle.done(), handle.result() == pathlib.Path(folder, "a")]
         second.result()
     finally:
-        _stream.FileStream.append = real
+        stream.FileStream.append = real
     assert checkpoint.latest(folder) == pathlib.Path(folder, "b")
     checkpoint.release_staging_memory()
     return state, losses, done
@@ -241,18 +241,18 @@ def unheard(folder: str, how: str) -> list[str]:
     """A save in the background fails; return what is raised, and when."""
     model, optimizer = make_sharded(CASES["gpt"], (2,))
     path = pathlib.Path(folder, "a")
-    real = _stream.FileStream.append
+    real = stream.FileStream.append
     if dist.get_rank() == 1:
 
         def fail(*_: object, **__: object) -> typing.NoReturn:
             raise OSError(28, "No space left on device")
 
-        _stream.FileStream.append = fail
+        stream.FileStream.append = fail
     raised = []
     try:
         handle = checkpoint.async_save(path, model, optimizer)
         handle.wait()
-        _stream.FileStream.append = real
+        stream.FileStream.append = real
         if how == "asked":
             with pytest.raises(checkpoint.CheckpointError) as found:
                 handle.result()
@@ -264,7 +264,7 @@ def unheard(folder: str, how: str) -> list[str]:
             raised.append(str(found.value))
         checkpoint.save(path, model, optimizer)
     finally:
-        _stream.FileStream.append = real
+        stream.FileStream.append = real
     raised.append(str(sorted(entry.name for entry in pathlib.Path(folder).iterdir())))
     return raised
 
@@ -302,13 +302,13 @@ def fail_to_write(folder: str) -> None:
     def fail(*_: object) -> typing.NoReturn:
         raise OSError(28, "No space left on device")
 
-    real = _stream.FileStream._write  # noqa: SLF001 - what calls the disk
+    real = stream.FileStream._write  # noqa: SLF001 - what calls the disk
     if dist.get_rank() == 1:
-        _stream.FileStream._write = fail  # noqa: SLF001
+        stream.FileStream._write = fail  # noqa: SLF001
     try:
         checkpoint.save(pathlib.Path(folder, "x"), make_sharded(CASES["gpt"], (2,))[0])
     finally:
-        _stream.FileStream._write = real  # noqa: SLF001
+        stream.FileStream._write = real  # noqa: SLF001
 
 
 def fail_to_collect(folder: str) -> None:

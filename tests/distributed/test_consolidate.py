@@ -25,7 +25,7 @@ import parallel_models
 from models import CASES
 from reference import OPTIMIZERS, full, make_mesh, my_batch, shard, train
 from shardkit import fully_shard
-from shardkit._commands import app
+from shardkit._cli import app
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import (
     StateDictOptions,

@@ -20,7 +20,8 @@ import parallel_models
 from models import CASES
 from reference import full, make_mesh, my_batch, shard
 from shardkit import fully_shard
-from shardkit.checkpoint import FullFile, _raw, load_full, save_full
+from shardkit.checkpoint import FullFile, load_full, save_full
+from shardkit.checkpoint._files import bytes_io
 
 Spawn = typing.Callable[..., list[typing.Any]]
 StateDict = dict[str, Tensor]
@@ -85,11 +86,11 @@ def there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: st
 @contextlib.contextmanager
 def small_buffers() -> typing.Iterator[None]:
     """Let pieces of these small models need several parts, as large ones do."""
-    before, _raw.PART_NBYTES = _raw.PART_NBYTES, 64
+    before, bytes_io.PART_NBYTES = bytes_io.PART_NBYTES, 64
     try:
         yield
     finally:
-        _raw.PART_NBYTES = before
+        bytes_io.PART_NBYTES = before
 
 
 def check_there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: str) -> None:
@@ -467,17 +468,17 @@ def save_where_it_fails(folder: str, how: str) -> None:
     case = CASES["mlp"]
     model = shard(case, case.make(), make_mesh((2,)))
     if how == "late" and dist.get_rank() == 0:
-        from shardkit.checkpoint import _torch_files
+        from shardkit.checkpoint._files import torch_zip
 
         def fail(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        _torch_files.write_at, write_at = fail, _torch_files.write_at
+        torch_zip.write_at, write_at = fail, torch_zip.write_at
     try:
         save_full(pathlib.Path(folder) / "model.pt", model)
     finally:
         if how == "late" and dist.get_rank() == 0:
-            _torch_files.write_at = write_at
+            torch_zip.write_at = write_at
 
 
 @pytest.mark.parametrize("how", ["early", "late"])

@@ -12,9 +12,9 @@ import typing
 import pytest
 
 from checkpoints import assert_same
-from shardkit.checkpoint._parts import room
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._sources import DistributedCheckpoint
+from shardkit.checkpoint._state.parts import room
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -29,7 +29,11 @@ from shardkit.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from shardkit.checkpoint._state import TensorInfo, optimizer_template, put_optimizer_state
+from shardkit.checkpoint._state.model_and_optimizer import (
+    TensorInfo,
+    optimizer_template,
+    put_optimizer_state,
+)
 
 Spawn = typing.Callable[..., list[typing.Any]]
 

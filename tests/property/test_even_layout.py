@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import strategies
 from shardkit import LayoutError
-from shardkit._even_layout import ALIGN_NUMEL, EvenLayout
-from shardkit._layout import FlatLayout
+from shardkit._layout.even import ALIGN_NUMEL, EvenLayout
+from shardkit._layout.flat import FlatLayout
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

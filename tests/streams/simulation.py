@@ -15,7 +15,7 @@ from simulated_device import SimulatedDevice, Simulation
 from watching import Watch
 
 import shardkit.backends
-from shardkit import _memory
+from shardkit._params import memory
 from shardkit.backends import process_group
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 
@@ -126,7 +126,7 @@ def _replaced(owner: typing.Any, name: str, value: typing.Any) -> Iterator[None]
 @contextlib.contextmanager
 def _watched_pool(sim: Simulation, *, keeps_memory: bool) -> Iterator[None]:
     """Tell the simulation of memory that goes to the pool of slots and comes from there."""
-    pool = _memory.SlotPool
+    pool = memory.SlotPool
     attach, detach, make = pool.attach, pool.detach, pool.__init__
 
     def made(self: typing.Any, lanes: typing.Any) -> None:

@@ -20,7 +20,7 @@ ORDERING = re.compile(
 )
 """What lines that order things look like, in the modules below."""
 
-WATCHED = ("backends.accelerator", "_memory", "_gradients")
+WATCHED = ("backends.accelerator", "_params.memory", "_params.gradients")
 
 NEEDLESS = {
     "backends.accelerator": {
@@ -36,12 +36,12 @@ NEEDLESS = {
         "return DeviceCheckHandle(": "an event; its wait is taken away",
         "self._pinned": "a definition",
     },
-    "_memory": {
+    "_params.memory": {
         "def ": "a definition",
         "return self._lanes.fence()": "fences are taken away where they are used",
         "_kept": "a definition",
     },
-    "_gradients": {
+    "_params.gradients": {
         "lanes.wait_fence(self._receive.attach(pool))": "receive buffers are the CPU's",
         "self._close_send(pool, pool.fence(), by_compute=True)": "every gather after a reset comes "
         "after `follow_compute`",
@@ -75,7 +75,12 @@ def test_modules_imported_anew_work_as_before(spawn: Callable[..., typing.Any]) 
     def unmutated(mutation: Mutation) -> list[list[str]]:
         return spawn(complaints_without, NUM_RANKS.get(mutation.scenario, 2), mutation)
 
-    for module in ("backends.accelerator", "_memory", "_gradients", "_runtime"):
+    for module in (
+        "backends.accelerator",
+        "_params.memory",
+        "_params.gradients",
+        "_runtime.runtime",
+    ):
         mutation = next(each for each in MUTATIONS if each.module == module)
         assert not any(unmutated(mutation)), mutation.scenario
 

@@ -22,12 +22,12 @@ from shardkit import (
     RankMismatchError,
     WrapError,
 )
-from shardkit._api import _check_current_device, _check_params, _device_type
-from shardkit._group import move_buffers
-from shardkit._layout import FlatLayout
-from shardkit._places import FoundParam
-from shardkit._sharded import ShardedTensor, ShardSpec
-from shardkit._step_check import REDUCE, StepCheck
+from shardkit._layout.flat import FlatLayout
+from shardkit._module.fully_shard import _check_current_device, _check_params, _device_type
+from shardkit._params.sites import FoundParam
+from shardkit._runtime.agreement import REDUCE, StepCheck
+from shardkit._runtime.group import move_buffers
+from shardkit._tensor.sharded import ShardedTensor, ShardSpec
 from shardkit.backends import process_group
 from shardkit.backends.accelerator import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import fully_shard
-from shardkit._gradients import GroupGradients, _gaps, start_reduce
-from shardkit._hooks import get_state
-from shardkit._layout import FlatLayout
-from shardkit._memory import SlotPool
-from shardkit._sharded import ShardedTensor
+from shardkit._layout.flat import FlatLayout
+from shardkit._module.hooks import get_state
+from shardkit._params.gradients import GroupGradients, _gaps, start_reduce
+from shardkit._params.memory import SlotPool
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import accelerator
 from shardkit.backends.accelerator import AcceleratorAxis, Sums
 from shardkit.backends.base import Reduction

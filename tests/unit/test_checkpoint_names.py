@@ -22,8 +22,12 @@ from shardkit.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from shardkit.checkpoint._names import names_of_parameters, plain_name
-from shardkit.checkpoint._state import TensorInfo, optimizer_template, put_optimizer_state
+from shardkit.checkpoint._state.model_and_optimizer import (
+    TensorInfo,
+    optimizer_template,
+    put_optimizer_state,
+)
+from shardkit.checkpoint._state.names import names_of_parameters, plain_name
 
 State = dict[str, typing.Any]
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardkit import checkpoint
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint import _directory, _manifest, _metadata, _stream
+from shardkit.checkpoint._dcp import directory, manifest, metadata, stream
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -251,7 +251,7 @@ def test_keep_last_leaves_the_newest_and_nothing_half(tmp_path: pathlib.Path) ->
 
 def test_keep_last_saves_the_only_copy_that_a_killed_run_left(tmp_path: pathlib.Path) -> None:
     only = checkpoint.save(tmp_path / "best", step=1)
-    only.rename(_directory.replaced(only))
+    only.rename(directory.replaced(only))
     checkpoint.save(tmp_path / "last", step=2, keep_last=2)
     assert checkpoint.load(only) == {"step": 1}
 
@@ -296,11 +296,11 @@ def test_every_flipped_bit_that_is_read_is_found(saved: pathlib.Path) -> None:
 
 
 def test_a_flipped_bit_is_located(saved: pathlib.Path) -> None:
-    manifest = _manifest.read_manifest(saved)
-    item = max(manifest.files["__0_0.distcp"].items, key=lambda item: item.nbytes)
+    read = manifest.read_manifest(saved)
+    item = max(read.files["__0_0.distcp"].items, key=lambda item: item.nbytes)
     assert len(item.crc32s) == 2
-    flip(saved / "__0_0.distcp", item.offset + _manifest.BLOCK_NBYTES + 5)
-    begin = item.offset + _manifest.BLOCK_NBYTES
+    flip(saved / "__0_0.distcp", item.offset + manifest.BLOCK_NBYTES + 5)
+    begin = item.offset + manifest.BLOCK_NBYTES
     with pytest.raises(CheckpointError, match=rf"'model.weight': bytes {begin} to "):
         load(saved)
 
@@ -375,7 +375,7 @@ def test_metadata_changes_no_class(tmp_path: pathlib.Path) -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
     with pytest.raises(CheckpointError, match="it sets attributes of Metadata"):
-        _metadata.parse_metadata(pickled, tmp_path)
+        metadata.parse_metadata(pickled, tmp_path)
     assert Metadata.version is None
 
 
@@ -524,8 +524,8 @@ def test_file_systems_that_refuse_a_direct_write(
 
 def test_frames_are_what_torch_writes() -> None:
     tensor = torch.arange(12.0).view(3, 4)
-    before, after = _stream.tensor_frame(tensor.dtype, (3, 4))
-    content = before + bytes(_stream.raw_bytes(tensor)) + after
+    before, after = stream.tensor_frame(tensor.dtype, (3, 4))
+    content = before + bytes(stream.raw_bytes(tensor)) + after
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
 
 
@@ -544,12 +544,12 @@ def test_progress_is_told(tmp_path: pathlib.Path) -> None:
 def test_a_replacement_that_a_crash_cut_is_finished_or_undone(tmp_path: pathlib.Path) -> None:
     path = checkpoint.save(tmp_path / "x", step=1)
     new = checkpoint.save(tmp_path / "y", step=2)
-    path.rename(_directory.replaced(path))
-    half = _directory.incomplete(path)
+    path.rename(directory.replaced(path))
+    half = directory.incomplete(path)
     half.mkdir()
     assert checkpoint.load(path) == {"step": 1}  # Undone: the new one was not complete.
-    path.rename(_directory.replaced(path))
-    _directory.remove(half)
+    path.rename(directory.replaced(path))
+    directory.remove(half)
     new.rename(half)
     assert checkpoint.latest(tmp_path) == path
     assert checkpoint.load(path) == {"step": 2}  # Finished.

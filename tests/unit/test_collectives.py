@@ -14,7 +14,8 @@ from recorded import Recorded, listed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import MixedPrecisionPolicy, ShardedTensor, _schedule, fully_shard
+from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
+from shardkit._schedule import unshard
 from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
@@ -58,13 +59,13 @@ RESHARDING = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _each_group_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small groups would share collectives, and these are small."""
-    monkeypatch.setattr(_schedule, "BATCH_NBYTES", 0)
+    monkeypatch.setattr(unshard, "BATCH_NBYTES", 0)
 
 
 @pytest.fixture
 def batch_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``batch_of(nbytes)``: models made from now on send groups of fewer bytes together."""
-    return lambda nbytes: monkeypatch.setattr(_schedule, "BATCH_NBYTES", nbytes)
+    return lambda nbytes: monkeypatch.setattr(unshard, "BATCH_NBYTES", nbytes)
 
 
 # --- a step -------------------------------------------------------------------------------------

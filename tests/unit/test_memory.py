@@ -10,7 +10,7 @@ import torch
 from recorded import Recorded
 
 from shardkit import _compat
-from shardkit._memory import Buffer, SlotPool
+from shardkit._params.memory import Buffer, SlotPool
 
 if typing.TYPE_CHECKING:
     from torch import Tensor

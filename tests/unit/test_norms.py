@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import fully_shard
-from shardkit._ops.norms import sharded_norms
+from shardkit._tensor.ops.norms import sharded_norms
 from shardkit.backends.recording import RecordingAxis, recording_mesh
 
 if typing.TYPE_CHECKING:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import ShardedTensorError, fully_shard
-from shardkit._ops import put_off
+from shardkit._tensor.ops import put_off
 from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardkit._sharded import ShardedTensor
+    from shardkit._tensor.sharded import ShardedTensor
 
 SIZES = [(64, 33), (33,), (5, 7), (1,), (128, 128), (3,)]
 

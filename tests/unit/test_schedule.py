@@ -9,14 +9,14 @@ import typing
 
 import pytest
 
-from shardkit._reduce_order import ReduceOrder
-from shardkit._schedule import BATCH_NBYTES, UnshardSchedule
-from shardkit._schedule_options import BackwardPrefetch
+from shardkit._policy import BackwardPrefetch
+from shardkit._schedule.reduce_order import ReduceOrder
+from shardkit._schedule.unshard import BATCH_NBYTES, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._schedule import Action
+    from shardkit._schedule.unshard import Action
 
 LAYERS = (1, 2, 3)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as torch_functions
 
 import shardkit.checkpoint
 from shardkit import ShardedTensor, StateError, _compat
-from shardkit._torch_state_dicts import distribute_state_dict, gather_state_dict
+from shardkit._state.torch_state_dicts import distribute_state_dict, gather_state_dict
 
 if typing.TYPE_CHECKING:
     from pathlib import Path

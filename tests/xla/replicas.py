@@ -307,10 +307,10 @@ def other_models() -> str:
 def graphs() -> dict[str, object]:
     """The third step's graph. Nothing is run: XLA's CPU client is not sure with four threads."""
     import shardkit.backends.xla.replica
-    from shardkit import _step_check
+    from shardkit._runtime import agreement
 
     shardkit.backends.xla.replica.run_graph = lambda: None
-    _step_check.check_same_model = lambda *_: None  # It runs a collective.
+    agreement.check_same_model = lambda *_: None  # It runs a collective.
     found: dict[str, object] = {}
     for name, shape, reshard in (
         ("resharded", (xr.world_size(),), None),

@@ -23,7 +23,7 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
-from shardkit._traced_passes import open_passes
+from shardkit._runtime.passes import open_passes
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.tensor_parallel import TensorParallel
+    from shardkit.backends.dtensor import TensorParallel
 
 __all__ = [
     "TorchDeviceMesh",
@@ -108,7 +108,7 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if dtensor is None or not isinstance(param, dtensor):
         return None  # Where nobody has imported DTensor there is none.
-    from shardkit.backends.tensor_parallel import TensorParallel
+    from shardkit.backends.dtensor import TensorParallel
 
     mesh = as_device_mesh(param.device_mesh, device_type=param.device.type)
     return TensorParallel.of(param, mesh)

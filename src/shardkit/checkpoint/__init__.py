@@ -5,15 +5,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._background import SaveHandle
 from shardkit.checkpoint._consolidate import consolidate
-from shardkit.checkpoint._directory import latest
-from shardkit.checkpoint._full_files import FullFile
+from shardkit.checkpoint._dcp.directory import latest
+from shardkit.checkpoint._dcp.reader import CheckpointReader
+from shardkit.checkpoint._dcp.writer import CheckpointWriter
+from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._full_models import LoadedNames, load_full
 from shardkit.checkpoint._full_save import save_full
 from shardkit.checkpoint._load import load
-from shardkit.checkpoint._local_files import load_local_state_dict, local_state_dict
-from shardkit.checkpoint._reader import CheckpointReader
+from shardkit.checkpoint._local import load_local_state_dict, local_state_dict
 from shardkit.checkpoint._save import async_save, release_staging_memory, save
-from shardkit.checkpoint._state import (
+from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -21,7 +22,6 @@ from shardkit.checkpoint._state import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from shardkit.checkpoint._writer import CheckpointWriter
 
 __all__ = [
     "CheckpointError",

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from shardkit.backends.process_group import new_group
 from shardkit.checkpoint._agreement import is_distributed, quote, rank_of
+from shardkit.checkpoint._dcp.staging import Staging
+from shardkit.checkpoint._job import Job, write
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._staging import Staging
-from shardkit.checkpoint._write import Job, write
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp_files import DcpFiles
-from shardkit.checkpoint._full_files import Format, FullFile, FullWriter
-from shardkit.checkpoint._local_source import LocalFiles
-from shardkit.checkpoint._metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.whole import DcpFiles
+from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, info_nbytes
+from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
+from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._raw import PART_NBYTES, Checkpoint, info_nbytes
-from shardkit.checkpoint._sections import nested
-from shardkit.checkpoint._state import TensorInfo
+from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+from shardkit.checkpoint._state.sections import nested
 
 if TYPE_CHECKING:
     import os

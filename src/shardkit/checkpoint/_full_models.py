@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
-from shardkit._sharded import ShardedTensor
-from shardkit.checkpoint import _raw
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import rank_of
-from shardkit.checkpoint._full_files import FullFile
-from shardkit.checkpoint._names import plain_name
+from shardkit.checkpoint._files import bytes_io
+from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name
+from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._raw import copy_from_scratch, dtype_name
+from shardkit.checkpoint._state.names import plain_name
 
 if TYPE_CHECKING:
     import os
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit.checkpoint._progress import Progress
-    from shardkit.checkpoint._state import TensorInfo
+    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
 
 EXTRA_STATE = "_extra_state"
 _MAX_LISTED = 50
@@ -144,7 +144,9 @@ class _FirstRanksFile:
             found = mesh.backend.axis(axis).exchange(found)[0]
         self.infos: dict[str, TensorInfo] = found[0]
         self.others: dict[str, Any] = found[1]
-        self._room = torch.empty(_raw.PART_NBYTES, dtype=torch.uint8, device=mesh.backend.device)
+        self._room = torch.empty(
+            bytes_io.PART_NBYTES, dtype=torch.uint8, device=mesh.backend.device
+        )
 
     def parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield a flattened tensor's parts with where they begin. Collective."""
@@ -256,7 +258,7 @@ class _Loader:
 
     def _convert(self, flat: Tensor, file: FullFile, name: str, start: int) -> None:
         if self._buffer is None:
-            self._buffer = torch.empty(_raw.PART_NBYTES, dtype=torch.uint8)
+            self._buffer = torch.empty(bytes_io.PART_NBYTES, dtype=torch.uint8)
         typed = self._buffer.view(file.infos[name].dtype)
         for first in range(0, flat.numel(), typed.numel()):
             part = flat[first : first + typed.numel()]

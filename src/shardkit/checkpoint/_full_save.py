@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
-from shardkit._sharded import ShardedTensor
-from shardkit.checkpoint import _raw
-from shardkit.checkpoint._full_files import Format, FullWriter
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.checkpoint._files import bytes_io
+from shardkit.checkpoint._files.bytes_io import info_nbytes
+from shardkit.checkpoint._files.full import Format, FullWriter
 from shardkit.checkpoint._full_models import by_identity, mesh_of, raise_on_all, state_of
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._raw import info_nbytes
-from shardkit.checkpoint._state import TensorInfo
+from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
 
 if TYPE_CHECKING:
     import os
@@ -185,7 +185,9 @@ class _Sender:
 
     def _buffer(self, device: torch.device) -> Tensor:
         if device not in self._buffers:
-            self._buffers[device] = torch.empty(_raw.PART_NBYTES, dtype=torch.uint8, device=device)
+            self._buffers[device] = torch.empty(
+                bytes_io.PART_NBYTES, dtype=torch.uint8, device=device
+            )
         return self._buffers[device]
 
 

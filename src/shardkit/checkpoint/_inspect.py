@@ -10,17 +10,17 @@ import torch
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
-from shardkit.checkpoint._dcp_files import DcpFiles
-from shardkit.checkpoint._item_file import ItemFile
-from shardkit.checkpoint._local_source import LocalFiles
-from shardkit.checkpoint._raw import dtype_name, info_nbytes
+from shardkit.checkpoint._dcp.item_file import ItemFile
+from shardkit.checkpoint._dcp.whole import DcpFiles
+from shardkit.checkpoint._files.bytes_io import dtype_name, info_nbytes
+from shardkit.checkpoint._files.local import LocalFiles
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardkit.checkpoint._raw import Checkpoint
+    from shardkit.checkpoint._files.bytes_io import Checkpoint
 
 
 @dataclass(frozen=True)

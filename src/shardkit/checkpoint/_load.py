@@ -6,18 +6,18 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint import _directory
 from shardkit.checkpoint._agreement import agreed, quote, rank_of
-from shardkit.checkpoint._findings import Findings
+from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._full_models import load_full
-from shardkit.checkpoint._metadata import METADATA_FILE
-from shardkit.checkpoint._parts import ExtrasPart, ModelPart, OptimizerPart
+from shardkit.checkpoint._job import check_arguments
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._reader import CheckpointReader
 from shardkit.checkpoint._save import wait_for_last_save
-from shardkit.checkpoint._sections import entries_of_models, entries_of_optimizers
-from shardkit.checkpoint._sources import DistributedCheckpoint
-from shardkit.checkpoint._write import check_arguments
+from shardkit.checkpoint._state.findings import Findings
+from shardkit.checkpoint._state.parts import ExtrasPart, ModelPart, OptimizerPart
+from shardkit.checkpoint._state.sections import entries_of_models, entries_of_optimizers
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit.checkpoint._progress import Progress
-    from shardkit.checkpoint._sources import Source
+    from shardkit.checkpoint._state.sources import Source
 
 
 def load(
@@ -71,7 +71,7 @@ def load(
     it must be cut or converted.
     """
     wait_for_last_save()
-    target = _directory.normalized(path)
+    target = directory.normalized(path)
     what = f"{quote(target)} was not loaded"
     rank = rank_of(process_group)
     with Meter(progress, f"loading {target.name}", rank=rank) as meter:
@@ -108,7 +108,7 @@ def is_full(path: pathlib.Path) -> bool:
 
 def _look(path: pathlib.Path) -> None:
     """Finish what a crash left, and look whether all files are there; on one rank."""
-    _directory.recover(path)
+    directory.recover(path)
     reader = CheckpointReader(path)
     reader.read_metadata()
     reader.check_files()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint import _directory
 from shardkit.checkpoint._agreement import rank_of
 from shardkit.checkpoint._background import Background, SaveHandle
+from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._job import Job, write
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._write import Job, write
 
 if TYPE_CHECKING:
     import os
@@ -71,7 +71,7 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
     Cost: the planning of DCP (a gather and a scatter of descriptions of all tensors), 16 MiB of
     memory for each rank; sharded tensors are not copied.
     """
-    job = Job(_directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
+    job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
     job.check()
     error = _background.last_error()
 
@@ -119,10 +119,10 @@ def async_save(  # noqa: PLR0913 - as `save`
     Cost: memory on the host for a copy of what this rank holds; it is kept for the next time,
     until `release_staging_memory`. The first call makes a process group.
     """
-    job = Job(_directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
+    job = Job(directory.normalized(path), model, optimizer, extra, keep_last, overwrite, progress)
     job.check()
     _raise_last(_background.last_error())
-    _directory.check_free(job.path, overwrite=overwrite)
+    directory.check_free(job.path, overwrite=overwrite)
     return _background.start(job, _background.group_like(process_group))
 
 

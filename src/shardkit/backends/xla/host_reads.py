@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from shardkit._errors import ShardedTensorError, StateError
-from shardkit._sharded import ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _compat
-from shardkit._sharded import ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.xla import host_reads
 

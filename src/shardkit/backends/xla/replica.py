@@ -19,8 +19,8 @@ import torch_xla.runtime as xr
 
 from shardkit._errors import StateError
 from shardkit.backends.xla.backend import XlaBackend
-from shardkit.backends.xla.order import GraphOrder
 from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
+from shardkit.backends.xla.region_base import GraphOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardkit.backends.xla.backend import XlaBackend
-from shardkit.backends.xla.region import SpmdRegion
+from shardkit.backends.xla.spmd_region import SpmdRegion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

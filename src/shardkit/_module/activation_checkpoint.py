@@ -1,0 +1,178 @@
+"""Activation checkpointing that works alike on every backend."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import checkpoint
+
+from shardkit import _compat
+from shardkit._errors import StateError
+from shardkit._runtime.passes import buffers_of, open_passes, was_written
+from shardkit._tree import map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+
+class CheckpointedForward:
+    """Stands in for a module's forward.
+
+    An object rather than a closure, so that deep copies and pickles of the module get their own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward; keep its inputs only, and run it again when backward comes."""
+        passes = open_passes()
+        if passes is None:
+            has_buffers = next(self._module.buffers(), None) is not None
+            forward = _Repeat(self._module, self._forward).run if has_buffers else self._forward
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        _compat.register_device_module("xla")
+        repeat = _TracedRepeat(self._module, self._forward, passes.region)
+        return checkpoint(
+            repeat.run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # Of torch's generators; ours repeats by itself.
+            context_fn=repeat.contexts,
+            **kwargs,
+        )
+
+
+class _Repeat:
+    """One forward and its repetition, which leaves buffers (running statistics) as they are.
+
+    Args:
+        module: Whose.
+        forward: What is run.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+        self._versions: dict[int, int] | None = None
+        self._written: set[int] = set()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, the first time or again."""
+        buffers = [*buffers_of(self._module)]
+        if self._versions is not None:
+            with _replaced(buffers, self._again):
+                return self._forward(*args, **kwargs)
+        self._versions = {id(b): _compat.version_of(b) for _, _, b in buffers}
+        result = self._forward(*args, **kwargs)
+        versions = self._versions
+        self._written = {id(b) for child, _, b in buffers if was_written(child, b, versions[id(b)])}
+        return result
+
+    def _again(self, buffer: Tensor) -> Tensor:
+        """Return what the repetition has as a buffer, and may write to."""
+        return buffer.clone() if id(buffer) in self._written else buffer
+
+
+class _TracedRepeat:
+    """The same on a backend that traces.
+
+    Args:
+        module: Whose.
+        forward: What is run.
+        region: Where.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], region: Any) -> None:
+        self._module = module
+        self._forward = forward
+        self._region = region
+        self._drawing = region.drawing.again()
+        self._is_again = False
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return contexts of the forward and of its repetition."""
+        return contextlib.nullcontext(), self._again()
+
+    @contextlib.contextmanager
+    def _again(self) -> Any:
+        self._is_again = True
+        # Outside of the root's forward modules hold whole buffers.
+        with (
+            self._drawing.again(),
+            _replaced([*buffers_of(self._module)], self._enter),
+        ):
+            yield
+
+    def _enter(self, buffer: Tensor) -> Tensor:
+        result: Tensor = self._region.enter_shared(buffer.detach())
+        return result
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward."""
+        if self._is_again:
+            args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _later(self, tensor: Tensor) -> Tensor:
+        """Return an input that is there when backward is: or the compiler would run forward once.
+
+        The graph of a repetition is only asked for what it saved.
+        """
+        [later] = self._region.after_progress([tensor.detach()])
+        result: Tensor = later.requires_grad_(tensor.requires_grad)
+        return result
+
+
+@contextlib.contextmanager
+def _replaced(
+    buffers: Sequence[tuple[nn.Module, str, Tensor]], make: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let modules hold what `make` makes of their buffers."""
+    made = {id(buffer): make(buffer) for _, _, buffer in buffers}
+    for child, name, buffer in buffers:
+        child._buffers[name] = made[id(buffer)]  # noqa: SLF001 - past the checks of `setattr`
+    try:
+        yield
+    finally:
+        for child, name, buffer in buffers:
+            child._buffers[name] = buffer  # noqa: SLF001
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """Have a module keep only its inputs between forward and backward, which runs forward again.
+
+    Less memory for one more forward. Random numbers are repeated, autocast too; buffers, such as
+    running statistics, are written once. Works on every backend, before or after `fully_shard`,
+    which gathers the module's parameters once for the repetition and the backward::
+
+        for block in model.blocks:
+            fully_shard(checkpoint_module(block), mesh)
+
+    Args:
+        module: Its forward is a method of its class.
+
+    Returns:
+        `module`.
+
+    Raises:
+        StateError: It is checkpointed already, or has a forward of its own beside its class's.
+    """
+    if "forward" in module.__dict__:
+        what = module.__dict__["forward"]
+        known = isinstance(what, CheckpointedForward)
+        msg = (
+            f"this {type(module).__name__} "
+            + ("is checkpointed already." if known else f"has a forward of its own, {what!r}.")
+            + " Call checkpoint_module once per module, before others replace its forward."
+        )
+        raise StateError(msg)
+    module.forward = functools.wraps(type(module).forward)(CheckpointedForward(module))
+    return module

@@ -1,0 +1,325 @@
+"""Module hooks: from a module's forward to the runtime's events.
+
+One `ModuleState` per `fully_shard` call, kept on its module; the hooks are its bound methods and
+hold no state of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit import _compat
+from shardkit._errors import StateError
+from shardkit._runtime.runtime import Runtime
+from shardkit._settings import RootSettings
+from shardkit._tree import iter_tensors, map_tensors
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+
+    from shardkit._policy import MixedPrecisionPolicy
+    from shardkit._runtime.forward_record import ForwardRecord
+    from shardkit._runtime.group import Group
+
+STATE_ATTRIBUTE = "_shardkit_state"
+_num_installed = 0
+
+
+def get_state(module: nn.Module) -> ModuleState | None:
+    """Return the state that `fully_shard` put on `module`, or None."""
+    state: ModuleState | None = module.__dict__.get(STATE_ATTRIBUTE)
+    return state
+
+
+@dataclass(slots=True)
+class _OpenForward:
+    """A forward of a module that has begun.
+
+    Attributes:
+        record: Of its group, if there may be a backward.
+        is_root: It is the outermost one.
+        is_recompute: It runs inside backward.
+        handled: The exception that the caller was handling when it began, if any.
+        frame: Who called the hook, if `is_root`: on the stack as long as the forward runs.
+    """
+
+    record: ForwardRecord | None
+    is_root: bool
+    is_recompute: bool
+    handled: BaseException | None
+    frame: types.FrameType | None
+
+
+class ModuleState:
+    """What `fully_shard` knows about one module.
+
+    Attributes:
+        module: The module.
+        group: Its parameters, or None if there were none left to take.
+        policy: Dtypes.
+        runtime: Shared by all groups of the root; made at the root's first forward.
+        settings: What users chose, in effect if this is the root.
+        share: Another root whose streams and memory this one uses.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: Group | None, policy: MixedPrecisionPolicy
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.policy = policy
+        self.runtime: Runtime | None = None
+        self.settings = RootSettings()
+        self.share: ModuleState | None = None
+        self._open: list[_OpenForward] = []
+        self._num_known = 0
+
+    def install(self) -> None:
+        """Put the state and the hooks on the module."""
+        global _num_installed  # noqa: PLW0603 - tells roots that there may be new modules in them
+        _num_installed += 1
+        self.module.__dict__[STATE_ATTRIBUTE] = self
+        self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(self.post_forward, always_call=True)
+
+    def owns_hook(self, hook: Any) -> bool:
+        """Whether a forward hook is one of this state's."""
+        return getattr(hook, "__self__", None) is self
+
+    def without_own_hooks(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return attributes of the module without this state and what it installed."""
+        dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
+        own = {key for hooks in dicts.values() for key in hooks if self.owns_hook(hooks[key])}
+        return {
+            name: type(value)((k, v) for k, v in value.items() if k not in own)
+            if name in dicts and own.intersection(value)
+            else value
+            for name, value in attributes.items()
+            if name not in (STATE_ATTRIBUTE, _compat.COMPILED_CALL)
+        }
+
+    def make_runtime(self) -> Runtime | None:
+        """Make this module the root of all sharded modules in it.
+
+        Returns:
+            The runtime; None if no module in it has a parameter.
+        """
+        states = [s for m in self.module.modules() if (s := get_state(m)) is not None]
+        # Modules of a list share a group.
+        groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
+        if not groups:
+            return None
+        self._check_holds_whole_groups(groups)
+        entered = []
+        for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
+            entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
+        self._name_params(groups)
+        for group in groups:
+            group.is_root = group is self.group
+            inner = [get_state(m) for module in group.modules for m in module.modules()]
+            group.is_innermost = all(s is None or s.group in (None, group) for s in inner)
+        share = self.share.runtime or self.share.make_runtime() if self.share else None
+        runtime = Runtime(groups, self.settings, share)
+        for group in entered:
+            runtime.reductions.order.enter_forward(group.index)
+        for state in states:
+            state.runtime = runtime
+        self._num_known = _num_installed
+        return runtime
+
+    def _check_holds_whole_groups(self, groups: list[Group]) -> None:
+        """Raise if a module of a list is outside of the module that is about to be the root."""
+        inside = set(self.module.modules())
+        for group in groups:
+            if not inside.issuperset(group.modules):
+                msg = (
+                    f"forward of {type(self.module).__name__} ran as a root, but its parameters "
+                    f"were sharded together with those of other modules ({group.name}). Call "
+                    f"fully_shard on the module that holds all of them, too, and run that first."
+                )
+                raise StateError(msg)
+
+    def _check_no_newcomers(self) -> None:
+        """Raise if modules in this root were sharded after its first forward."""
+        if self._num_known == _num_installed:
+            return
+        for name, module in self.module.named_modules():
+            state = get_state(module)
+            if state is not None and state.runtime is not self.runtime and state.group is not None:
+                msg = (
+                    f"fully_shard was called on {name!r} after the first forward of its root. "
+                    f"Shard all modules first, the root last, and only then run the model."
+                )
+                raise StateError(msg)
+        self._num_known = _num_installed
+
+    def _name_params(self, groups: list[Group]) -> None:
+        """Give every parameter and group its name as seen from the root."""
+        names: dict[int, str] = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), name)
+        modules = {id(module): name for name, module in self.module.named_modules()}
+        for group in groups:
+            group.name = ", ".join(modules.get(id(m)) or "the root" for m in group.modules)
+            for bucket in group.buckets:
+                for index, found in enumerate(bucket.found):
+                    shown = bucket.unsharded[index]
+                    full_name = names.get(id(found.param)) or names.get(id(shown))
+                    bucket.rename(index, full_name or found.name)
+
+    # --- hooks ---
+
+    @_compat.untraced
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshard the group, cast the inputs, watch those that require gradients."""
+        del module
+        runtime = self.runtime or self.make_runtime()
+        policy = self.policy
+        is_recompute = runtime is not None and _compat.in_backward()
+        is_root = False
+        if runtime is not None and not is_recompute and self._starts_pass(runtime):
+            is_root = True
+            self._open.clear()
+            if self._num_known:
+                self._check_no_newcomers()
+            runtime.begin_pass(self)
+            if runtime.traced is not None:
+                args, kwargs = runtime.traced.enter(self.module, args, kwargs)
+            elif runtime.device.type != "cpu":
+                args, kwargs = _map_inputs(_Mover(runtime.device), args, kwargs)
+        elif runtime is not None and runtime.traced is not None and not is_recompute:
+            runtime.traced.progress((args, kwargs))
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = _map_inputs(_Caster(policy.param_dtype), args, kwargs)
+        record = None
+        if runtime is not None and self.group is not None:
+            enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
+            record = enter(self.group)
+            if record is not None and (
+                self.group.needs_memory or not self.group.gradients.is_local
+            ):
+                args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
+        # Not this frame: it would hold itself.
+        caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
+        self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception(), caller))
+        return args, kwargs
+
+    def _starts_pass(self, runtime: Runtime) -> bool:
+        """Whether a forward of this module is a root's, not one inside another.
+
+        A root that is entered again while its pass is open calls itself, or the pass ended in an
+        exception: then the caller of the first one is not on the stack any more.
+        """
+        if runtime.pass_root is None:
+            return True
+        if runtime.pass_root is not self:
+            return False
+        opened = next((entry.frame for entry in self._open if entry.is_root), None)
+        frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
+        while frame is not None:
+            if frame is opened:
+                return False
+            frame = frame.f_back
+        return True
+
+    def _watch_inputs(
+        self, runtime: Runtime, record: ForwardRecord, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        found: dict[int, Tensor] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                found[id(tensor)] = tensor
+            return tensor
+
+        map_tensors(note, args)
+        map_tensors(note, kwargs)
+        if not found:
+            return args, kwargs
+        watched = runtime.watch_inputs(record, list(found.values()))
+        stand_ins = dict(zip(found, watched, strict=True))
+        return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
+
+    @_compat.untraced
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook the outputs for backward, reshard, cast the outputs.
+
+        Also called when an exception ends the forward.
+        """
+        del args
+        if not self._open:
+            self._abandon_trace()  # An exception ended `pre_forward`.
+            return output
+        forward = self._open.pop()
+        runtime, group, record = self.runtime, self.group, forward.record
+        if sys.exception() is not forward.handled:
+            if runtime is not None:
+                runtime.interrupt_forward(
+                    group, record, is_root=forward.is_root, is_recompute=forward.is_recompute
+                )
+            return output
+        outputs = []
+        if torch.is_grad_enabled():
+            outputs = [t for t in iter_tensors(output) if t.requires_grad]
+        if runtime is not None:
+            if group is not None:
+                leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
+                leave(group, record, outputs, module)
+            if forward.is_root:
+                runtime.end_pass(needs_backward=bool(outputs))
+                if runtime.traced is not None:
+                    output = runtime.traced.leave(output, runtime.schedule.in_use)
+        if self.policy.output_dtype is not None:
+            output = map_tensors(_Caster(self.policy.output_dtype), output)
+        return output
+
+    def _abandon_trace(self) -> None:
+        if self.runtime is not None and self.runtime.traced is not None:
+            self.runtime.traced.abandon()
+
+    def run_method(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of the module as a forward; it may call the module's forward."""
+        args, kwargs = self.pre_forward(self.module, args, kwargs)
+        record = self._open[-1].record
+        if record is not None:
+            record.may_lack_outputs = True  # As `generate` does, which returns tokens.
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self.post_forward(self.module, args, None)
+            raise
+        return self.post_forward(self.module, args, output)
+
+
+class _Caster:
+    """Casts floating-point tensors."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+class _Mover:
+    """Moves tensors to the device of the parameters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _map_inputs(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return map_tensors(fn, args), map_tensors(fn, kwargs)

@@ -1,0 +1,1 @@
+"""A group's parameters: their storage, their views, who holds them, and their gradients."""

@@ -1,0 +1,253 @@
+"""Parameters that say themselves how they are gathered, e.g. in 8 bits.
+
+A tensor subclass with FSDP2's two hooks has parameters like any other between steps: this rank's
+rows, in the parameter's own dtype, updated by the optimizer. For a gather
+
+- ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)`` is called on the
+  subclass made over these rows (padded to equal numbers on all ranks) and returns what is sent, any
+  number of tensors, and metadata;
+- ``fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=...)`` makes the unsharded
+  parameter of what came: called without `out` once, returns (tensor, tensors behind it), later
+  writes into `out`, the same tensor again.
+
+[Note: memory] What came and what is behind the unsharded parameter are storages made once, whose
+memory comes and goes by `resize_`: they belong to the subclass, so no slot can be put behind them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit import _compat
+from shardkit._errors import WrapError
+from shardkit._layout.flat import FlatLayout
+from shardkit._params.bucket import Bucket
+from shardkit._params.freed import NAME_ATTRIBUTE
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit.backends.base import Gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._params.memory import SlotPool
+    from shardkit._params.sites import FoundParam
+    from shardkit.backends.base import AllGather, AxisComm
+
+
+class Subclass:
+    """How a tensor subclass lies over one plain tensor of its shape and dtype.
+
+    Args:
+        name: Of the parameter, for errors.
+        param: Of the subclass.
+    """
+
+    def __init__(self, name: str, param: Tensor) -> None:
+        self.cls: Any = type(param)
+        self._attribute, self._context = self._inner_of(name, param)
+
+    def _inner_of(self, name: str, param: Tensor) -> tuple[str, Any]:
+        if not hasattr(param, "__tensor_flatten__"):
+            msg = (
+                f"parameter {name!r} is a {self.cls.__name__}, which has fsdp_pre_all_gather but "
+                f"no __tensor_flatten__: its plain tensor cannot be found. Add __tensor_flatten__ "
+                f"and __tensor_unflatten__ to the subclass."
+            )
+            raise WrapError(msg)
+        attributes, context = param.__tensor_flatten__()
+        inner = [getattr(param, attribute) for attribute in attributes]
+        if len(inner) != 1 or inner[0].shape != param.shape or inner[0].dtype != param.dtype:
+            found = [f"{t.dtype} {tuple(t.shape)}" for t in inner]
+            msg = (
+                f"parameter {name!r} of shape {tuple(param.shape)}, {param.dtype}, is a "
+                f"{self.cls.__name__} over {found}: a subclass that gathers itself must lie over "
+                f"one plain tensor of its own shape and dtype. Quantize in fsdp_pre_all_gather."
+            )
+            raise WrapError(msg)
+        if param.ndim == 0:
+            msg = f"parameter {name!r} of {self.cls.__name__} has no rows to shard; give it a dim."
+            raise WrapError(msg)
+        return attributes[0], context
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return the tensor behind one of the subclass; others as they are."""
+        if isinstance(tensor, self.cls):
+            inner: Tensor = getattr(tensor, self._attribute)
+            return inner
+        return tensor
+
+    def wrap(self, plain: Tensor) -> Any:
+        """Return the subclass over another plain tensor."""
+        parts = {self._attribute: plain}
+        return self.cls.__tensor_unflatten__(parts, self._context, plain.shape, plain.stride())
+
+
+def subclass_of(found: FoundParam) -> Subclass | None:
+    """Return how a parameter gathers itself; None if it does not."""
+    param = found.param
+    if isinstance(param, ShardedTensor):
+        subclass: Subclass | None = param.spec.subclass
+        return subclass
+    if hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather"):
+        return Subclass(found.name, param)
+    return None
+
+
+class SubclassBucket(Bucket):
+    """One parameter that gathers itself; see the module's docstring."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        (found,) = self.found
+        self.subclass = subclass_of(found)
+        self.converts_gradients = True
+
+    def _plan(self, itemsize: int) -> FlatLayout:
+        """Cut by rows, equally many on every rank; the last ones of the last ranks are padding."""
+        del itemsize
+        shape = tuple(self.found[0].param.shape)
+        rows = -(-shape[0] // self.axis.size)
+        return FlatLayout(
+            shapes=(shape,),
+            numels=(math.prod(shape),),
+            offsets=(0,),
+            shard_numel=rows * math.prod(shape[1:]),
+            world_size=self.axis.size,
+        )
+
+    def _part_of(self, index: int, param: Tensor) -> Tensor:
+        del index
+        subclass: Subclass = self.subclass
+        return subclass.plain(param)
+
+    def _make_unsharded(self) -> None:
+        """Make the unsharded parameter once, of numbers that mean nothing yet."""
+        self.buffer = None
+        self.aliases_shard = False
+        (found,), shape = self.found, self.layout.shapes[0]
+        inputs, metadata = self._pre_all_gather()
+        self._sizes = [tensor.shape for tensor in inputs]
+        self._outputs = [
+            torch.empty(self.axis.size * t.numel(), dtype=t.dtype, device=self.device)
+            for t in inputs
+        ]
+        whole, self._behind = self._local().fsdp_post_all_gather(
+            self._unflattened(), metadata, self.param_dtype
+        )
+        if whole.shape != shape:  # Padding rows.
+            whole = torch.as_strided(whole, shape, _contiguous_stride(shape))
+        param = nn.Parameter(whole, requires_grad=found.param.requires_grad)
+        param.__dict__.update(
+            {k: v for k, v in user_attributes(found.param).items() if k not in param.__dict__}
+        )
+        param.__dict__[NAME_ATTRIBUTE] = found.name
+        self.unsharded = [param]
+        self._note_showing()
+        self._classes = [type(param)]
+        storages = [t.untyped_storage() for t in (*self._outputs, *self._behind)]
+        self._memory = {s.data_ptr(): (s, s.nbytes()) for s in storages if s.nbytes()}
+        self._in_flight: list[Tensor] = []
+        self._has_memory = True
+        self._free_memory()
+
+    def _local(self) -> Any:
+        """Return the subclass over this rank's rows, with those that pad."""
+        assert self.subclass is not None
+        rows = self.shard.view(-1, *self.layout.shapes[0][1:])
+        return self.subclass.wrap(rows.to(self.device, non_blocking=True))
+
+    def _pre_all_gather(self) -> tuple[list[Tensor], Any]:
+        local, shape = self._local(), self.layout.shapes[0]
+        hook = local.fsdp_pre_all_gather
+        given: tuple[Any, ...] = (self.mesh,)
+        if len(inspect.signature(hook).parameters) > 1:
+            module = self.found[0].sites[0][0]
+            stride = _contiguous_stride(shape)
+            given = (self.mesh, torch.Size(shape), stride, module, self.policy)
+        inputs, metadata = hook(*given)
+        return [tensor.contiguous() for tensor in inputs], metadata
+
+    def _unflattened(self) -> tuple[Tensor, ...]:
+        return tuple(
+            output.view(-1, *size[1:])
+            for output, size in zip(self._outputs, self._sizes, strict=True)
+        )
+
+    # --- unsharded memory ---
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of what came and of the unsharded parameter while they exist."""
+        return sum(nbytes for _, nbytes in self._memory.values())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard changed since it was gathered."""
+        return self._has_memory and self._gathered_version != self.shard_version
+
+    @torch.no_grad()
+    def attach(self, pool: SlotPool) -> Any:
+        """Get memory, make what is sent."""
+        self._gathered_version = self.shard_version
+        self._show_classes()
+        for storage, nbytes in self._memory.values():
+            storage.resize_(nbytes)
+        self._has_memory = True
+        self._in_flight, self._metadata = self._pre_all_gather()
+        return pool.fence()
+
+    def detach(self, pool: SlotPool, fence: Any) -> None:
+        """Give the memory back to the allocator, which reuses it in the order of the stream."""
+        del pool, fence
+        self._free_memory()
+
+    def _free_memory(self) -> None:
+        for storage, _ in self._memory.values():
+            storage.resize_(0)
+        self._has_memory = False
+        self._hide_freed()
+
+    def gather_jobs(self, comm: AllGather | None) -> list[Gather]:
+        """Return what the backend has to gather: each tensor that is sent."""
+        jobs = []
+        for sent, output in zip(self._in_flight, self._outputs, strict=True):
+            # As bytes: not every engine knows every dtype. An alias of its own, because engines
+            # raise the version counter of what they write.
+            nbytes = output.numel() * output.dtype.itemsize
+            full = torch.empty(0, dtype=torch.uint8, device=self.device)
+            full.set_(output.untyped_storage(), 0, (nbytes,), (1,))
+            own = full.view(self.axis.size, -1)[self.axis.rank]
+            jobs.append(Gather(full, own, sent.reshape(-1).view(torch.uint8), comm))
+        return jobs
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Make the unsharded parameter of what came."""
+        if not self._in_flight:
+            return
+        (param,) = self.unsharded
+        with _compat.preserve_versions((param, *self._behind, *self._outputs)):
+            self._local().fsdp_post_all_gather(
+                self._unflattened(), self._metadata, self.param_dtype, out=param
+            )
+        self._in_flight, self._metadata = [], None
+
+    def keep_part(self, axis: AxisComm, fence: Any) -> None:
+        """Keep nothing: backward gathers over the whole axis again."""
+
+    # --- gradients ---
+
+    def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
+        """Return the plain tensor of a gradient."""
+        del index
+        subclass: Subclass = self.subclass
+        return subclass.plain(grad)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

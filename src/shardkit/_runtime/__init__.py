@@ -1,0 +1,1 @@
+"""Carries out what the schedules decide: gathers, reductions and the hooks of autograd."""

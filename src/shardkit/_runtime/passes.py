@@ -1,0 +1,300 @@
+"""Forwards and backwards of a root on a backend that traces what each rank computes.
+
+A root's forward takes its batch into the ranks' region and its outputs out of it. So a training
+loop is written as for one process: a loss of the outputs is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit import _compat
+from shardkit._errors import StateError
+from shardkit._params.traced_bucket import TracedBucket, pack, unpack
+from shardkit._tree import iter_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardkit._runtime.group import Group
+    from shardkit._settings import RootSettings
+    from shardkit.backends.base import Region
+
+_SHARED = "_shardkit_shared"
+_local = threading.local()
+
+
+def open_passes() -> TracedPasses | None:
+    """Return the passes whose root's forward is under way in this thread, if any is traced."""
+    passes: TracedPasses | None = getattr(_local, "open", None)
+    return passes
+
+
+def shared_input(tensor: Tensor) -> Tensor:
+    """Say that an input of a root is the same for all ranks, whatever its size.
+
+    On XLA devices an input is split over the ranks if its dim 0 is as long as that of the first
+    tensor among the inputs. This excepts a tensor, such as a mask or a table that is as long as
+    the batch by chance. Elsewhere it has no effect: there each rank passes what it has.
+
+    Args:
+        tensor: Any.
+
+    Returns:
+        `tensor`, marked.
+    """
+    setattr(tensor, _SHARED, True)
+    return tensor
+
+
+class TracedPasses:
+    """What a runtime does besides where passes are traced.
+
+    Args:
+        region: The ranks'.
+        groups: All groups of the root.
+        settings: Of the root.
+
+    Attributes:
+        region: As given.
+    """
+
+    def __init__(self, region: Region, groups: Sequence[Group], settings: RootSettings) -> None:
+        self.region = region
+        self._groups = groups
+        self._settings = settings
+        self._open: contextlib.ExitStack | None = None
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+        self._entered: set[int] = set()
+        self._comes_from_output = False
+
+    # --- a root's forward ---
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Take a batch into the region, and what the forward uses besides.
+
+        Raises:
+            StateError: The batch cannot be split evenly, or is hidden in an object.
+        """
+        self.abandon()
+        self.region.progress(None)
+        if not torch.is_grad_enabled():
+            self.region.forget_collectives()
+        with contextlib.ExitStack() as stack:
+            if self.region.holds_all_ranks:
+                args, kwargs = self._enter_inputs(args, kwargs)
+                self._move(self._groups, self.region.enter_shared, outside=False)
+                stack.callback(self._restore_buffers)
+                self._enter_buffers(module)
+            else:
+                args, kwargs = map_tensors(self._move_to, args), map_tensors(self._move_to, kwargs)
+            if torch.is_grad_enabled() and not _compat.has_saved_tensors_hooks():
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            stack.enter_context(self.region.draw_apart())
+            _local.open = self
+            self._open = stack.pop_all()
+        return args, kwargs
+
+    def leave(self, output: Any, in_use: Callable[[int], bool]) -> Any:
+        """Take outputs out of the region.
+
+        Args:
+            output: Of the root's forward.
+            in_use: Whether the user holds a group unsharded, by its index.
+
+        Raises:
+            StateError: All tensors of the output are hidden in objects.
+        """
+        if not self.region.holds_all_ranks:
+            self.abandon()
+            return output
+        self._average_buffers()
+        self.abandon()
+        for group in self._groups:
+            if not in_use(group.index):
+                group.show(unsharded=False)  # Else who looks at a kept one reads a rank's.
+        self._move(
+            [group for group in self._groups if in_use(group.index)],
+            self.region.leave_shared,
+            outside=True,
+        )
+        _refuse_hidden(output, "returned")
+        return map_tensors(self._watch, map_tensors(self._leave_output, output))
+
+    def abandon(self) -> None:
+        """Close a forward, also one that ended in an exception."""
+        if self._open is not None:
+            stack, self._open = self._open, None
+            _local.open = None
+            stack.close()
+        self._entered.clear()
+        self._comes_from_output = False
+        self.region.progress(None)
+
+    def progress(self, tree: Any) -> None:
+        """Let gathers from now on come after the first tensor in `tree`, a module's inputs."""
+        first = next(iter_tensors(tree), None)
+        if first is not None:
+            self.region.progress(first)
+        self.region.gathers_wait = self._settings.barrier_in_forward
+
+    def enter_backward(self, group: Group, grad: Tensor) -> None:
+        """Backward comes to a group with a gradient of its outputs."""
+        self._entered.add(group.index)
+        if self.region.holds_all_ranks:  # And the user may have looked at it.
+            self._move([group], self.region.enter_shared, outside=False)
+        self.region.progress(grad)
+        self.region.gathers_wait = self._settings.barrier_in_backward
+
+    def take_inside(self, group: Group, bucket_index: int, grad: Tensor) -> Tensor:
+        """Return what a rank has of a gradient of an unsharded parameter.
+
+        That of a use outside of forward, after `unshard()` by hand, is whole, and no rank's.
+        """
+        bucket = group.grad_buckets[bucket_index]
+        assert isinstance(bucket, TracedBucket)
+        is_outside = bucket.is_outside or not self._comes_from_output
+        if group.index in self._entered or not is_outside or not self.region.holds_all_ranks:
+            return grad
+        return self.region.enter_shared(grad.detach()) / self.region.num_ranks
+
+    def end_backward(self, in_use: Callable[[int], bool]) -> None:
+        """A backward is over: nothing of it may be kept alive."""
+        self.region.progress(None)
+        self._entered.clear()
+        self._comes_from_output = False
+        self.show_outside([group for group in self._groups if in_use(group.index)])
+        if self._settings.sync_on_finalization:
+            self.region.finish_graph()
+
+    def show_outside(self, groups: Sequence[Group]) -> None:
+        """Let what groups show be seen by who runs the model: after `unshard()` by hand."""
+        if self.region.holds_all_ranks:
+            self._move(groups, self.region.leave_shared, outside=True)
+
+    # --- inputs and outputs ---
+
+    def _move_to(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.region.device)
+
+    def _enter_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def is_batched(tensor: Tensor) -> bool:
+            return tensor.ndim > 0 and not getattr(tensor, _SHARED, False)
+
+        _refuse_hidden((args, kwargs), "was passed")
+        first = next(filter(is_batched, iter_tensors((args, kwargs))), None)
+        length = None if first is None else first.shape[0]
+        if length is not None and length % self.region.num_ranks:
+            msg = (
+                f"the batch cannot be split over {self.region.num_ranks} ranks: dim 0 of the "
+                f"first input, of shape {tuple(first.shape)}, is {length}. Pass a "  # type: ignore[union-attr]
+                f"multiple of {self.region.num_ranks} examples, or mark an input that is no batch "
+                f"by shardkit.shared_input()."
+            )
+            raise StateError(msg)
+        entered: dict[int, Tensor] = {}
+
+        def enter(tensor: Tensor) -> Tensor:
+            if id(tensor) not in entered:
+                is_split = is_batched(tensor) and tensor.shape[0] == length
+                into = self.region.enter_batch if is_split else self.region.enter_shared
+                entered[id(tensor)] = into(tensor)
+            return entered[id(tensor)]
+
+        return map_tensors(enter, args), map_tensors(enter, kwargs)
+
+    def _leave_output(self, tensor: Tensor) -> Tensor:
+        if tensor.ndim > 0:
+            return self.region.leave_batch(tensor)
+        if tensor.is_floating_point():
+            return self.region.leave_mean(tensor)
+        return self.region.leave_shared(self.region.agree(tensor))
+
+    def _watch(self, output: Tensor) -> Tensor:
+        """Note when backward comes to the ranks' forward."""
+        if output.requires_grad:
+            output.register_hook(self._note_backward)
+        return output
+
+    def _note_backward(self, grad: Tensor) -> None:
+        del grad
+        self._comes_from_output = True
+
+    # --- buffers ---
+
+    def _enter_buffers(self, module: nn.Module) -> None:
+        """Let modules hold what one rank has of their buffers: what they write is a rank's."""
+        entered: dict[int, Tensor] = {}
+        for child, name, buffer in buffers_of(module):
+            if id(buffer) not in entered:
+                entered[id(buffer)] = self.region.enter_shared(buffer.detach())
+            local = entered[id(buffer)]
+            version = _compat.version_of(local)
+            self._buffers.append((child, name, buffer, local, version))
+            child._buffers[name] = local  # noqa: SLF001 - past the checks of `setattr`
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Write back what forwards have written to buffers: running statistics, counters."""
+        done: set[int] = set()
+        for child, _, buffer, local, version in self._buffers:
+            if was_written(child, local, version) and id(buffer) not in done:
+                done.add(id(buffer))
+                buffer.copy_(self.region.leave_shared(self.region.agree(local)))
+
+    def _restore_buffers(self) -> None:
+        for child, name, buffer, local, _ in self._buffers:
+            if child._buffers.get(name) is local:  # noqa: SLF001
+                child._buffers[name] = buffer  # noqa: SLF001
+        self._buffers.clear()
+
+    # --- unsharded parameters ---
+
+    def _move(
+        self, groups: Sequence[Group], fn: Callable[[Tensor], Tensor], *, outside: bool
+    ) -> None:
+        for group in groups:
+            for bucket in group.buckets:
+                assert isinstance(bucket, TracedBucket)
+                bucket.move(fn, outside=outside)
+
+
+def _refuse_hidden(tree: Any, verb: str) -> None:
+    """Refuse inputs or outputs whose tensors are all in objects of which no copy can be made.
+
+    Some may be: an output may hold a cache besides, which only the model reads.
+    """
+    seen: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    map_tensors(see, tree)
+    if not seen and next(iter_tensors(tree), None) is not None:
+        msg = (
+            f"a model on XLA devices {verb} its tensors in an object that is neither a list, "
+            f"tuple, mapping nor dataclass, so they cannot be split over the ranks and put "
+            f"together again. Use one of those."
+        )
+        raise StateError(msg)
+
+
+def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the buffers of a module and those in it, by who holds them and as what."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():  # noqa: SLF001 - tied ones as well
+            if buffer is not None:
+                yield child, name, buffer
+
+
+def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
+    """Return whether a module wrote to its buffer, which had this version before."""
+    # Kernels of batch normalization do not raise versions.
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+    return _compat.version_of(buffer) != version or (is_norm and module.training)

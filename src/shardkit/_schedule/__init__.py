@@ -1,0 +1,1 @@
+"""When groups are gathered, freed and reduced: decisions only, no torch, no communication."""

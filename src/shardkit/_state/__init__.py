@@ -1,0 +1,1 @@
+"""State dicts of modules with sharded parameters, and whole tensors of them."""

@@ -1,0 +1,74 @@
+"""State dicts of modules that hold sharded parameters: these are what is saved and loaded.
+
+Hooks on every module that holds a parameter of a group, whether `fully_shard` was called on it or
+not. They are functions of this module, which hold nothing: copies and pickles of a module take them
+along, and in a copy that is not sharded they do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from shardkit import _compat
+from shardkit._errors import ShardkitError
+from shardkit._params.bucket import bucket_showing
+from shardkit._tensor.sharded import ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def install_hooks(modules: Iterable[nn.Module]) -> None:
+    """Let the state dicts of these modules hold and take sharded parameters, at any time."""
+    for module in modules:
+        if save_sharded not in _compat.state_dict_hooks(module):
+            module.register_state_dict_post_hook(save_sharded)
+            module.register_load_state_dict_pre_hook(load_into_sharded)
+
+
+def save_sharded(module: nn.Module, state_dict: Any, prefix: str, local_metadata: object) -> None:
+    """Put sharded parameters where the module shows unsharded ones: these lose their memory.
+
+    What the module shows is left as it is: its forward may be under way.
+    """
+    del local_metadata
+    for name, param in module._parameters.items():  # noqa: SLF001 - None and tied ones as well
+        bucket = bucket_showing(param)
+        saved = state_dict.get(prefix + name)
+        if param is not None and bucket is not None and saved is not None:
+            sharded = bucket.sharded_of(param)
+            state_dict[prefix + name] = sharded if saved is param else sharded.detach()
+
+
+def load_into_sharded(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+) -> None:
+    """Show the sharded parameters; with ``assign=True`` give them what the state dict has.
+
+    Torch would put the state dict's tensors in their place. Here the parameters stay the objects
+    that they are, for optimizers and references made before, and take over values and dtype.
+    """
+    params = module._parameters  # noqa: SLF001
+    for param in list(params.values()):
+        bucket = bucket_showing(param)
+        if bucket is not None:
+            bucket.places.show(unsharded=False)
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    errors = rest[-1]
+    for name, shown in params.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(shown, ShardedTensor) or not isinstance(value, Tensor):
+            continue
+        if value.shape != shown.shape:
+            continue  # Torch says so.
+        if value.dtype != shown.dtype:
+            shown.grad = None
+        try:
+            shown.take_over(value)
+        except (ShardkitError, RuntimeError) as error:
+            errors.append(f'While assigning the parameter named "{prefix + name}": {error}')
+        # Torch registers what it finds here as the module's parameter: the one that is there.
+        state_dict[prefix + name] = shown

@@ -1,0 +1,137 @@
+"""What torch's distributed checkpoints (DCP) ask of a tensor, answered for sharded ones.
+
+``dcp.save`` and ``dcp.load`` take any tensor that says which boxes of the whole this process
+writes or wants (``__create_write_items__``, ``__create_chunk_list__``) and where they lie in its
+memory (``__get_tensor_shard__``). In a file a sharded tensor looks as FSDP2's does: chunks of a
+tensor of the global shape. So checkpoints can be exchanged, and loaded by any number of ranks.
+
+``torch.distributed.checkpoint`` takes long to import, so it is imported when it calls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import ShardedTensorError
+from shardkit._layout.boxes import Box, boxes_of_range
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+
+
+def boxes_of_piece(spec: ShardSpec) -> list[Box]:
+    """Return the boxes of the whole tensor that this rank's piece consists of; maybe none."""
+    spec.check_saved()
+    tensor_parallel = spec.tensor_parallel
+    return boxes_of_range(
+        spec.layout.shapes[spec.index],
+        spec.start,
+        spec.stop,
+        origin=None if tensor_parallel is None else tensor_parallel.offsets,
+    )
+
+
+def boxes_to_write(spec: ShardSpec) -> list[Box]:
+    """Return the boxes that this rank offers to write; ranks of equal pieces offer the same.
+
+    A tensor without elements has one box nevertheless, or it would be missing in the checkpoint.
+    """
+    if math.prod(spec.shape) == 0:
+        return [Box((0,) * len(spec.shape), tuple(spec.shape), 0)]
+    return boxes_of_piece(spec) if spec.is_written_here else []
+
+
+def create_write_items(
+    fqn: str, piece: Tensor, shape: Sequence[int], boxes: Sequence[Box], name: str
+) -> list[WriteItem]:
+    """Return what this rank has to write of a tensor: one item per box.
+
+    DCP drops items that several ranks offer (the replicate axis) but for one of them.
+
+    Args:
+        fqn: Under which name.
+        piece: This rank's.
+        shape: Of the whole.
+        boxes: What is written of the piece, see `boxes_to_write`.
+        name: Of the parameter, for errors.
+
+    Raises:
+        ShardedTensorError: The tensor is on the meta device, so there is nothing to write.
+    """
+    import torch
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    if piece.is_meta:
+        msg = (
+            f"cannot save sharded {name!r} as {fqn!r}: it is on the meta device and has no values. "
+            f"Call to_empty() on the model and give it values, or load some."
+        )
+        raise ShardedTensorError(msg)
+    properties = TensorProperties.create_from_tensor(piece.detach())
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, box.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=_chunk_of(box), properties=properties, size=torch.Size(shape)
+            ),
+        )
+        for box in boxes
+    ]
+
+
+def create_chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes that this rank wants to load; only a load asks for them.
+
+    So the version counter of the shard is raised: what was gathered from it will be stale. Those
+    who write to what `get_tensor_shard` returns do not raise it.
+    """
+    import torch
+
+    torch.autograd.graph.increment_version(tensor.local_piece)
+    return [_chunk_of(box) for box in boxes_of_piece(tensor.spec)]
+
+
+def get_tensor_shard(
+    index: MetadataIndex, piece: Tensor, shape: Sequence[int], boxes: Sequence[Box], name: str
+) -> Tensor:
+    """Return the memory of one box, found by its offsets, in its shape.
+
+    On the host it has a storage of its own, over the same memory: DCP copies what does not fill its
+    storage, and into fresh pages.
+
+    Raises:
+        ShardedTensorError: This rank has no box there.
+    """
+    import torch
+
+    piece = piece.detach()
+    if piece.numel() == 0 and math.prod(shape) == 0:
+        return piece.view(tuple(shape))
+    wanted = None if index.offset is None else tuple(index.offset)
+    for box in boxes:
+        if box.offsets == wanted:
+            view = piece[box.start : box.stop].view(box.sizes)
+            # On other devices DCP copies to the host anyway.
+            return torch.utils.dlpack.from_dlpack(view) if view.is_cpu else view
+    msg = (
+        f"{index.fqn!r} is asked for at offsets {wanted}, but this rank's piece of sharded "
+        f"{name!r}, shape {tuple(shape)}, has boxes at {[box.offsets for box in boxes]} only. Plan "
+        f"and carry out a save or load with the same state dict, sharded in the same way."
+    )
+    raise ShardedTensorError(msg)
+
+
+def _chunk_of(box: Box) -> Any:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -1,0 +1,1 @@
+"""Directories of distributed checkpoints: files, manifest, planners, storage."""

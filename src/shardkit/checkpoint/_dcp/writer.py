@@ -1,0 +1,218 @@
+"""`CheckpointWriter`: DCP's files, written aside and renamed when all of them are on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardkit import _compat
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp.manifest import Header, Item, Manifest, StoredFile
+from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.stream import FileStream, raw_bytes, tensor_frame
+
+if TYPE_CHECKING:
+    import io
+    import os
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank tells the coordinator about one item."""
+
+    file: str
+    item: Item
+    file_nbytes: int
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Storage for ``torch.distributed.checkpoint.save``: crash-safe, with a manifest.
+
+    Each rank writes one file, past the page cache where it can, and has it on the disk before the
+    coordinator writes `.metadata` and the manifest, flushes the directory and gives it its name. A
+    run that dies at any moment leaves what was under the name before.
+
+    The directory must be one that all ranks see.
+
+    Attributes:
+        target: The name that the checkpoint gets.
+        layout: Kept in the manifest: how parameters are spread, for people to read.
+    """
+
+    def __init__(  # noqa: D417 - `path` needs no more
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        step: int | None = None,
+        report: Callable[[int], None] | None = None,
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            overwrite: Replace a checkpoint that has this name.
+            step: Kept in the manifest.
+            report: Called on each rank with the numbers of bytes that it has written.
+        """
+        self.target = directory.normalized(path)
+        super().__init__(directory.incomplete(self.target), overwrite=overwrite)
+        self._step = step
+        self.layout: Mapping[str, Any] = {}
+        self._report = report
+        self._is_begun = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
+        """Refuse to save without a coordinator: nobody could say when all is there."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not kwargs.get("use_collectives", True):
+            msg = "CheckpointWriter needs a coordinator: call dcp.save with use_collectives=True."
+            raise CheckpointError(msg)
+
+    def storage_meta(self) -> StorageMeta:
+        """Describe the checkpoint by the name that it will have."""
+        return StorageMeta(checkpoint_id=self.target, save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan as it is: the coordinator makes the directory, after all have planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the directory; called by the coordinator before any rank writes.
+
+        Raises:
+            CheckpointError: The name is taken.
+            OSError: The directory cannot be made.
+        """
+        directory.prepare(self.target, overwrite=self.overwrite)
+        self._is_begun = True
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file and have it on the disk.
+
+        Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
+        """
+        name = f"{plan.storage_data.prefix}0.distcp"
+        written: list[tuple[WriteItem, Item]] = []
+        if plan.items:
+            if not Path(self.path).is_dir():
+                msg = (
+                    f"{self.path}: the directory that the first rank has made is not there. Give "
+                    f"the same path on all ranks, of a directory that all of them share."
+                )
+                raise CheckpointError(msg)
+            with FileStream(Path(self.path, name), self._report) as stream:
+                # Bytes first, as DCP does: whoever looks for them reads the file's begin only.
+                for wanted in (True, False):
+                    written += [
+                        (item, _write_item(stream, planner.resolve_data(item)))
+                        for item in plan.items
+                        if (item.type is WriteItemType.BYTE_IO) is wanted
+                    ]
+                nbytes = stream.nbytes
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=stored.nbytes,
+                    storage_data=_Written(name, stored, nbytes),
+                )
+                for item, stored in written
+            ]
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata` and the manifest, and give the checkpoint its name.
+
+        Raises:
+            CheckpointError: A file that a rank has written is not there.
+            OSError: The disk is full, or the directory cannot be renamed.
+        """
+        folder = Path(self.path)
+        files = _files_of(results)
+        for name, stored in files.items():
+            try:
+                directory.check_size(folder / name, stored.nbytes)
+            except CheckpointError as error:
+                msg = f"{error} Save to a directory that all ranks share."
+                raise CheckpointError(msg) from error
+        super().finish(metadata, [[_as_dcp(result) for result in rank] for rank in results])
+        content = (folder / METADATA_FILE).read_bytes()
+        header = Header(
+            directory.next_sequence(folder.parent), self._step, len(results), _own_version()
+        )
+        manifest = Manifest(header, files, len(content), zlib.crc32(content), self.layout)
+        directory.write_synced(directory.manifest_path(folder), manifest.dump())
+        directory.commit(self.target)
+
+    def discard(self) -> None:
+        """Delete what has been written, if it has not been given its name."""
+        if self._is_begun:
+            directory.remove(Path(self.path))
+
+
+def _write_item(stream: FileStream, content: torch.Tensor | io.BytesIO) -> Item:
+    """Append one tensor or bytes."""
+    if not isinstance(content, torch.Tensor):
+        return stream.append(content.getbuffer())
+    tensor = content.detach().cpu()
+    elements = raw_bytes(tensor)
+    if elements is None and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        elements = raw_bytes(tensor := tensor.contiguous().resolve_conj().resolve_neg())
+    if elements is None:  # Quantized, sparse, or of a class that torch.save knows how to write.
+        return stream.append(_saved(tensor))
+    before, after = tensor_frame(tensor.dtype, tuple(tensor.shape))
+    return stream.append(before, elements, after, data_offset=len(before))
+
+
+def _saved(tensor: torch.Tensor) -> memoryview:
+    import io
+
+    content = io.BytesIO()
+    torch.save(tensor, content)
+    return content.getbuffer()
+
+
+def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
+    items: dict[str, list[_Written]] = {}
+    for rank in results:
+        for result in rank:
+            items.setdefault(result.storage_data.file, []).append(result.storage_data)
+    return {
+        name: StoredFile(
+            written[0].file_nbytes,
+            tuple(sorted((w.item for w in written), key=lambda item: item.offset)),
+        )
+        for name, written in sorted(items.items())
+    }
+
+
+def _as_dcp(result: WriteResult) -> WriteResult:
+    stored: _Written = result.storage_data
+    info = _compat.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
+    return dataclasses.replace(result, storage_data=info)
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("shardkit")
+    except importlib.metadata.PackageNotFoundError:
+        return "source tree"

@@ -1,0 +1,125 @@
+"""Tensors as bytes: reading and writing them at places of a file, without copies in between."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardkit._errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+
+PART_NBYTES = 2**24
+"""Of tensors that come part after part."""
+
+
+class TensorSource(Protocol):
+    """Something that holds whole tensors by name, of which parts can be read.
+
+    Attributes:
+        infos: Shape and dtype of every tensor.
+        tied: Names that are the same memory as another, earlier one: that one's name.
+    """
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """See above."""
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """See above."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of the flattened tensor: 1-D, on the host, a copy."""
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, of the tensor's dtype, 1-D, contiguous, on the host, from `start` on."""
+
+
+class Checkpoint(TensorSource, Protocol):
+    """A source of nested state dicts."""
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where each entry stood in nested dicts and lists, by its key."""
+
+    @property
+    def others(self) -> Collection[str]:
+        """Keys of entries that are no tensors."""
+
+    def read_other(self, key: str) -> Any:
+        """Return an entry that is no tensor."""
+
+
+def read_new(source: TensorSource, name: str, start: int, stop: int) -> Tensor:
+    """Read a part into memory of its own."""
+    flat = torch.empty(stop - start, dtype=source.infos[name].dtype)
+    source.read_into(name, start, flat)
+    return flat
+
+
+def info_nbytes(info: TensorInfo) -> int:
+    """Return the bytes of a tensor."""
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """Return the memory of a 1-D contiguous tensor on the host."""
+    # Through uint8, since numpy lacks bfloat16 and the like.
+    array: Any = flat.detach().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
+    """Fill a 1-D contiguous tensor on the host from a file.
+
+    Raises:
+        CheckpointError: The file ends before.
+    """
+    buffer = bytes_of(flat)
+    while len(buffer):
+        # One call moves 2 GiB at most.
+        count = os.preadv(fd, [buffer], offset)
+        if count == 0:
+            msg = (
+                f"{path} ends at byte {offset}, but {len(buffer)} bytes more were expected: it was "
+                f"truncated. Fetch or write it again."
+            )
+            raise CheckpointError(msg)
+        buffer, offset = buffer[count:], offset + count
+
+
+def write_at(fd: int, offset: int, flat: Tensor) -> None:
+    """Write a 1-D contiguous tensor on the host into a file."""
+    buffer = bytes_of(flat)
+    while len(buffer):
+        count = os.pwrite(fd, buffer, offset)
+        buffer, offset = buffer[count:], offset + count
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames in a directory last."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copy_from_scratch(target: Tensor, scratch: Tensor) -> None:
+    """Copy from host memory that is used again soon, to a device that may read it later (XLA)."""
+    at_once = target.device.type in {"cpu", "cuda"}
+    target.copy_(scratch if at_once else scratch.clone())

@@ -1,0 +1,339 @@
+"""Files that hold whole tensors: of torch.save, safetensors, directories as Hugging Face has them.
+
+`FullFile` reads any of them in parts, `FullWriter` writes any of them tensor after tensor: neither
+ever has more than the part in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._files.bytes_io import fsync_directory, info_nbytes, read_new
+from shardkit.checkpoint._files.safetensors import SafetensorsFile, SafetensorsWriter
+from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
+    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+
+Format = Literal["torch", "safetensors"]
+
+_INDEX_SUFFIX = ".index.json"
+_STEMS = {"torch": ("pytorch_model", ".bin"), "safetensors": ("model", ".safetensors")}
+"""Names of weights in a Hugging Face directory."""
+_SUFFIX = ".safetensors"
+_FOREIGN_SUFFIXES = {"torch": (_SUFFIX,), "safetensors": (".pt", ".pth", ".bin", ".ckpt")}
+"""By these readers, torch.load among them, choose how to read."""
+
+
+class FullFile:
+    """A file or directory of whole tensors, to read parts of: a `TensorSource`.
+
+    Args:
+        path: A file of torch.save with a state dict (or one under the key ``"model"``), a
+            safetensors file, an index of several (``*.index.json``), or a directory with
+            ``model.safetensors``, ``pytorch_model.bin`` or an index of either.
+
+    Attributes:
+        infos: Shape and dtype of every tensor.
+        tied: Names whose tensor is that of an earlier name, with that name.
+        others: Entries that are no tensors.
+        parts: Which file holds which tensor.
+
+    Raises:
+        CheckpointError: It is none of these, was damaged, or a file of the index is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.infos: dict[str, TensorInfo] = {}
+        self.tied: dict[str, str] = {}
+        self.others: dict[str, Any] = {}
+        self.parts: dict[str, Path] = {}
+        self._files: dict[str, SafetensorsFile | TorchFile] = {}
+        file = _find_in_directory(self.path) if self.path.is_dir() else self.path
+        if not file.is_file():
+            msg = f"{file} does not exist. Give a file or a directory with model.safetensors."
+            raise CheckpointError(msg)
+        if file.name.endswith(_INDEX_SUFFIX):
+            self._add_index(file)
+        else:
+            self._add(_open(file))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        return read_new(self, name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """See `TensorSource.read_into`."""
+        self._files[name].read_into(name, start, out)
+
+    def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str] | None = None) -> None:
+        names = file.infos if names is None else names
+        for name in names:
+            self.infos[name] = file.infos[name]
+            self.parts[name] = file.path
+            self._files[name] = file
+        self.tied.update(file.tied)
+        if isinstance(file, TorchFile):
+            self.others.update(file.others)
+
+    def _add_index(self, index: Path) -> None:
+        try:
+            places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            by_file: dict[str, list[str]] = {}
+            for name, file_name in places.items():
+                by_file.setdefault(file_name, []).append(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            msg = f"{index} has no map 'weight_map' from names to files. Fetch or write it again."
+            raise CheckpointError(msg) from error
+        outside = [name for name in by_file if Path(name).name != name]
+        if outside:
+            msg = f"{index} names files outside of its directory: {outside}."
+            raise CheckpointError(msg)
+        missing = sorted(name for name in by_file if not (index.parent / name).is_file())
+        if missing:
+            msg = f"{index} names files that are not there: {', '.join(missing)}. Fetch them."
+            raise CheckpointError(msg)
+        for file_name, names in by_file.items():
+            file = _open(index.parent / file_name)
+            lacking = [name for name in names if name not in file.infos]
+            if lacking:
+                msg = f"{file.path} lacks {', '.join(lacking)}, which {index.name} places in it."
+                raise CheckpointError(msg)
+            self._add(file, names)
+
+
+def _open(path: Path) -> SafetensorsFile | TorchFile:
+    return SafetensorsFile(path) if path.suffix == _SUFFIX else TorchFile(path)
+
+
+def _find_in_directory(directory: Path) -> Path:
+    for stem, suffix in reversed(_STEMS.values()):
+        for name in (stem + suffix, stem + suffix + _INDEX_SUFFIX):
+            if (directory / name).is_file():
+                return directory / name
+    for pattern in (f"*{_INDEX_SUFFIX}", f"*{_SUFFIX}"):
+        found = sorted(directory.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+    hint = (
+        "It is a checkpoint directory: load it by shardkit.checkpoint.load, or make one file of it "
+        "by `python -m shardkit consolidate`."
+        if (directory / ".metadata").exists()
+        else "Give the file itself."
+    )
+    msg = f"{directory} has neither model.safetensors nor pytorch_model.bin nor an index. {hint}"
+    raise CheckpointError(msg)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class FullWriter:
+    """Writes whole tensors that come one after another, in parts, to a file or directory.
+
+    A context: what is written appears under its name when the body ends, flushed to the disk, and
+    not at all if it raises. Parts of a tensor come in order; tensors in any.
+
+    Args:
+        path: A file; or, with `max_shard_size`, or for safetensors without their suffix, a
+            directory that has no weights yet and gets names as Hugging Face's libraries expect.
+        infos: Every tensor that will come, and the names of `tied`, in their order in the file.
+        format: ``"torch"``: what torch.load reads; ``"safetensors"``.
+        max_shard_size: Bytes of a file at most, unless one tensor is larger; ``"5GB"`` means 5e9.
+        tied: Names that are another tensor again, which do not come themselves. A torch file holds
+            them as tied, a safetensors file under that tensor's name only, as its libraries do.
+        arrange: For one torch file: gets all tensors, empty, by name, and returns what to save.
+
+    Raises:
+        CheckpointError: Weights are there, or the format cannot hold something.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        infos: Mapping[str, TensorInfo],
+        *,
+        format: Format,  # noqa: A002 - as in the public functions
+        max_shard_size: int | str | None = None,
+        tied: Mapping[str, str] | None = None,
+        arrange: Callable[[dict[str, Tensor]], Any] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._order = list(infos)
+        self._tied = dict(tied or {})
+        self._infos = {name: info for name, info in infos.items() if name not in self._tied}
+        self._format = format
+        self._writers: dict[str, SafetensorsWriter | TorchWriter] = {}
+        self._missing = {name: math.prod(info.shape) for name, info in self._infos.items()}
+        self._index: dict[str, Any] | None = None
+        if format not in _STEMS:
+            msg = f"format must be 'torch' or 'safetensors', got {format!r}."
+            raise CheckpointError(msg)
+        if self.path.suffix in _FOREIGN_SUFFIXES[format]:
+            msg = f"{self.path} has a suffix that does not fit format={format!r}. Change either."
+            raise CheckpointError(msg)
+        is_directory = max_shard_size is not None or (
+            format == "safetensors" and self.path.suffix != _SUFFIX
+        )
+        if is_directory:
+            plan = self._plan_directory(max_shard_size)
+        else:
+            if self.path.is_dir():
+                msg = f"{self.path} is a directory. Give the name of a file."
+                raise CheckpointError(msg)
+            plan = {self.path: list(self._infos)}
+        self._asides = {file: file.with_name(f".{file.name}.incomplete") for file in plan}
+        self._plan = plan
+        self._arrange = arrange
+
+    def __enter__(self) -> Self:
+        try:
+            for file, names in self._plan.items():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                writer = self._make_writer(self._asides[file], names)
+                self._writers.update(dict.fromkeys(names, writer))
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def append(self, name: str, flat: Tensor) -> None:
+        """Write the next elements of a tensor: 1-D, of its dtype, on any device."""
+        self._missing[name] -= flat.numel()
+        self._writers[name].append(name, flat.detach().cpu().contiguous())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._abandon()
+
+    def _plan_directory(self, max_shard_size: int | str | None) -> dict[Path, list[str]]:
+        """Return which file gets which tensors, in order, as many as fit."""
+        weights = (_SUFFIX, ".bin", _INDEX_SUFFIX)
+        entries = self.path.iterdir() if self.path.is_dir() else ()
+        present = [entry.name for entry in entries if entry.name.endswith(weights)]
+        if present:
+            msg = (
+                f"{self.path} has weights already ({', '.join(sorted(present))}), and files of two "
+                f"models would be mixed. Remove them or choose another directory."
+            )
+            raise CheckpointError(msg)
+        limit = math.inf if max_shard_size is None else parse_size(max_shard_size)
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name, info in self._infos.items():
+            nbytes = info_nbytes(info)
+            if shards[-1] and size + nbytes > limit:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += nbytes
+        stem, suffix = _STEMS[self._format]
+        if len(shards) == 1:
+            return {self.path / f"{stem}{suffix}": shards[0]}
+        count = len(shards)
+        files = [f"{stem}-{i + 1:05d}-of-{count:05d}{suffix}" for i in range(count)]
+        weight_map = {name: f for f, names in zip(files, shards, strict=True) for name in names}
+        if self._format == "torch":
+            weight_map |= {name: weight_map[first] for name, first in self._tied.items()}
+        self._index = {
+            "metadata": {"total_size": sum(map(info_nbytes, self._infos.values()))},
+            "weight_map": weight_map,
+        }
+        return {self.path / file: names for file, names in zip(files, shards, strict=True)}
+
+    def _make_writer(self, path: Path, names: list[str]) -> SafetensorsWriter | TorchWriter:
+        infos = {name: self._infos[name] for name in names}
+        tied = {name: first for name, first in self._tied.items() if first in infos}
+        if self._format == "safetensors":
+            return SafetensorsWriter(path, infos, {"format": "pt", **tied})
+
+        def arrange(empties: dict[str, Tensor]) -> Any:
+            places = {name: tied.get(name, name) for name in self._order}
+            tensors = {name: empties[of] for name, of in places.items() if of in empties}
+            return self._arrange(tensors) if self._arrange is not None else tensors
+
+        return TorchWriter(path, infos, arrange)
+
+    def _commit(self) -> None:
+        unwritten = [name for name, numel in self._missing.items() if numel != 0]
+        assert not unwritten, unwritten
+        for writer in dict.fromkeys(self._writers.values()):
+            writer.finish()
+        self._writers.clear()
+        for file, aside in self._asides.items():
+            aside.replace(file)
+        if self._index is not None:
+            # Last: without it the directory is no model.
+            stem, suffix = _STEMS[self._format]
+            self._write_text(self.path / f"{stem}{suffix}{_INDEX_SUFFIX}", self._index)
+        fsync_directory(next(iter(self._asides)).parent)
+
+    @staticmethod
+    def _write_text(path: Path, content: dict[str, Any]) -> None:
+        aside = path.with_name(f".{path.name}.incomplete")
+        with aside.open("w") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+
+    def _abandon(self) -> None:
+        for writer in dict.fromkeys(self._writers.values()):
+            writer.abandon()
+        for aside in self._asides.values():
+            aside.unlink(missing_ok=True)
+
+
+def write_full(
+    path: str | os.PathLike[str],
+    infos: Mapping[str, TensorInfo],
+    tensors: Iterable[tuple[str, Tensor]],
+    format: Format,  # noqa: A002 - as in the public functions
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write whole tensors that an iterator yields by name, one at a time; see `FullWriter`."""
+    with FullWriter(path, infos, format=format, max_shard_size=max_shard_size) as writer:
+        for name, tensor in tensors:
+            writer.append(name, tensor.reshape(-1))
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(size: int | str) -> int:
+    """Return the bytes that ``"5GB"``, ``"512MiB"`` or a number means.
+
+    Raises:
+        CheckpointError: It is no size above 0.
+    """
+    text = str(size).strip()
+    digits = text.rstrip("BKMGibkmg ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        nbytes = int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        msg = f"max_shard_size must be a number of bytes such as 5000000000 or '5GB', got {size!r}."
+        raise CheckpointError(msg)
+    return nbytes

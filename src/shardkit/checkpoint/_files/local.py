@@ -1,0 +1,155 @@
+"""The files of all ranks, read as whole tensors without processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._files.bytes_io import read_new
+from shardkit.checkpoint._files.torch_zip import TorchFile
+from shardkit.checkpoint._local import MODEL, OPTIMIZER, info_of, metadata_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+
+
+class LocalFiles:
+    """The files of all ranks as whole tensors: a `TensorSource`.
+
+    Args:
+        files: One per rank, each a `local_state_dict` saved by torch.save.
+
+    Attributes:
+        infos: Shape and dtype, by ``model.<name>`` and ``optim.state.<parameter>.<state>``.
+        paths: Where each entry belongs in nested dicts.
+        others: Keys of entries that are no tensors.
+        owners: Which files hold a tensor, with the range of each; None: all of it.
+        world_size: Ranks that wrote them.
+
+    Raises:
+        CheckpointError: A file is none of these, or was not written together with the others, or
+            files of ranks are missing.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = list(files)
+        opened = [TorchFile(file, MODEL) for file in files]
+        found = [metadata_of(file.beside, file.path) for file in opened]
+        self.world_size = _check_complete(files, found)
+        first = found[0]
+        self.infos: dict[str, TensorInfo] = {}
+        self.tied = {f"model.{n}": f"model.{of}" for n, of in first["tied"].items()}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
+        self._places: dict[str, list[tuple[int, int, TorchFile, str]]] = {}
+        self._others: dict[str, Any] = {}
+        for name, value in opened[0].others.items():
+            self._add_other(("model", name), value)
+        for name in first[MODEL]:
+            described = [metadata[MODEL].get(name) for metadata in found]
+            self._add(("model", name), opened, name, described)
+        if OPTIMIZER in first:
+            self._add_optimizer(files, found)
+        self.others = list(self._others)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        return read_new(self, name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """See `TensorSource.read_into`."""
+        stop = start + out.numel()
+        for begin, end, file, saved in self._places[name]:
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                file.read_into(saved, low - begin, out[low - start : high - start])
+
+    def read_other(self, key: str) -> Any:
+        """Return an entry that is no tensor."""
+        return self._others[key]
+
+    def _add_optimizer(self, files: Sequence[Path], found: list[dict[str, Any]]) -> None:
+        opened = [TorchFile(file, OPTIMIZER) for file in files]
+        for name, entries in found[0][OPTIMIZER].items():
+            for key, described in entries.items():
+                path, saved = ("optim", "state", name, key), f"{name}.{key}"
+                if described is None:
+                    self._add_other(path, opened[0].others[saved])
+                else:
+                    by_rank = [m[OPTIMIZER].get(name, {}).get(key) for m in found]
+                    self._add(path, opened, saved, by_rank)
+        self._add_other(("optim", "param_groups"), opened[0].beside["param_groups"])
+
+    def _add_other(self, path: tuple[str, ...], value: Any) -> None:
+        key = ".".join(path)
+        self.paths[key], self._others[key] = path, value
+
+    def _add(
+        self,
+        path: tuple[str, ...],
+        opened: list[TorchFile],
+        saved: str,
+        described: list[dict[str, Any] | None],
+    ) -> None:
+        """Note of which pieces, in which files, a tensor consists."""
+        key = ".".join(path)
+        assert described[0] is not None
+        info = info_of(described[0])
+        numel = torch.Size(info.shape).numel()
+        pieces: dict[int, tuple[int, int, TorchFile, str]] = {}
+        owners: list[tuple[Path, list[int] | None]] = []
+        for file, piece in zip(opened, described, strict=True):
+            if piece is None or info_of(piece) != info:
+                msg = f"{file.path} describes {saved!r} in another way than {opened[0].path}."
+                raise CheckpointError(msg)
+            start, stop = piece["range"] or (0, numel)
+            if file.infos[saved].shape != (
+                tuple(info.shape) if piece["cut"] is None else (stop - start,)
+            ):
+                msg = f"{file.path}: {saved!r} has {file.infos[saved].shape}, not what it says."
+                raise CheckpointError(msg)
+            if start < stop:
+                pieces.setdefault(start, (start, stop, file, saved))
+                owners.append((file.path, piece["range"]))
+        places = [pieces[start] for start in sorted(pieces)]
+        ends = [0, *(end for _, end, _, _ in places)]
+        if ends[-1] != numel or any(p[0] != end for p, end in zip(places, ends, strict=False)):
+            msg = f"the pieces of {saved!r} in {opened[0].path} and others do not make a whole."
+            raise CheckpointError(msg)
+        self.infos[key], self.paths[key] = info, path
+        self._places[key], self.owners[key] = places, owners
+
+
+def _check_complete(files: Sequence[Path], found: list[dict[str, Any]]) -> int:
+    """Return the number of ranks, if the files are those of one save, one of each."""
+    first = found[0]
+    for file, metadata in zip(files, found, strict=True):
+        if (metadata["save"], metadata["world_size"]) != (first["save"], first["world_size"]):
+            msg = (
+                f"{file} (rank {metadata['rank']} of {metadata['world_size']}) was not written "
+                f"together with {files[0]} (rank {first['rank']} of {first['world_size']}): they "
+                f"are of different runs or steps. Keep the files of one save."
+            )
+            raise CheckpointError(msg)
+    world_size: int = first["world_size"]
+    by_rank: dict[int, Path] = {}
+    for file, metadata in zip(files, found, strict=True):
+        other = by_rank.setdefault(metadata["rank"], file)
+        if other != file:
+            msg = f"{file} and {other} are both of rank {metadata['rank']}. Remove one of them."
+            raise CheckpointError(msg)
+    missing = [str(rank) for rank in range(world_size) if rank not in by_rank]
+    if missing:
+        msg = (
+            f"of {world_size} ranks' files those of rank {', '.join(missing)} are missing beside "
+            f"{files[0]}. Copy them there."
+        )
+        raise CheckpointError(msg)
+    return world_size

@@ -1,0 +1,357 @@
+"""Files of `torch.save`: state dicts read in parts, written tensor after tensor.
+
+Such a file is a zip archive: a pickle, then one uncompressed entry per storage, in the order in
+which the pickle meets them. To write one of which no tensor is in memory, torch writes it with
+holes for the storages (`torch.serialization.skip_data`); the bytes and their checksums are put in
+as they come.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import struct
+import sys
+import weakref
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.checkpoint._files.bytes_io import bytes_of, info_nbytes, read_at, read_new, write_at
+from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
+"""Where training scripts put the model's state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies in a file.
+
+    Attributes:
+        offset: Of its first element, in bytes.
+        strides: In elements; None: contiguous.
+        is_conj: The numbers in the file are the conjugates of its own.
+        is_neg: The numbers in the file are the negatives of its own.
+    """
+
+    offset: int
+    strides: tuple[int, ...] | None
+    is_conj: bool
+    is_neg: bool
+
+
+class TorchFile:
+    """A saved state dict to read from: a `TensorSource`.
+
+    Loaded once with ``weights_only=True, mmap=True``, by which nothing is executed and no tensor is
+    read, to learn where each one lies. Then the mapping is dropped: its pages would count as this
+    process's memory as they are read, and stay until Python collects what torch.load left.
+
+    Args:
+        path: The file.
+        key: Where in it the state dict is; None: itself, or under one of the usual names.
+
+    Attributes:
+        others: Entries that are no tensors.
+        beside: What the file has beside the state dict, if that is under a key.
+
+    Raises:
+        CheckpointError: It is no such file, or holds no state dict there.
+    """
+
+    def __init__(self, path: Path, key: str | None = None) -> None:
+        self.path = path
+        self._key = key
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._fd)
+        entries, self.beside = self._find(_load(path))
+        tensors = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor)}
+        self.others = {name: v for name, v in entries.items() if not isinstance(v, Tensor)}
+        self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
+        self._places = self._locate(tensors)
+        self.tied: dict[str, str] = {}
+        first: dict[tuple[_Place, TensorInfo], str] = {}
+        for name, place in self._places.items():
+            of = first.setdefault((place, self.infos[name]), name)
+            if of != name:
+                self.tied[name] = of
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        return read_new(self, name, start, stop)
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """See `TensorSource.read_into`. Of a tensor that is not contiguous, rows are read."""
+        if out.numel() == 0:
+            return
+        place, info = self._places[name], self.infos[name]
+        if place.strides is None:
+            read_at(self._fd, place.offset + start * out.itemsize, out, self.path)
+        else:
+            row_numel, stop = math.prod(info.shape[1:]), start + out.numel()
+            first, last = start // row_numel, -(-stop // row_numel)
+            shape = (last - first, *info.shape[1:])
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, place.strides, strict=True))
+            memory = torch.empty(span, dtype=info.dtype)
+            read_at(
+                self._fd, place.offset + first * place.strides[0] * out.itemsize, memory, self.path
+            )
+            rows = memory.as_strided(shape, place.strides).reshape(-1)
+            out.copy_(rows[start - first * row_numel : stop - first * row_numel])
+        if place.is_conj:
+            out.copy_(out.conj_physical())
+        if place.is_neg:
+            out.neg_()
+
+    def _locate(self, tensors: Mapping[str, Tensor]) -> dict[str, _Place]:
+        """Return where in the file the mapped tensors lie; the system knows what it has mapped."""
+        inode = os.fstat(self._fd).st_ino
+        mapped = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, _, offset, _, number, *_ = line.split()
+            if int(number) == inode:
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                mapped.append((begin, end, int(offset, 16)))
+        places = {}
+        for name, tensor in tensors.items():
+            if tensor.numel() == 0:
+                continue
+            address = tensor.data_ptr()
+            found = [address - b + offset for b, e, offset in mapped if b <= address < e]
+            if not found:
+                msg = f"{self.path} was replaced while it was opened. Read it again."
+                raise CheckpointError(msg)
+            strides = None if tensor.is_contiguous() else tensor.stride()
+            places[name] = _Place(found[0], strides, tensor.is_conj(), tensor.is_neg())
+        return places
+
+    def _find(self, loaded: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        if not isinstance(loaded, Mapping):
+            msg = f"{self.path} holds a {type(loaded).__name__}, not a state dict. Save that."
+            raise CheckpointError(msg)
+        key = self._key
+        if key is None and not _has_tensors(loaded):
+            found = [k for k in _NESTED_KEYS if _has_tensors(loaded.get(k))]
+            if len(found) != 1:
+                msg = (
+                    f"{self.path} holds no tensors by name, but {_listed(loaded)}"
+                    f"{f', of which {found} may all be meant' if found else ''}. Save the "
+                    f"model's state dict alone, or under the key 'model'."
+                )
+                raise CheckpointError(msg)
+            key = found[0]
+        if key is None:
+            return loaded, {}
+        if not isinstance(loaded.get(key), Mapping):
+            msg = f"{self.path} has no state dict under {key!r}, only {_listed(loaded)}."
+            raise CheckpointError(msg)
+        return loaded[key], {k: v for k, v in loaded.items() if k != key}
+
+    def _describe(self, name: str, tensor: Tensor) -> TensorInfo:
+        if isinstance(tensor, ShardedTensor):
+            raise _sharded_error(self.path)
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            msg = (
+                f"{self.path}: {name!r} is a sparse, quantized or meta tensor, which has no plain "
+                f"elements to read. Save it as a dense one."
+            )
+            raise CheckpointError(msg)
+        return TensorInfo(tuple(tensor.shape), tensor.dtype)
+
+
+def _load(path: Path) -> Any:
+    try:
+        _check_byte_order(path)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (MeshError, ShardedTensorError) as error:
+        raise _sharded_error(path) from error
+    except pickle.UnpicklingError as error:
+        msg = (
+            f"{path} holds more than tensors and plain values, or is not a file of torch.save, and "
+            f"is not read since that could execute what it says: {error}"
+        )
+        raise CheckpointError(msg) from error
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile) as error:
+        msg = (
+            f"{path} cannot be read as a file of torch.save: {error}. It may be truncated, or of "
+            f"a torch before 1.6: then load and save it once by a newer one."
+        )
+        raise CheckpointError(msg) from error
+
+
+def _sharded_error(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds sharded tensors, as torch.save of a sharded model's state_dict() writes "
+        f"them: only as many processes as wrote it can load it. Load it there, and write whole "
+        f"tensors by shardkit.checkpoint.save_full, or local files by local_state_dict."
+    )
+
+
+def _check_byte_order(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
+        if orders and archive.read(orders[0]).decode() != sys.byteorder:
+            msg = "it was written on a machine of another byte order"
+            raise ValueError(msg)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
+
+
+def _listed(loaded: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in loaded.items())
+    return shown or "nothing"
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An entry of the archive that holds a storage.
+
+    Attributes:
+        begin: Where its bytes begin in the file.
+        nbytes: How many there are.
+        crc_places: Where its checksum is written, behind the bytes and in the directory.
+        written: Bytes that have come.
+        crc: Their checksum.
+    """
+
+    begin: int
+    nbytes: int
+    crc_places: tuple[int, ...]
+    written: int = 0
+    crc: int = 0
+
+
+class TorchWriter:
+    """A file to write tensor after tensor; see `checkpoint._files.full.FullWriter` for the rules.
+
+    Args:
+        path: The file, overwritten.
+        infos: Every tensor that will come.
+        arrange: Gets empty tensors by name, returns what is to be saved: dicts and lists of them
+            and of plain values.
+
+    Cost: a header's worth of writes, and address space for the tensors, but no memory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        infos: Mapping[str, TensorInfo],
+        arrange: Callable[[dict[str, Tensor]], Any],
+    ) -> None:
+        path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
+        empties = {name: _without_memory(info) for name, info in infos.items()}
+        tree = arrange(empties)
+        with torch.serialization.skip_data():
+            torch.save(tree, path)
+        # As pickle does: each storage when it is met for the first time.
+        storages = dict.fromkeys(_storage_address(tensor) for tensor in _leaves(tree))
+        position = {address: i for i, address in enumerate(storages)}
+        entries = _storage_entries(path)
+        assert len(entries) == len(position)
+        self._entries = {
+            name: entries[position[_storage_address(tensor)]] for name, tensor in empties.items()
+        }
+        assert all(self._entries[n].nbytes == info_nbytes(info) for n, info in infos.items())
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    def append(self, name: str, flat: Tensor) -> None:
+        """Write the next elements of a tensor: 1-D, contiguous, on the host."""
+        entry = self._entries[name]
+        write_at(self._fd, entry.begin + entry.written, flat)
+        entry.crc = zlib.crc32(bytes_of(flat), entry.crc)
+        entry.written += flat.nbytes
+
+    def finish(self) -> None:
+        """Write checksums, flush the file to the disk and close it."""
+        for entry in self._entries.values():
+            for place in entry.crc_places:
+                os.pwrite(self._fd, struct.pack("<I", entry.crc), place)
+        os.fsync(self._fd)
+        self._close()
+
+    def abandon(self) -> None:
+        """Close the file."""
+        self._close()
+
+
+def _without_memory(info: TensorInfo) -> Tensor:
+    """Return a tensor whose memory is not touched, so that the system gives it none."""
+    # Not torch.empty, which fills it where deterministic algorithms are asked for.
+    storage = torch.UntypedStorage(info_nbytes(info))
+    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
+    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """Return what tells a storage from others, also if it is empty."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or -id(tensor)
+
+
+def _leaves(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of dicts and lists in the order in which pickle meets them."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _leaves(value)
+
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # ..., lengths of name and extra field
+_DIRECTORY_ENTRY = struct.Struct("<4s12xI8xHHH12x")  # ..., crc, lengths of name, extra, comment
+_DIRECTORY_CRC = 16
+_DESCRIPTOR_CRC = 4
+_LOCAL_CRC = 14
+_HAS_DESCRIPTOR = 0x8
+
+
+def _storage_entries(path: Path) -> list[_Entry]:
+    """Return the archive's entries of storages, in their order.
+
+    Python's zipfile knows where entries begin; where their checksums lie it does not tell.
+    """
+    found: dict[int, _Entry] = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        place = archive.start_dir
+        for item in archive.infolist():
+            file.seek(place)
+            magic, _, *lengths = _DIRECTORY_ENTRY.unpack(file.read(_DIRECTORY_ENTRY.size))
+            assert magic == b"PK\1\2"
+            crc_places = [place + _DIRECTORY_CRC]
+            place += _DIRECTORY_ENTRY.size + sum(lengths)
+            _, folder, name = ("/" + item.filename).rsplit("/", 2)
+            if folder != "data" or not name.isdecimal():
+                continue
+            file.seek(item.header_offset)
+            magic, *lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            assert magic == b"PK\3\4"
+            begin = item.header_offset + _LOCAL_HEADER.size + sum(lengths)
+            if not item.flag_bits & _HAS_DESCRIPTOR:
+                crc_places.append(item.header_offset + _LOCAL_CRC)
+            elif item.file_size:
+                crc_places.append(begin + item.file_size + _DESCRIPTOR_CRC)
+            found[int(name)] = _Entry(begin, item.file_size, tuple(crc_places))
+    return [found[i] for i in range(len(found))]

@@ -1,0 +1,274 @@
+"""One file per rank: a rank's own pieces as plain tensors, with a description of how they are cut.
+
+Written and read by torch.save and torch.load without a class of shardkit, and without processes
+made into whole tensors again (`_consolidate`). What is in such a file::
+
+    "model":           {name: 1-D piece, or a whole tensor that is not sharded, or extra state}
+    "optimizer":       {"<parameter>.<state>": the same}
+    "param_groups":    [{..., "params": [parameter, ...]}, ...]
+    "shard_metadata":  {"format", "version", "save", "rank", "world_size", "tied",
+                        "model":     {name: {"shape", "dtype", "range", "cut"}},
+                        "optimizer": {parameter: {state: the same, or None: no tensor}}}
+
+``range`` is [start, stop) of the flattened whole, ``cut`` says how all ranks' ranges come about
+(`FlatLayout.cut`); both are None for a whole tensor. ``save`` is a random number that files written
+together share.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._errors import CheckpointError
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.checkpoint._files.bytes_io import dtype_name
+from shardkit.checkpoint._full_models import by_identity, mesh_of, state_of
+from shardkit.checkpoint._state.model_and_optimizer import (
+    TensorInfo,
+    optimizer_template,
+    put_optimizer_state,
+)
+from shardkit.checkpoint._state.optimizer import named_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.optim import Optimizer
+
+    from shardkit._mesh import DeviceMesh
+
+FORMAT = "shardkit local"
+VERSION = 1
+MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
+"""Keys of such a file."""
+
+
+# --- get ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def local_state_dict(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None
+) -> dict[str, Any]:
+    """Return this rank's part of the training state in plain containers and tensors.
+
+    Save it on every rank, for example under ``f"{prefix}_rank-{rank:08d}-of-{world:08d}.pth"``;
+    ``python -m shardkit consolidate --ckpt_prefix`` makes one file of these. Call it on all ranks.
+
+    Args:
+        model: Sharded by `fully_shard`.
+        optimizer: One or several.
+
+    Returns:
+        See the module's docstring. The tensors share memory with the model and the optimizer.
+
+    Raises:
+        CheckpointError: The model is not sharded, on meta, on XLA devices, or split by tensor
+            parallelism too.
+
+    Cost: one exchange of a number per mesh axis.
+    """
+    state = state_of(model)
+    mesh = mesh_of(state, "a local file")
+    _check_has_ranks(mesh)
+    save = secrets.randbits(62)
+    for axis in range(mesh.ndim):
+        save = mesh.backend.axis(axis).exchange(save)[0]
+    metadata: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save": save,
+        "rank": mesh.ranks.index(mesh.rank),
+        "world_size": len(mesh.ranks),
+        "tied": {n: entry.names[0] for entry in by_identity(state) for n in entry.names[1:]},
+        MODEL: {n: _describe(n, v) for n, v in state.items() if isinstance(v, Tensor)},
+    }
+    result = {MODEL: {name: _local(value) for name, value in state.items()}}
+    if optimizer is not None:
+        named = named_state(model, optimizer)
+        result[OPTIMIZER] = {
+            f"{name}.{key}": _local(value)
+            for name, entries in named["state"].items()
+            for key, value in entries.items()
+        }
+        metadata[OPTIMIZER] = {
+            name: {
+                key: _describe(f"{name}.{key}", value) if isinstance(value, Tensor) else None
+                for key, value in entries.items()
+            }
+            for name, entries in named["state"].items()
+        }
+        result["param_groups"] = named["param_groups"]
+    return {**result, METADATA: metadata}
+
+
+def _check_has_ranks(mesh: DeviceMesh) -> None:
+    if mesh.backend.is_traced:
+        msg = (
+            f"there are no local files of meshes of {mesh.device_type!r} devices, where pieces are "
+            f"padded and one process may have those of all ranks. Use shardkit.checkpoint.save and "
+            f"load, or save_full and load_full."
+        )
+        raise CheckpointError(msg)
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        return value.to_local().detach()
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _describe(name: str, tensor: Tensor) -> dict[str, Any]:
+    described = {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+    if not isinstance(tensor, ShardedTensor):
+        return {**described, "range": None, "cut": None}
+    spec = tensor.spec
+    if spec.tensor_parallel is not None:
+        msg = (
+            f"{name!r} is split over a tensor-parallel mesh as well, which local files do not "
+            f"describe. Use shardkit.checkpoint.save or save_full."
+        )
+        raise CheckpointError(msg)
+    return {
+        **described,
+        "range": [spec.start, spec.stop],
+        "cut": list(spec.layout.cut(spec.index)),
+    }
+
+
+# --- set ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_local_state_dict(
+    model: nn.Module,
+    state: dict[str, Any],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> None:
+    """Load what `local_state_dict` returned on this rank, into a model that is sharded alike.
+
+    Args:
+        model: Sharded over as many ranks, with the same groups; it may be on meta.
+        state: Of the same rank, e.g. ``torch.load(path, weights_only=True)``; copied.
+        optimizer: One or several, if they were saved.
+
+    Raises:
+        CheckpointError: On the ranks where it is so: not such a state, one of another rank or
+            number of ranks, or cut in another way (all names are listed). Nothing is changed then.
+
+    Cost: no collectives.
+    """
+    metadata = metadata_of(state, "the state dict")
+    mine = state_of(model)
+    mesh = mesh_of(mine, "a local file", allow_meta=True)
+    _check_has_ranks(mesh)
+    place = (mesh.ranks.index(mesh.rank), len(mesh.ranks))
+    saved_place = (metadata["rank"], metadata["world_size"])
+    if place != saved_place:
+        msg = (
+            f"the state dict is that of rank {saved_place[0]} of {saved_place[1]}, and this is "
+            f"rank {place[0]} of {place[1]}. Load each rank's own file on as many ranks, or make "
+            f"one file by `python -m shardkit consolidate` and load that by load_full."
+        )
+        raise CheckpointError(msg)
+    complaints = list(_misfits(mine, state[MODEL], metadata[MODEL]))
+    if optimizer is not None and OPTIMIZER not in state:
+        complaints.append("no state of an optimizer was saved")
+    if complaints:
+        lines = "\n  ".join(complaints)
+        msg = (
+            f"the state dict does not fit the model, nothing was loaded:\n  {lines}\nShard the "
+            f"model as it was when it was saved, or consolidate the files and use load_full."
+        )
+        raise CheckpointError(msg)
+    room = None if optimizer is None else _optimizer_room(model, optimizer, state, metadata)
+    for entry in by_identity(mine):
+        _copy(entry.tensor, state[MODEL][entry.names[-1]])
+    for name, module in model.named_modules():
+        key = f"{name}._extra_state".removeprefix(".")
+        if key in mine and not isinstance(mine[key], Tensor):
+            module.set_extra_state(state[MODEL][key])
+    if optimizer is not None and room is not None:
+        put_optimizer_state(model, optimizer, room)
+
+
+def metadata_of(state: Any, what: object) -> dict[str, Any]:
+    metadata = state.get(METADATA) if isinstance(state, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        msg = (
+            f"{what} is not what shardkit.checkpoint.local_state_dict returns: it has no "
+            f"{METADATA!r} of format {FORMAT!r}. Other files are read by load_full and load."
+        )
+        raise CheckpointError(msg)
+    if metadata.get("version") != VERSION:
+        msg = (
+            f"{what} has version {metadata.get('version')} of the format {FORMAT!r}; this shardkit "
+            f"reads version {VERSION}. Read it by the shardkit that wrote it."
+        )
+        raise CheckpointError(msg)
+    return metadata
+
+
+def _misfits(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any]) -> Any:
+    """Yield what differs between a model and what was saved of one."""
+    yield from (f"missing: {name!r}" for name in mine if name not in saved)
+    yield from (f"unexpected: {name!r}" for name in saved if name not in mine)
+    for name, tensor in mine.items():
+        if name not in described or not isinstance(tensor, Tensor):
+            continue
+        here, there = _describe(name, tensor), described[name]
+        if here["shape"] != there["shape"]:
+            yield f"of another shape: {name!r} is {here['shape']}, was saved as {there['shape']}"
+        elif (here["range"], here["cut"]) != (there["range"], there["cut"]):
+            yield (
+                f"cut in another way: of {name!r} this rank has the range {here['range']}, of the "
+                f"saved one {there['range']}"
+            )
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    """Copy a piece into a tensor of the model, which gets memory if it is on meta."""
+    if isinstance(target, ShardedTensor):
+        if target.is_meta:
+            target.adopt(value.to(target.spec.device, target.dtype, copy=True))
+        else:
+            target.to_local().copy_(value)
+    elif target.is_meta:
+        new = value.to(dtype=target.dtype, copy=True)
+        is_param = isinstance(target, nn.Parameter)
+        torch.utils.swap_tensors(
+            target, nn.Parameter(new, target.requires_grad) if is_param else new
+        )
+    else:
+        target.copy_(value)
+
+
+def _optimizer_room(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    state: dict[str, Any],
+    metadata: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the saved optimizer state as tensors of this model."""
+    described = metadata[OPTIMIZER]
+    infos = {
+        name: {key: None if d is None else info_of(d) for key, d in entries.items()}
+        for name, entries in described.items()
+    }
+    room = optimizer_template(model, optimizer, infos)
+    for name, entries in room["state"].items():
+        for key, target in entries.items():
+            value = state[OPTIMIZER][f"{name}.{key}"]
+            if isinstance(target, Tensor):
+                _copy(target, value)
+            else:
+                entries[key] = value
+    return {**room, "param_groups": state["param_groups"]}
+
+
+def info_of(described: dict[str, Any]) -> TensorInfo:
+    return TensorInfo(tuple(described["shape"]), getattr(torch, described["dtype"]))
