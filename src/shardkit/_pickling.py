@@ -99,11 +99,11 @@ def rebuild_tensor(  # noqa: PLR0913, PLR0917 - a file format
         )
         raise ShardedTensorError(msg)
     spec: ShardSpec
-    if mesh.backend.holds_all_ranks:
+    if mesh.backend.is_spmd:
         axis = mesh.backend.process_axis
         spec = WholeSpec(shape, piece.numel(), mesh=mesh, axis=axis, name=name)
         if piece.device.type == mesh.device_type:
-            spec.place(piece)
+            spec.annotate_sharding(piece)
     elif mesh.backend.is_traced:
         layout = EvenLayout.plan([shape], world_size=axis.size)
         spec = PaddedSpec(layout, 0, mesh=mesh, axis=axis, name=name)
@@ -239,16 +239,16 @@ torch.serialization.add_safe_globals([rebuild_tensor])
 
 
 _MOVED = {
-    "shardkit._group": {"Group": "shardkit._runtime.group"},
-    "shardkit._module_copies": {"new_module": "shardkit._module.copies"},
-    "shardkit._places": {"FoundParam": "shardkit._params.sites"},
-    "shardkit._schedule_options": {"BackwardPrefetch": "shardkit._policy"},
+    "shardkit._group": {"Group": ("shardkit._runtime.group", "ParamGroup")},
+    "shardkit._module_copies": {"new_module": ("shardkit._module.copies", "new_module")},
+    "shardkit._places": {"FoundParam": ("shardkit._params.sites", "ParamEntry")},
+    "shardkit._schedule_options": {"BackwardPrefetch": ("shardkit._policy", "BackwardPrefetch")},
     "shardkit._state_dict": {
-        "load_into_sharded": "shardkit._state.state_dict",
-        "save_sharded": "shardkit._state.state_dict",
+        "load_into_sharded": ("shardkit._state.state_dict", "load_into_sharded"),
+        "save_sharded": ("shardkit._state.state_dict", "save_sharded"),
     },
 }
-"""Modules that pickled modules name and that are no more: where each name is now."""
+"""Modules that pickled modules name and that are no more: where each name is, and as what."""
 
 
 class _OldModule(types.ModuleType):
@@ -260,7 +260,8 @@ class _OldModule(types.ModuleType):
         if name not in moved:
             msg = f"module {self.__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        return getattr(importlib.import_module(moved[name]), name)
+        address, new_name = moved[name]
+        return getattr(importlib.import_module(address), new_name)
 
 
 sys.modules.update({name: _OldModule(name) for name in _MOVED})

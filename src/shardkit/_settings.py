@@ -12,8 +12,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
     from shardkit.backends.base import AllGather, ReduceScatter
+
+
+_RENAMED_OF_GROUP = {
+    "forward_prefetch": "next_in_forward",
+    "backward_prefetch": "next_in_backward",
+}
+_RENAMED_OF_ROOT = {
+    "forward_prefetch": "prefetch_in_forward",
+    "backward_prefetch": "prefetch_in_backward",
+}
+"""Names in files of earlier versions, and what they are now."""
 
 
 @dataclass(slots=True)
@@ -53,8 +64,8 @@ class GroupSettings:
         comm_memory: Take buffers from the allocator of the communication engine.
         separate_reduce: Reduce on a process group of its own.
         max_send_buffers: Reductions under way at once, where waiting frees their memory.
-        forward_prefetch: Groups to gather when forward enters; None: what came next last time.
-        backward_prefetch: The same in backward.
+        next_in_forward: Groups to gather when forward enters; None: what came next last time.
+        next_in_backward: The same in backward.
         comm: How it communicates.
     """
 
@@ -68,17 +79,22 @@ class GroupSettings:
     comm_memory: bool = False
     separate_reduce: bool = False
     max_send_buffers: int = 1
-    forward_prefetch: list[Group] | None = None
-    backward_prefetch: list[Group] | None = None
+    next_in_forward: list[ParamGroup] | None = None
+    next_in_backward: list[ParamGroup] | None = None
     comm: CommSettings = field(default_factory=CommSettings)
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Take what was pickled, by an earlier version perhaps."""
+        for name, value in state[1].items():
+            setattr(self, _RENAMED_OF_GROUP.get(name, name), value)
 
     def copy(self) -> GroupSettings:
         """Return independent settings for a copy of the group; it prefetches no group of ours."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         comm = {name: getattr(self.comm, name) for name in self.comm.__dataclass_fields__}
         values |= {
-            "forward_prefetch": None,
-            "backward_prefetch": None,
+            "next_in_forward": None,
+            "next_in_backward": None,
             "comm": CommSettings(**comm),
         }
         return GroupSettings(**values)
@@ -89,8 +105,8 @@ class RootSettings:
     """What users choose for a root.
 
     Attributes:
-        forward_prefetch: Gather ahead in forward.
-        backward_prefetch: When to gather ahead in backward.
+        prefetch_in_forward: Gather ahead in forward.
+        prefetch_in_backward: When to gather ahead in backward.
         barrier_in_forward: Where operators are traced: tie gathers to the inputs of the module
             entered last, so that the compiler does not hoist them.
         barrier_in_backward: The same in backward; without it the compiler may merge a gather with
@@ -98,8 +114,13 @@ class RootSettings:
         sync_on_finalization: Where operators are traced: run the graph at the end of backward.
     """
 
-    forward_prefetch: bool = True
-    backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
+    prefetch_in_forward: bool = True
+    prefetch_in_backward: BackwardPrefetch = BackwardPrefetch.PRE
     barrier_in_forward: bool = True
     barrier_in_backward: bool = True
     sync_on_finalization: bool = False
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> RootSettings:
+        """Return settings that were written as a dict, by an earlier version perhaps."""
+        return cls(**{_RENAMED_OF_ROOT.get(name, name): value for name, value in values.items()})

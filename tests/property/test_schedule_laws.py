@@ -62,7 +62,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     )
     def start(self, prefetch_depth: int, kept: set[int], nbytes: list[int]) -> None:
         self.schedule = UnshardSchedule(prefetch_depth=prefetch_depth, nbytes=nbytes)
-        self.schedule.options.kept = kept
+        self.schedule.options.no_reshard_after_forward = kept
         self.nbytes = nbytes or [BATCH_NBYTES] * 5
 
     def carry_out(self, actions: Sequence[Action]) -> None:
@@ -125,9 +125,11 @@ class ScheduleMachine(RuleBasedStateMachine):
         if self.stack:
             return
         self.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
-        assert self.prefetched <= self.in_use | self.schedule.options.kept, "prefetched in vain"
+        assert self.prefetched <= self.in_use | self.schedule.options.no_reshard_after_forward, (
+            "prefetched in vain"
+        )
         if not needs_backward:
-            assert self.live <= self.in_use | self.schedule.options.kept
+            assert self.live <= self.in_use | self.schedule.options.no_reshard_after_forward
 
     # --- backward ---
 
@@ -237,9 +239,9 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @invariant()
     def spare_groups_are_bounded(self) -> None:
-        spare = self.live - self.in_use - self.schedule.options.kept
+        spare = self.live - self.in_use - self.schedule.options.no_reshard_after_forward
         assert len(spare) <= max(self.schedule.prefetch_depth, 1) or spare <= self.prefetched
-        ahead = self.prefetched - self.in_use - self.schedule.options.kept
+        ahead = self.prefetched - self.in_use - self.schedule.options.no_reshard_after_forward
         ahead_nbytes = sum(self.nbytes[group] for group in ahead)
         assert len(ahead) <= self.schedule.prefetch_depth or ahead_nbytes < BATCH_NBYTES
 

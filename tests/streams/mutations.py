@@ -259,15 +259,15 @@ MUTATIONS = (
     ),
     Mutation(
         "_params.memory",
-        "            return Slot(storage, nbytes, self._lanes.fence())",
+        "            return Slot(storage, nbytes, self._streams.fence())",
         "            return Slot(storage, nbytes, None)",
         "zero3",
         OLDER,
     ),
     Mutation(
         "_params.memory",
-        "            return Slot(self._lanes.new_storage(nbytes), nbytes, self._lanes.fence())",
-        "            return Slot(self._lanes.new_storage(nbytes), nbytes, None)",
+        "            return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())",
+        "            return Slot(self._streams.new_storage(nbytes), nbytes, None)",
         "zero3",
     ),
     Mutation(
@@ -279,8 +279,8 @@ MUTATIONS = (
     # --- gradients ---
     Mutation(
         "_params.gradients",
-        "            lanes.wait_fence(self._send.attach(pool))\n            self._has",
-        "            self._send.attach(pool)\n            self._has",
+        "            streams.wait_fence(self._send.acquire(pool))\n            self._has",
+        "            self._send.acquire(pool)\n            self._has",
         "kept_slots",
     ),
     Mutation(
@@ -311,24 +311,24 @@ MUTATIONS = (
     # --- the runtime ---
     Mutation(
         "_runtime.runtime",
-        "        self.lanes.follow_compute()\n        self.check",
+        "        self.streams.follow_compute()\n        self.check",
         "        self.check",
         "by_hand",
     ),
     Mutation(
         "_runtime.runtime",
-        "        self.lanes.follow_compute()\n        if group.is_stale",
+        "        self.streams.follow_compute()\n        if group.is_stale",
         "        if group.is_stale",
         "by_hand",
     ),
     Mutation(
         "_runtime.runtime",
-        "        self.lanes.join()  # Memory is about to be given back that collectives may still use.\n",
+        "        self.streams.join()  # Memory is about to be given back that collectives may still use.\n",
         "",
         "interrupted_gather",
     ),
     Mutation(
-        "_runtime.runtime", "                lanes.join()\n", "                pass\n", "dropped"
+        "_runtime.runtime", "                streams.join()\n", "                pass\n", "dropped"
     ),
     Mutation(
         "_runtime.runtime",
@@ -362,7 +362,7 @@ MUTATIONS = (
     ),
     Mutation(
         "_runtime.runtime",
-        "            self.lanes.after_optimizer(event)",
+        "            self.streams.after_optimizer(event)",
         "            pass",
         "optimizer_event",
     ),
@@ -375,8 +375,8 @@ MUTATIONS = (
     ),
     Mutation(
         "_runtime.group",
-        "            fence = lanes.fence()\n            for bucket in buckets:\n                bucket.detach(pool, fence)",
-        "            fence = self._noted_fence = getattr(self, '_noted_fence', None) or lanes.fence()\n            for bucket in buckets:\n                bucket.detach(pool, fence)",
+        "            fence = streams.fence()\n            for bucket in buckets:\n                bucket.release(pool, fence)",
+        "            fence = self._noted_fence = getattr(self, '_noted_fence', None) or streams.fence()\n            for bucket in buckets:\n                bucket.release(pool, fence)",
         "zero3",
     ),
     Mutation(
@@ -388,8 +388,8 @@ MUTATIONS = (
     # --- reductions ---
     Mutation(
         "_runtime.reductions",
-        "        self._check.start(self._lanes)\n        self.finish_all()",
-        "        self._check.start(self._lanes)",
+        "        self._check.start(self._streams)\n        self.finish_all()",
+        "        self._check.start(self._streams)",
         "zero3",
     ),
     Mutation(

@@ -383,9 +383,9 @@ _LABELS = {
     ("Bucket", "attach"): "the unsharded parameters",
     ("SendBuffer", "open"): "the send buffer",
     ("Bucket", "_cut_shard"): "the shard",
-    ("AcceleratorLanes", "_new_result"): "the result of a reduction",
-    ("AcceleratorLanes", "_start_one"): "the sum over the shard axis",
-    ("AcceleratorLanes", "_start_max_on_device"): "the numbers that ranks compare",
+    ("AcceleratorStreams", "_new_result"): "the result of a reduction",
+    ("AcceleratorStreams", "_start_one"): "the sum over the shard axis",
+    ("AcceleratorStreams", "_start_max_on_device"): "the numbers that ranks compare",
     ("Bucket", "keep_part"): "the part that is kept between forward and backward",
 }
 

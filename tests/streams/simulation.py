@@ -129,8 +129,8 @@ def _watched_pool(sim: Simulation, *, keeps_memory: bool) -> Iterator[None]:
     pool = memory.SlotPool
     attach, detach, make = pool.attach, pool.detach, pool.__init__
 
-    def made(self: typing.Any, lanes: typing.Any) -> None:
-        make(self, lanes)
+    def made(self: typing.Any, streams: typing.Any) -> None:
+        make(self, streams)
         self.keeps_memory = self.keeps_memory and keeps_memory
 
     def attached(self: typing.Any, storage: torch.UntypedStorage, nbytes: int) -> typing.Any:

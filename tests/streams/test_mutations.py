@@ -38,11 +38,11 @@ NEEDLESS = {
     },
     "_params.memory": {
         "def ": "a definition",
-        "return self._lanes.fence()": "fences are taken away where they are used",
+        "return self._streams.fence()": "fences are taken away where they are used",
         "_kept": "a definition",
     },
     "_params.gradients": {
-        "lanes.wait_fence(self._receive.attach(pool))": "receive buffers are the CPU's",
+        "streams.wait_fence(self._receive.acquire(pool))": "receive buffers are the CPU's",
         "self._close_send(pool, pool.fence(), by_compute=True)": "every gather after a reset comes "
         "after `follow_compute`",
         "started.handle.wait()": "only frees: `join` has been called before",

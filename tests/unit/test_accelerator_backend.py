@@ -24,7 +24,7 @@ from shardkit import (
 )
 from shardkit._layout.flat import FlatLayout
 from shardkit._module.fully_shard import _check_current_device, _check_params, _device_type
-from shardkit._params.sites import FoundParam
+from shardkit._params.sites import ParamEntry
 from shardkit._runtime.agreement import REDUCE, StepCheck
 from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor, ShardSpec
@@ -48,7 +48,7 @@ def mesh_on(device: str, *, has_own_memory: bool = True) -> typing.Any:
 
 def found_on(*devices: str) -> list[typing.Any]:
     params = [Stub(device=torch.device(device), requires_grad=True) for device in devices]
-    return [FoundParam(f"layer.{i}", param, []) for i, param in enumerate(params)]  # type: ignore[arg-type]
+    return [ParamEntry(f"layer.{i}", param, []) for i, param in enumerate(params)]  # type: ignore[arg-type]
 
 
 def test_a_parameter_on_a_card_that_is_not_the_current_one_is_refused() -> None:
@@ -105,7 +105,7 @@ def spec_at(home: str | None, device: str) -> ShardSpec:
     axis = Stub(rank=0, size=2)
     place = None if home is None else torch.device(home)
     mesh = mesh_on(device)
-    return ShardSpec(layout, 0, mesh=mesh, axis=axis, name="w", home=place)
+    return ShardSpec(layout, 0, mesh=mesh, axis=axis, name="w", shard_device=place)
 
 
 def test_pieces_are_at_home_or_else_on_the_device_of_the_mesh() -> None:
@@ -119,7 +119,7 @@ def test_values_for_a_parameter_on_meta_go_to_its_home(home: str | None) -> None
     spec = spec_at(home, "meta")
     param = nn.Parameter(ShardedTensor(torch.empty(spec.piece_numel, device="meta"), spec))
     values = torch.arange(15.0).view(5, 3)
-    param.take_over(values)  # type: ignore[attr-defined]
+    param.copy_values(values)  # type: ignore[attr-defined]
     piece = param.to_local().detach()  # type: ignore[attr-defined]
     assert piece.device.type == (home or "meta")
     if home is not None:

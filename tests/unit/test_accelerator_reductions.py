@@ -24,7 +24,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import accelerator
 from shardkit.backends.accelerator import AcceleratorAxis, Sums
 from shardkit.backends.base import Reduction
-from shardkit.backends.recording import RecordingBackend, RecordingLanes, recording_mesh
+from shardkit.backends.recording import RecordingBackend, RecordingStreams, recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -242,7 +242,7 @@ class Holder(nn.Module):
         """Make it a module to shard."""
 
 
-class DirtyLanes(RecordingLanes):
+class DirtyStreams(RecordingStreams):
     """Memory comes with what was left in it."""
 
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
@@ -269,19 +269,19 @@ class Reducing:
         assert state is not None
         assert state.group is not None
         self.gradients: GroupGradients = state.group.gradients
-        self.lanes = DirtyLanes(log)
-        self.pool = SlotPool(self.lanes)
+        self.streams = DirtyStreams(log)
+        self.pool = SlotPool(self.streams)
         self.params = list(self.module.parameters())
 
     def take(self, value: float, *indices: int) -> None:
         """Let gradients of parameters come: all, unless some are named."""
         for index in indices or range(len(self.shapes)):
             grad = torch.full(self.shapes[index], value)
-            self.gradients.take(0, index, grad, self.lanes, self.pool, hold=True)
+            self.gradients.collect(0, index, grad, self.streams, self.pool, hold=True)
 
     def reduce(self) -> list[str]:
         """Reduce and assign; return the operators of the assignment, without views."""
-        start_reduce([(self.gradients, True)], self.lanes, self.pool)
+        start_reduce([(self.gradients, True)], self.streams, self.pool)
         with Operators() as operators:
             self.gradients.finish_reduce(self.pool)
         self.gradients.forget_fired()
@@ -301,7 +301,7 @@ def test_nothing_that_was_left_in_memory_is_sent(
     reducing = Reducing(monkeypatch)
     for times in range(1, 3):  # Memory is taken anew for every backward.
         reducing.take(times, *fired)
-        (reduction,) = reducing.gradients.prepare(reducing.lanes, reducing.pool, all_reduce=True)
+        (reduction,) = reducing.gradients.prepare(reducing.streams, reducing.pool, all_reduce=True)
         send = reduction.send
         layout = FlatLayout.plan(reducing.shapes, world_size=4, itemsize=4)
         assert send.numel() == layout.padded_numel > sum(layout.numels)
@@ -318,8 +318,8 @@ def test_unsynced_gradients_add_up_and_the_gaps_stay_zero(monkeypatch: pytest.Mo
     reducing = Reducing(monkeypatch)
     for indices in ((0, 1), (1, 2), (0, 1, 2)):
         reducing.take(1.0, *indices)
-        reducing.gradients.write_held(reducing.lanes, reducing.pool)
-    (reduction,) = reducing.gradients.prepare(reducing.lanes, reducing.pool, all_reduce=True)
+        reducing.gradients.write_held(reducing.streams, reducing.pool)
+    (reduction,) = reducing.gradients.prepare(reducing.streams, reducing.pool, all_reduce=True)
     # 15, 2 and 21 elements, 2, 3 and 2 times each; the scalar got none.
     assert reduction.send.sum() == 15 * 2 + 2 * 3 + 21 * 2
     assert not reduction.send.isnan().any()

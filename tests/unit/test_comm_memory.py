@@ -10,8 +10,8 @@ import torch
 from recorded import Recorded
 
 from shardkit import _compat
-from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorLanes
-from shardkit.backends.recording import RecordingLanes
+from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorStreams
+from shardkit.backends.recording import RecordingStreams
 
 
 class Offers:
@@ -40,15 +40,15 @@ def test_memory_comes_from_an_axis_that_offers_any_until_none_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_compat, "process_group_backend", lambda group, _: group)
-    lanes = AcceleratorLanes.__new__(AcceleratorLanes)
-    lanes._device = types.SimpleNamespace(  # noqa: SLF001 - no card is needed to choose
+    streams = AcceleratorStreams.__new__(AcceleratorStreams)
+    streams._device = types.SimpleNamespace(  # noqa: SLF001 - no card is needed to choose
         device=torch.device("cpu"), new_storage=torch.UntypedStorage
     )
     poor, rich = Offers(any_memory=False), Offers(any_memory=True)
     counts = []
     for axes in ([rich], [poor], [poor, rich], []):
-        lanes.allocate_from([axis_of(offers) for offers in axes])
-        assert lanes.new_storage(64).nbytes() == 64
+        streams.allocate_from([axis_of(offers) for offers in axes])
+        assert streams.new_storage(64).nbytes() == 64
         counts.append(rich.num_allocated)
     assert counts == [1, 1, 2, 2]
     assert poor.num_allocated == 0
@@ -56,7 +56,7 @@ def test_memory_comes_from_an_axis_that_offers_any_until_none_is_named(
 
 def test_switching_off_undoes_switching_on(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[int] = []
-    monkeypatch.setattr(RecordingLanes, "allocate_from", lambda _, axes: named.append(len(axes)))
+    monkeypatch.setattr(RecordingStreams, "allocate_from", lambda _, axes: named.append(len(axes)))
     recorded = Recorded()
     first, second, *_ = recorded.model.layers
     recorded.step()

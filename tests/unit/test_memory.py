@@ -18,7 +18,7 @@ if typing.TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-class Lanes:
+class CommStreams:
     """Numbers its fences."""
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ def closed_buffer(nbytes: int) -> tuple[Buffer, Tensor]:
 def give_and_take(pool: SlotPool, nbytes: int, fence: int, *, by_compute: bool = True) -> None:
     """Leave a free slot of a size in the pool."""
     buffer, _ = closed_buffer(nbytes)
-    buffer.attach(pool)
-    buffer.detach(pool, fence, by_compute=by_compute)
+    buffer.acquire(pool)
+    buffer.release(pool, fence, by_compute=by_compute)
 
 
 @pytest.fixture(params=["swap", "resize"])
@@ -63,7 +63,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Slo
         monkeypatch.setattr(_compat, "HAS_STORAGE_SWAP", False)
     elif not _compat.HAS_STORAGE_SWAP:
         pytest.skip("torch before 2.12 cannot swap storages")
-    made = SlotPool(Lanes())
+    made = SlotPool(CommStreams())
     assert made.keeps_memory == (request.param == "swap")
     return made
 
@@ -73,7 +73,7 @@ def slots() -> SlotPool:
     """Return a pool that keeps memory."""
     if not _compat.HAS_STORAGE_SWAP:
         pytest.skip("torch before 2.12 cannot swap storages")
-    return SlotPool(Lanes())
+    return SlotPool(CommStreams())
 
 
 # --- buffers ------------------------------------------------------------------------------------
@@ -91,12 +91,12 @@ def test_memory_comes_and_goes_behind_one_storage(pool: SlotPool) -> None:
     buffer, view = closed_buffer(64)
     storage = buffer.storage
     for value in range(3):
-        buffer.attach(pool)
+        buffer.acquire(pool)
         assert buffer.has_memory
         assert buffer.storage.nbytes() >= 64
         view.fill_(value)
         assert view.sum() == 64 * value
-        buffer.detach(pool, None, by_compute=True)
+        buffer.release(pool, None, by_compute=True)
         assert not buffer.has_memory
         assert buffer.storage.nbytes() == 0
         assert buffer.storage is storage
@@ -109,14 +109,14 @@ def test_all_views_see_what_one_writes(pool: SlotPool) -> None:
     matrix = second.view(4, 8).t()
     buffer.close()
     for value in (3, 5):
-        buffer.attach(pool)
+        buffer.acquire(pool)
         whole.zero_()
         second.fill_(value)
         assert whole[:32].eq(0).all()
         assert matrix.shape == (8, 4)
         assert matrix.eq(value).all()
         assert whole.data_ptr() + 32 == second.data_ptr() == matrix.data_ptr()
-        buffer.detach(pool, None, by_compute=True)
+        buffer.release(pool, None, by_compute=True)
 
 
 def test_a_gradient_is_right_though_the_memory_was_elsewhere_in_between(pool: SlotPool) -> None:
@@ -128,14 +128,14 @@ def test_a_gradient_is_right_though_the_memory_was_elsewhere_in_between(pool: Sl
     weight.requires_grad_()
     buffer.close()
     values, x = torch.randn(4, 4), torch.randn(2, 4, requires_grad=True)
-    buffer.attach(pool)
+    buffer.acquire(pool)
     gathered.copy_(values)
     loss = torch.nn.functional.linear(x, weight).sum()
-    buffer.detach(pool, None, by_compute=True)
+    buffer.release(pool, None, by_compute=True)
     other, garbage = closed_buffer(buffer.nbytes)
-    other.attach(pool)
+    other.acquire(pool)
     garbage.fill_(255)
-    buffer.attach(pool)
+    buffer.acquire(pool)
     gathered.copy_(values)
     loss.backward()
     assert torch.equal(x.grad, values.sum(0).expand(2, 4))
@@ -143,9 +143,9 @@ def test_a_gradient_is_right_though_the_memory_was_elsewhere_in_between(pool: Sl
 
 def test_two_buffers_do_not_share_memory_while_both_have_some(pool: SlotPool) -> None:
     (one, first), (two, second) = closed_buffer(64), closed_buffer(64)
-    one.attach(pool)
+    one.acquire(pool)
     first.fill_(1)
-    two.attach(pool)
+    two.acquire(pool)
     second.fill_(2)
     assert first.eq(1).all()
     assert second.eq(2).all()
@@ -153,18 +153,18 @@ def test_two_buffers_do_not_share_memory_while_both_have_some(pool: SlotPool) ->
 
 def test_an_empty_buffer_comes_and_goes_as_well(pool: SlotPool) -> None:
     buffer, view = closed_buffer(0)
-    buffer.attach(pool)
+    buffer.acquire(pool)
     assert view.numel() == 0
-    buffer.detach(pool, None, by_compute=True)
+    buffer.release(pool, None, by_compute=True)
 
 
 def test_memory_is_given_and_taken_once(pool: SlotPool) -> None:
     buffer, _ = closed_buffer(16)
     with pytest.raises(AssertionError):
-        buffer.detach(pool, None, by_compute=True)
-    buffer.attach(pool)
+        buffer.release(pool, None, by_compute=True)
+    buffer.acquire(pool)
     with pytest.raises(AssertionError):
-        buffer.attach(pool)
+        buffer.acquire(pool)
 
 
 # --- slots --------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def test_memory_is_given_and_taken_once(pool: SlotPool) -> None:
 
 def test_a_slot_is_used_again_by_the_next_buffer(slots: SlotPool) -> None:
     (one, first), (two, second) = closed_buffer(64), closed_buffer(64)
-    one.attach(slots)
+    one.acquire(slots)
     address = first.data_ptr()
-    one.detach(slots, None, by_compute=True)
-    two.attach(slots)
+    one.release(slots, None, by_compute=True)
+    two.acquire(slots)
     assert second.data_ptr() == address
 
 
@@ -185,10 +185,10 @@ def test_a_steady_rhythm_needs_as_many_slots_as_live_at_once(slots: SlotPool) ->
     addresses = set()
     previous = buffers[-1][0]
     for buffer, view in buffers * 3:
-        buffer.attach(slots)
+        buffer.acquire(slots)
         addresses.add(view.data_ptr())
         if previous.has_memory:
-            previous.detach(slots, None, by_compute=True)
+            previous.release(slots, None, by_compute=True)
         previous = buffer
     assert len(addresses) == 2
 
@@ -202,14 +202,14 @@ def test_a_slot_is_taken_up_to_twice_the_size(
 ) -> None:
     give_and_take(slots, slot_nbytes, fence=77)
     buffer, _ = closed_buffer(nbytes)
-    assert (buffer.attach(slots) == 77) == is_taken
+    assert (buffer.acquire(slots) == 77) == is_taken
     assert buffer.storage.nbytes() == (slot_nbytes if is_taken else nbytes)
 
 
 def test_a_larger_slot_gives_views_the_memory_they_are_for(slots: SlotPool) -> None:
     give_and_take(slots, 100, fence=1)
     buffer, view = closed_buffer(64)
-    buffer.attach(slots)
+    buffer.acquire(slots)
     view.fill_(9)
     assert view.shape == (64,)
     assert view.long().sum() == 9 * 64
@@ -218,43 +218,43 @@ def test_a_larger_slot_gives_views_the_memory_they_are_for(slots: SlotPool) -> N
 def test_the_smallest_slot_that_fits_is_taken(slots: SlotPool) -> None:
     buffers = [closed_buffer(nbytes)[0] for nbytes in (120, 70, 90)]
     for buffer in buffers:
-        buffer.attach(slots)
+        buffer.acquire(slots)
     for fence, buffer in enumerate(buffers):
-        buffer.detach(slots, f"of {fence}", by_compute=True)
-    assert closed_buffer(64)[0].attach(slots) == "of 1"
-    assert closed_buffer(64)[0].attach(slots) == "of 2"
-    assert closed_buffer(64)[0].attach(slots) == "of 0"
+        buffer.release(slots, f"of {fence}", by_compute=True)
+    assert closed_buffer(64)[0].acquire(slots) == "of 1"
+    assert closed_buffer(64)[0].acquire(slots) == "of 2"
+    assert closed_buffer(64)[0].acquire(slots) == "of 0"
 
 
 def test_a_slot_that_compute_has_passed_is_preferred(slots: SlotPool) -> None:
     """Though it is the larger one: nobody waits for a collective."""
     (small, _), (large, _) = closed_buffer(64), closed_buffer(120)
     for buffer in (small, large):
-        buffer.attach(slots)
-    small.detach(slots, "small", by_compute=False)
-    large.detach(slots, "large", by_compute=True)
-    assert closed_buffer(64)[0].attach(slots) == "large"
+        buffer.acquire(slots)
+    small.release(slots, "small", by_compute=False)
+    large.release(slots, "large", by_compute=True)
+    assert closed_buffer(64)[0].acquire(slots) == "large"
 
 
 def test_the_only_slot_of_a_collective_is_not_waited_for(slots: SlotPool) -> None:
     """The last one sent: to wait for it would let compute and communication take turns."""
     buffers = [closed_buffer(64)[0] for _ in range(3)]
     for buffer in buffers:
-        buffer.attach(slots)
-    buffers[0].detach(slots, "older", by_compute=False)
-    fence = closed_buffer(64)[0].attach(slots)
+        buffer.acquire(slots)
+    buffers[0].release(slots, "older", by_compute=False)
+    fence = closed_buffer(64)[0].acquire(slots)
     assert fence != "older", "new memory"
-    buffers[1].detach(slots, "newer", by_compute=False)
-    assert closed_buffer(64)[0].attach(slots) == "older"
+    buffers[1].release(slots, "newer", by_compute=False)
+    assert closed_buffer(64)[0].acquire(slots) == "older"
 
 
 def test_a_slot_of_a_collective_is_free_once_compute_has_waited(slots: SlotPool) -> None:
     buffer = closed_buffer(64)[0]
-    buffer.attach(slots)
-    buffer.detach(slots, "sent", by_compute=False)
+    buffer.acquire(slots)
+    buffer.release(slots, "sent", by_compute=False)
     slots.passed("another")
     slots.passed("sent")
-    assert closed_buffer(64)[0].attach(slots) == "sent"
+    assert closed_buffer(64)[0].acquire(slots) == "sent"
 
 
 # --- fences -------------------------------------------------------------------------------------
@@ -262,13 +262,13 @@ def test_a_slot_of_a_collective_is_free_once_compute_has_waited(slots: SlotPool)
 
 def test_new_memory_is_free_after_all_compute_so_far(pool: SlotPool) -> None:
     """It may be memory that the allocator took back from compute just now."""
-    assert closed_buffer(64)[0].attach(pool) == 1
-    assert closed_buffer(64)[0].attach(pool) == 2
+    assert closed_buffer(64)[0].acquire(pool) == 1
+    assert closed_buffer(64)[0].acquire(pool) == 2
 
 
 def test_used_memory_is_free_after_its_users(slots: SlotPool) -> None:
     give_and_take(slots, 64, fence=1234)
-    assert closed_buffer(64)[0].attach(slots) == 1234
+    assert closed_buffer(64)[0].acquire(slots) == 1234
 
 
 # --- trimming -----------------------------------------------------------------------------------
@@ -277,18 +277,18 @@ def test_used_memory_is_free_after_its_users(slots: SlotPool) -> None:
 def test_trim_gives_free_slots_back(slots: SlotPool) -> None:
     give_and_take(slots, 64, fence=1234)
     slots.trim()
-    assert closed_buffer(64)[0].attach(slots) != 1234
+    assert closed_buffer(64)[0].acquire(slots) != 1234
 
 
 def test_trim_leaves_memory_in_use(pool: SlotPool) -> None:
     buffer, view = closed_buffer(64)
-    buffer.attach(pool)
+    buffer.acquire(pool)
     view.fill_(7)
     pool.trim()
     gc.collect()
     assert view.eq(7).all()
-    buffer.detach(pool, 5, by_compute=True)
-    buffer.attach(pool)
+    buffer.release(pool, 5, by_compute=True)
+    buffer.acquire(pool)
     view.fill_(8)
     assert view.eq(8).all()
 
@@ -319,14 +319,14 @@ def test_training_is_the_same_on_a_torch_that_cannot_swap(monkeypatch: pytest.Mo
 def test_trim_keeps_what_a_collective_may_still_use(slots: SlotPool) -> None:
     """The allocator would give it to compute's next operator at once."""
     buffer = closed_buffer(64)[0]
-    buffer.attach(slots)
-    buffer.detach(slots, "sent", by_compute=False)
+    buffer.acquire(slots)
+    buffer.release(slots, "sent", by_compute=False)
     slots.trim()
     slots.passed("sent")
-    assert closed_buffer(64)[0].attach(slots) == "sent"
+    assert closed_buffer(64)[0].acquire(slots) == "sent"
     buffer = closed_buffer(96)[0]
-    buffer.attach(slots)
-    buffer.detach(slots, "sent", by_compute=False)
+    buffer.acquire(slots)
+    buffer.release(slots, "sent", by_compute=False)
     slots.passed("sent")
     slots.trim()
-    assert closed_buffer(96)[0].attach(slots) != "sent"
+    assert closed_buffer(96)[0].acquire(slots) != "sent"

@@ -1,6 +1,6 @@
 """The schedule as lists: for every event, the actions it leads to.
 
-Group 0 is the root, 1 to 3 its layers. A line is ``event: actions``, ``-`` for none.
+ParamGroup 0 is the root, 1 to 3 its layers. A line is ``event: actions``, ``-`` for none.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def backward(schedule: UnshardSchedule, layers: Sequence[int] = LAYERS) -> list[
 def trained(*, prefetch_depth: int = 1, kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule after its first step."""
     schedule = UnshardSchedule(prefetch_depth=prefetch_depth)
-    schedule.options.kept = set(kept)
+    schedule.options.no_reshard_after_forward = set(kept)
     forward(schedule)
     backward(schedule)
     return schedule
@@ -223,7 +223,7 @@ def test_a_backward_goes_back_through_the_pass_of_its_forwards() -> None:
     assert shown == "enter 3: wait 3, prefetch 2"
     schedule.exit_backward(3, first)
     schedule.end_backward()
-    assert not list(schedule._tape.before(3, first)), "the first pass is over"  # noqa: SLF001
+    assert not list(schedule._pending.before(3, first)), "the first pass is over"  # noqa: SLF001
     shown = line("enter 3", schedule.enter_backward(3, schedule.current_pass))
     assert shown == "enter 3: gather 3, wait 3, prefetch 1"
 
@@ -295,7 +295,7 @@ def test_depth_2_makes_room_for_two() -> None:
 def small(*, nbytes: Sequence[int], kept: Sequence[int] = ()) -> UnshardSchedule:
     """Return a schedule of groups of these sizes after its first step."""
     schedule = UnshardSchedule(nbytes=nbytes)
-    schedule.options.kept = set(kept)
+    schedule.options.no_reshard_after_forward = set(kept)
     forward(schedule)
     backward(schedule)
     return schedule
@@ -607,7 +607,7 @@ def test_reset_frees_all_and_forgets_the_order(kept: tuple[int, ...]) -> None:
     After it ranks may have recorded different orders, and would prefetch differently.
     """
     new = UnshardSchedule()
-    new.options.kept = set(kept)
+    new.options.no_reshard_after_forward = set(kept)
     expected = forward(new)
     schedule = trained(kept=kept)
     schedule.begin_pass()
@@ -646,7 +646,7 @@ def test_a_pass_without_backward_frees_nothing_while_held() -> None:
     forward(schedule)
     schedule.hold(on=True)
     backward(schedule)
-    schedule.options.kept = set()
+    schedule.options.no_reshard_after_forward = set()
     assert all("free" not in shown for shown in forward(schedule, needs_backward=False))
     schedule.hold(on=False)
     assert forward(schedule, needs_backward=False)[-1].count("free") > 0
@@ -779,7 +779,7 @@ def test_groups_named_by_the_user_are_gathered_instead_of_the_next_one() -> None
 
 def test_forward_gathers_nothing_ahead_if_told_so() -> None:
     schedule = trained()
-    schedule.options.forward_prefetch = False
+    schedule.options.prefetch_in_forward = False
     schedule.begin_pass()
     assert line("0", schedule.enter_forward(0)) == "0: gather 0, wait 0"
 
@@ -795,7 +795,7 @@ def test_forward_gathers_nothing_ahead_if_told_so() -> None:
 def test_when_backward_gathers_ahead(when: BackwardPrefetch, entered: str, left: str) -> None:
     schedule = trained()
     forward(schedule)
-    schedule.options.backward_prefetch = when
+    schedule.options.prefetch_in_backward = when
     schedule.enter_backward(0)
     assert line("in", schedule.enter_backward(3)) == f"in: {entered}"
     assert line("out", schedule.exit_backward(3)) == f"out: {left}"
@@ -803,7 +803,7 @@ def test_when_backward_gathers_ahead(when: BackwardPrefetch, entered: str, left:
 
 def test_a_resting_group_stays_after_backward_and_goes_after_forward() -> None:
     schedule = trained()
-    schedule.options.resting = {1}
+    schedule.options.no_reshard_after_backward = {1}
     forward(schedule)
     for group in (0, 3, 2, 1):
         schedule.enter_backward(group)
@@ -822,7 +822,7 @@ def test_a_resting_group_stays_after_backward_and_goes_after_forward() -> None:
 
 def test_a_resting_group_whose_shard_changed_is_gathered_again() -> None:
     schedule = trained()
-    schedule.options.resting = {1}
+    schedule.options.no_reshard_after_backward = {1}
     forward(schedule)
     for group in (3, 2, 1):
         schedule.enter_backward(group)
@@ -836,7 +836,7 @@ def test_a_resting_group_whose_shard_changed_is_gathered_again() -> None:
 def test_backward_does_not_gather_an_idle_group() -> None:
     schedule = trained()
     forward(schedule)
-    schedule.options.idle_in_backward = {2}
+    schedule.options.no_unshard_in_backward = {2}
     schedule.enter_backward(0)
     assert line("3", schedule.enter_backward(3)) == "3: wait 3, prefetch 1"
     schedule.exit_backward(3)

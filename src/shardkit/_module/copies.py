@@ -13,10 +13,10 @@ from shardkit._module.hooks import ModuleState
 from shardkit._settings import RootSettings
 
 if TYPE_CHECKING:
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
 
 
-Written = tuple[dict[str, Any], "Group | None", Any, Any]
+Written = tuple[dict[str, Any], "ParamGroup | None", Any, Any]
 """What is pickled of a module: its attributes, group, policy and the root's choice of prefetch."""
 
 
@@ -40,7 +40,7 @@ def deep_copy(state: ModuleState, original: type[nn.Module], memo: dict[int, Any
     return result
 
 
-def _copy_group(group: Group, copied: ModuleState, memo: dict[int, Any]) -> None:
+def _copy_group(group: ParamGroup, copied: ModuleState, memo: dict[int, Any]) -> None:
     """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
     key: Any = ("copies of a group", id(group))
     is_first = key not in memo
@@ -80,7 +80,7 @@ def restore(module: Any, written: Written) -> None:
     ]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
     state = ModuleState(module, group, policy)
-    state.settings = RootSettings(**settings)
+    state.settings = RootSettings.restored(settings)
     state.install()
     if group is not None:
         group.note_restored()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._module.hooks import ModuleState
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
     from shardkit.backends.base import AllGather, ReduceScatter
 
@@ -119,7 +119,7 @@ class FSDPModule:
             return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         attributes = state.group.param_attributes()
         result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
-        state.group.take_up(attributes)
+        state.group.refresh_params(attributes)
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,13 +289,13 @@ class FSDPModule:
             StateError: One of them is not sharded (now), or of another root (at its forward).
         """
         for group in _groups(self, recurse=False):
-            group.settings.forward_prefetch = _groups_of(modules)
+            group.settings.next_in_forward = _groups_of(modules)
         self._update_options()
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Choose what is gathered when this module's backward begins; as in forward."""
         for group in _groups(self, recurse=False):
-            group.settings.backward_prefetch = _groups_of(modules)
+            group.settings.next_in_backward = _groups_of(modules)
         self._update_options()
 
     def set_prefetch_policy(
@@ -315,7 +315,7 @@ class FSDPModule:
         except ValueError:
             msg = f"backward must be 'pre', 'post' or 'none', got {backward!r}."
             raise StateError(msg) from None
-        state.settings.forward_prefetch, state.settings.backward_prefetch = forward, when
+        state.settings.prefetch_in_forward, state.settings.prefetch_in_backward = forward, when
         self._update_options()
 
     # --- communication ---
@@ -639,13 +639,13 @@ def _state_of(module: Any) -> ModuleState:
     return state
 
 
-def _groups(module: Any, *, recurse: bool) -> Iterable[Group]:
+def _groups(module: Any, *, recurse: bool) -> Iterable[ParamGroup]:
     modules = module.modules() if recurse else [module]
     states = map(get_state, modules)
     return dict.fromkeys(s.group for s in states if s is not None and s.group is not None)
 
 
-def _groups_of(modules: Sequence[Any]) -> list[Group]:
+def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
     """Return the groups of sharded modules."""
     refusal = (
         "{} cannot be prefetched: it is not sharded. Call fully_shard on it first, or name the "

@@ -18,9 +18,9 @@ from shardkit._module.deferred import execute_sharding
 from shardkit._module.fsdp_module import own_class, swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._params.freed import is_unsharded
-from shardkit._params.sites import FoundParam
+from shardkit._params.sites import ParamEntry
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardkit._runtime.group import Group, move_buffers
+from shardkit._runtime.group import ParamGroup, move_buffers
 from shardkit._settings import GroupSettings
 from shardkit._state import torch_state_dicts  # noqa: F401
 from shardkit._tensor.sharded import ShardedTensor
@@ -126,7 +126,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         _check_placements(candidates, shard_placement_fn)
     group = None
     if candidates:
-        group = Group(
+        group = ParamGroup(
             modules,
             candidates,
             mesh=shard_mesh,
@@ -134,7 +134,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             offload=offload_policy,
             settings=GroupSettings(reshard_after_forward=reshard),
         )
-        group.adopt_params()
+        group.swap_in_params()
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:
@@ -255,7 +255,7 @@ def _held(modules: list[nn.Module]) -> Iterator[_Held]:
                     yield _Held(root, name, module, attribute, param)
 
 
-def _check_not_taken(modules: list[nn.Module], found: list[FoundParam]) -> None:
+def _check_not_taken(modules: list[nn.Module], found: list[ParamEntry]) -> None:
     """Raise if a module's parameters all belong to a module around it."""
     if found:
         return
@@ -276,7 +276,7 @@ def _is_taken(param: nn.Parameter) -> bool:
     return isinstance(param, ShardedTensor) or is_unsharded(param)
 
 
-def _check_placements(found: list[FoundParam], fn: Callable[[nn.Parameter], Any]) -> None:
+def _check_placements(found: list[ParamEntry], fn: Callable[[nn.Parameter], Any]) -> None:
     for item in found:
         placement = fn(item.param)
         dim = getattr(placement, "dim", None)
@@ -302,12 +302,12 @@ def _check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
         param = held.param
         if not isinstance(param, ShardedTensor) or id(param) in ignored_ids:
             continue
-        found = param.spec.found() if param.spec.found is not None else None
-        if found is None or found.param is not param:
+        entry = param.spec.entry() if param.spec.entry is not None else None
+        if entry is None or entry.param is not param:
             continue
-        if (held.module, held.attribute) in found.sites:
+        if (held.module, held.attribute) in entry.sites:
             continue
-        owner, owner_attribute = found.sites[0]
+        owner, owner_attribute = entry.sites[0]
         msg = (
             f"parameter {held.name!r} of {own_class(held.root).__name__} is tied: the same "
             f"Parameter is {owner_attribute!r} of {own_class(owner).__name__}, whose group gathers "
@@ -317,18 +317,18 @@ def _check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
         raise WrapError(msg)
 
 
-def _find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterator[FoundParam]:
+def _find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterator[ParamEntry]:
     """Yield parameters that no group has taken, each with all the places that hold it."""
     ignored_ids = {id(param) for param in ignored}
-    found: dict[int, FoundParam] = {}
+    found: dict[int, ParamEntry] = {}
     for held in _held(modules):
         if id(held.param) not in ignored_ids and not _is_taken(held.param):
-            item = found.setdefault(id(held.param), FoundParam(held.name, held.param, []))
+            item = found.setdefault(id(held.param), ParamEntry(held.name, held.param, []))
             item.sites.append((held.module, held.attribute))
     yield from found.values()
 
 
-def _device_type(found: list[FoundParam], offload: OffloadPolicy) -> str:
+def _device_type(found: list[ParamEntry], offload: OffloadPolicy) -> str:
     """Return the device type of the default mesh."""
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)
@@ -353,7 +353,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise MeshError(msg)
 
 
-def _check_params(found: list[FoundParam], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+def _check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
     may_be_offloaded = isinstance(offload, CPUOffloadPolicy)
     for item in found:
         param = item.param
@@ -399,7 +399,7 @@ def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> N
         raise WrapError(msg)
 
 
-def _check_reparametrized(found: list[FoundParam]) -> None:
+def _check_reparametrized(found: list[ParamEntry]) -> None:
     """Refuse what keeps a whole weight, computed from parameters, on the module for good."""
     for item in found:
         for module, _ in item.sites:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime.forward_record import ForwardRecord
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
 
 STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
@@ -69,7 +69,7 @@ class ModuleState:
     """
 
     def __init__(
-        self, module: nn.Module, group: Group | None, policy: MixedPrecisionPolicy
+        self, module: nn.Module, group: ParamGroup | None, policy: MixedPrecisionPolicy
     ) -> None:
         self.module = module
         self.group = group
@@ -133,7 +133,7 @@ class ModuleState:
         self._num_known = _num_installed
         return runtime
 
-    def _check_holds_whole_groups(self, groups: list[Group]) -> None:
+    def _check_holds_whole_groups(self, groups: list[ParamGroup]) -> None:
         """Raise if a module of a list is outside of the module that is about to be the root."""
         inside = set(self.module.modules())
         for group in groups:
@@ -159,7 +159,7 @@ class ModuleState:
                 raise StateError(msg)
         self._num_known = _num_installed
 
-    def _name_params(self, groups: list[Group]) -> None:
+    def _name_params(self, groups: list[ParamGroup]) -> None:
         """Give every parameter and group its name as seen from the root."""
         names: dict[int, str] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
@@ -168,10 +168,10 @@ class ModuleState:
         for group in groups:
             group.name = ", ".join(modules.get(id(m)) or "the root" for m in group.modules)
             for bucket in group.buckets:
-                for index, found in enumerate(bucket.found):
+                for index, entry in enumerate(bucket.entries):
                     shown = bucket.unsharded[index]
-                    full_name = names.get(id(found.param)) or names.get(id(shown))
-                    bucket.rename(index, full_name or found.name)
+                    full_name = names.get(id(entry.param)) or names.get(id(shown))
+                    bucket.rename(index, full_name or entry.name)
 
     # --- hooks ---
 

@@ -26,7 +26,7 @@ from shardkit._errors import WrapError
 from shardkit._layout.flat import FlatLayout
 from shardkit._params.freed import NAME_ATTRIBUTE, class_without_memory
 from shardkit._params.memory import Buffer
-from shardkit._params.sites import Places
+from shardkit._params.sites import ParamSites
 from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
 from shardkit._tensor.ops import FlatMaker
 from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._params.memory import SlotPool
-    from shardkit._params.sites import FoundParam
+    from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit.backends.base import AllGather, AxisComm
 
@@ -70,15 +70,15 @@ def bucket_showing(param: object) -> Bucket | None:
 
 
 class Bucket:
-    """See the module's docstring. Nothing is changed before `adopt`.
+    """See the module's docstring. Nothing is changed before `swap_in`.
 
     Class attributes:
         send_buffer_class: What collects its gradients; None: `_params.gradients.SendBuffer`.
         keeps_flats: Reduced gradients are views of one tensor, as the pieces are of the shard.
-        key: Number of the bucket where collectives are traced.
+        bucket_id: Number of the bucket where collectives are traced.
 
     Args:
-        found: The parameters: ordinary ones, or sharded ones whose pieces changed or were copied.
+        entries: The parameters: ordinary ones, or sharded ones whose pieces changed or were copied.
         mesh: Shard over its last axis.
         policy: Dtypes.
         layout: How sharded ones are cut; None plans anew.
@@ -87,19 +87,19 @@ class Bucket:
 
     send_buffer_class: Any = None
     keeps_flats = True
-    key = 0
+    bucket_id = 0
 
     def __init__(
         self,
-        found: Sequence[FoundParam],
+        entries: Sequence[ParamEntry],
         *,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         layout: FlatLayout | None = None,
         offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ) -> None:
-        first = found[0].param
-        self.found = list(found)
+        first = entries[0].param
+        self.entries = list(entries)
         self.mesh = mesh
         self.policy = policy
         self.offload = offload
@@ -107,10 +107,10 @@ class Bucket:
         self.orig_dtype = first.dtype
         self.param_dtype, self.reduce_dtype = policy.dtypes_for(first.dtype)
         wants_host = isinstance(offload, CPUOffloadPolicy)
-        self.home = torch.device("cpu") if wants_host else mesh.backend.device
+        self.offload_device = torch.device("cpu") if wants_host else mesh.backend.device
         is_meta = first.device.type == "meta"
         self.device = first.device if is_meta else mesh.backend.device
-        self.shard_device = first.device if is_meta else self.home
+        self.shard_device = first.device if is_meta else self.offload_device
         self.is_offloaded = wants_host and not is_meta and mesh.backend.has_own_memory
         self.is_pinned = self.is_offloaded and bool(getattr(offload, "pin_memory", False))
         self.copies_gradients_together = mesh.backend.copies_gradients_together
@@ -122,32 +122,32 @@ class Bucket:
         self.aliases_shard = self._aliases_shard()
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
-            siblings = FlatMaker()
-            self.specs = [self._make_spec(i, siblings) for i in range(len(found))]
+            state_allocator = FlatMaker()
+            self.specs = [self._make_spec(i, state_allocator) for i in range(len(entries))]
             self.shard = self._cut_shard()
-            for index, (spec, item) in enumerate(zip(self.specs, found, strict=True)):
-                spec.found = weakref.ref(item)
+            for index, (spec, item) in enumerate(zip(self.specs, entries, strict=True)):
+                spec.entry = weakref.ref(item)
                 spec.is_written_here = self._is_written_here(index)
             self.replacements = [
                 None if isinstance(f.param, ShardedTensor) else self._make_replacement(i)
-                for i, f in enumerate(found)
+                for i, f in enumerate(entries)
             ]
             self._make_unsharded()
-        self.places = Places(self.found, self.unsharded)
+        self.sites = ParamSites(self.entries, self.unsharded)
 
     # --- construction ---
 
     def _prepare(self) -> None:
         """Find out how the parameters are made."""
         self.subclass: Any = None
-        self.tensor_parallel = [_tensor_parallel_of(f.param) for f in self.found]
+        self.tensor_parallel = [_tensor_parallel_of(f.param) for f in self.entries]
         self.converts_gradients = any(tp is not None for tp in self.tensor_parallel)
 
     def _plan(self, itemsize: int) -> FlatLayout:
         """Lay out the parameters, or this rank's parts of them."""
         shapes = [
             tuple(f.param.shape) if tp is None else tp.local_shape
-            for f, tp in zip(self.found, self.tensor_parallel, strict=True)
+            for f, tp in zip(self.entries, self.tensor_parallel, strict=True)
         ]
         return FlatLayout.plan(shapes, world_size=self.axis.size, itemsize=itemsize)
 
@@ -156,15 +156,15 @@ class Bucket:
         is_same_dtype = self.param_dtype == self.orig_dtype
         return self.axis.size == 1 and is_same_dtype and not self.is_offloaded
 
-    def _make_spec(self, index: int, siblings: Any) -> ShardSpec:
+    def _make_spec(self, index: int, state_allocator: Any) -> ShardSpec:
         return ShardSpec(
             self.layout,
             index,
             mesh=self.mesh,
             axis=self.axis,
-            name=self.found[index].name,
-            siblings=siblings,
-            home=self.home,
+            name=self.entries[index].name,
+            state_allocator=state_allocator,
+            shard_device=self.offload_device,
             tensor_parallel=self.tensor_parallel[index],
             subclass=self.subclass,
         )
@@ -199,8 +199,8 @@ class Bucket:
             shard: Tensor = backend.zeros_on_host(numel, self.orig_dtype, pinned=self.is_pinned)
         else:
             shard = torch.zeros(numel, dtype=self.orig_dtype, device=self.shard_device)
-        for i, found in enumerate(self.found):
-            param = found.param.detach()
+        for i, entry in enumerate(self.entries):
+            param = entry.param.detach()
             if isinstance(param, ShardedTensor):
                 piece = param.to_local()
             else:
@@ -217,7 +217,7 @@ class Bucket:
 
     def _make_replacement(self, index: int) -> nn.Parameter:
         """Make what the user's parameter is exchanged with."""
-        old, spec = self.found[index].param, self.specs[index]
+        old, spec = self.entries[index].param, self.specs[index]
         sharded = ShardedTensor(self.piece(self.shard, index), spec, self.shard)
         new = nn.Parameter(sharded, requires_grad=old.requires_grad)
         new.__dict__.update(user_attributes(old))
@@ -234,7 +234,7 @@ class Bucket:
 
     def _repoint(self, index: int) -> None:
         """Let a sharded parameter's piece lie in this bucket's shard."""
-        param: Any = self.found[index].param
+        param: Any = self.entries[index].param
         param.repoint(self.piece(self.shard, index), self.specs[index], self.shard)
 
     def _make_unsharded(self) -> None:
@@ -250,14 +250,14 @@ class Bucket:
         own_start = self.axis.rank * self.layout.shard_numel
         self.own = self._view((self.layout.shard_numel,), own_start)
         self.unsharded = []
-        for i, found in enumerate(self.found):
+        for i, entry in enumerate(self.entries):
             view = self._view(self.layout.shapes[i], self.layout.offsets[i])
             tensor_parallel = self.tensor_parallel[i]
             if tensor_parallel is not None:
                 view = tensor_parallel.as_dtensor(view)
-            param = nn.Parameter(view, requires_grad=found.param.requires_grad)
-            param.__dict__.update(user_attributes(found.param))
-            param.__dict__[NAME_ATTRIBUTE] = found.name
+            param = nn.Parameter(view, requires_grad=entry.param.requires_grad)
+            param.__dict__.update(user_attributes(entry.param))
+            param.__dict__[NAME_ATTRIBUTE] = entry.name
             self.unsharded.append(param)
         self._note_showing()
         self._classes: list[type] = [type(param) for param in self.unsharded]
@@ -288,81 +288,81 @@ class Bucket:
 
     # --- exchange of the user's parameters ---
 
-    def adopt(self, index: int) -> None:
+    def swap_in(self, index: int) -> None:
         """Turn the user's parameter `index` into the sharded one; the same call undoes it.
 
         A DTensor is replaced instead: its objects cannot be turned into others.
         """
-        found, replacement = self.found[index], self.replacements[index]
-        for module, _ in found.sites:
+        entry, replacement = self.entries[index], self.replacements[index]
+        for module, _ in entry.sites:
             if isinstance(module, nn.RNNBase):
                 _compat.rnn_forget_weight_refs(module)
         if replacement is None:
-            assert isinstance(found.param, ShardedTensor)
+            assert isinstance(entry.param, ShardedTensor)
             self._repoint(index)
             return
         if self.tensor_parallel[index] is not None:
-            found.param, self.replacements[index] = replacement, found.param
-            for module, attribute in found.sites:
-                setattr(module, attribute, found.param)
+            entry.param, self.replacements[index] = replacement, entry.param
+            for module, attribute in entry.sites:
+                setattr(module, attribute, entry.param)
             return
         try:
-            torch.utils.swap_tensors(found.param, replacement)
+            torch.utils.swap_tensors(entry.param, replacement)
         except RuntimeError as error:
             msg = (
-                f"parameter {found.name!r} cannot be sharded in place: {error} Call fully_shard "
+                f"parameter {entry.name!r} cannot be sharded in place: {error} Call fully_shard "
                 f"before anything keeps weak references to the parameter or a graph that uses it "
                 f"(delete old outputs and losses first)."
             )
             raise WrapError(msg) from error
 
     def restore_weight_refs(self) -> None:
-        """Let RNNs keep weak references again, after what `adopt` did was undone."""
-        for found in self.found:
-            for module, _ in found.sites:
+        """Let RNNs keep weak references again, after what `swap_in` did was undone."""
+        for entry in self.entries:
+            for module, _ in entry.sites:
                 if isinstance(module, nn.RNNBase):
                     _compat.rnn_restore_weight_refs(module)
 
     def drop_originals(self) -> None:
         """Forget the full-size tensors; from now on there is no way back."""
-        for replaced, tensor_parallel, found in zip(
-            self.replacements, self.tensor_parallel, self.found, strict=True
+        for replaced, tensor_parallel, entry in zip(
+            self.replacements, self.tensor_parallel, self.entries, strict=True
         ):
             if replaced is not None and tensor_parallel is not None:
-                tensor_parallel.retire(replaced, found.name)
+                tensor_parallel.retire(replaced, entry.name)
         self.replacements = []
 
     @property
     def was_replaced(self) -> bool:
         """Whether a parameter's piece is no longer part of the shard, as after ``.to(dtype)``."""
-        return any(found.param.flat is not self.shard for found in self.found)  # type: ignore[attr-defined]
+        return any(entry.param.flat is not self.shard for entry in self.entries)  # type: ignore[attr-defined]
 
     @property
     def is_uniform(self) -> bool:
         """Whether the parameters have one dtype and device, as those of a bucket must."""
-        return len({(found.param.dtype, found.param.device) for found in self.found}) == 1
+        return len({(entry.param.dtype, entry.param.device) for entry in self.entries}) == 1
 
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter wants a gradient now."""
-        return any(found.param.requires_grad for found in self.found)
+        return any(entry.param.requires_grad for entry in self.entries)
 
     @property
     def sharded(self) -> list[nn.Parameter]:
         """The user's parameters."""
-        return [found.param for found in self.found]
+        return [entry.param for entry in self.entries]
 
     def sharded_of(self, unsharded: nn.Parameter) -> nn.Parameter:
         """Return the user's parameter that belongs to an unsharded one."""
         return next(
-            found.param
-            for found, param in zip(self.found, self.unsharded, strict=True)
+            entry.param
+            for entry, param in zip(self.entries, self.unsharded, strict=True)
             if param is unsharded
         )
 
     def rename(self, index: int, name: str) -> None:
         """Give a parameter its full name."""
-        self.found[index].name = self.specs[index].name = name
+        self.entries[index].name = self.specs[index].name = name
         self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
 
     # --- unsharded memory ---
@@ -391,17 +391,17 @@ class Bucket:
         """Torch's version counter of the shard, which every in-place operation raises."""
         return self.shard._version  # noqa: SLF001 - documented for this use
 
-    def attach(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Any:
         """Get memory; return the fence after which it may be written."""
         assert self.buffer is not None
         self._gathered_version = self.shard_version
         self._show_classes()
-        return self.buffer.attach(pool)
+        return self.buffer.acquire(pool)
 
-    def detach(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back; its readers are done at `fence`."""
         assert self.buffer is not None
-        self.buffer.detach(pool, fence, by_compute=True)
+        self.buffer.release(pool, fence, by_compute=True)
         self._hide_freed()
 
     def gather_jobs(self, comm: AllGather | None) -> list[Gather]:

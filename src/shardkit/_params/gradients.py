@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
     from shardkit._params.memory import SlotPool
     from shardkit._settings import CommSettings
-    from shardkit.backends.base import AxisComm, Lanes, ReduceHandle
+    from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
 
 
 def assign_grad(
@@ -93,9 +93,9 @@ class SendBuffer:
         buffers = (self._send, self._receive)
         return sum(b.nbytes for b in buffers if b is not None and b.has_memory)
 
-    def write(self, index: int, grad: Tensor, lanes: Lanes, pool: SlotPool) -> None:
+    def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
         """Copy a gradient into its slot, or add it to what is there."""
-        self.open(lanes, pool)
+        self.open(streams, pool)
         slot = self.slots[index]
         if index in self.written:
             slot.add_(grad)
@@ -103,9 +103,9 @@ class SendBuffer:
             self.written.add(index)
             slot.copy_(grad)
 
-    def write_all(self, grads: Mapping[int, Tensor], lanes: Lanes, pool: SlotPool) -> None:
+    def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
         """Write several gradients, by few kernels, and zeros between the slots."""
-        self.open(lanes, pool)
+        self.open(streams, pool)
         again = [index for index in grads if index in self.written]
         if again:
             _compat.foreach_add([self.slots[i] for i in again], [grads[i] for i in again])
@@ -119,15 +119,15 @@ class SendBuffer:
             _compat.foreach_copy(targets, sources)
         self.written.update(new)
 
-    def open(self, lanes: Lanes, pool: SlotPool) -> None:
+    def open(self, streams: CommStreams, pool: SlotPool) -> None:
         """Get memory to write gradients into, if there is none."""
         if not self._send.has_memory:
-            lanes.wait_fence(self._send.attach(pool))
+            streams.wait_fence(self._send.acquire(pool))
             self._has_open_gaps = True
 
-    def complete(self, lanes: Lanes, pool: SlotPool) -> None:
+    def complete(self, streams: CommStreams, pool: SlotPool) -> None:
         """Make ready to send: zeros where nothing was written, room for what comes."""
-        self.open(lanes, pool)
+        self.open(streams, pool)
         if not self.written:
             self.flat.zero_()
         else:
@@ -136,18 +136,18 @@ class SendBuffer:
                     slot.zero_()
         self.written.clear()
         if self._receive is not None:
-            lanes.wait_fence(self._receive.attach(pool))
+            streams.wait_fence(self._receive.acquire(pool))
 
     def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
         """Give the send buffer's memory back; what was started is done at `fence`."""
         if self._send.has_memory:
-            self._send.detach(pool, fence, by_compute=by_compute)
+            self._send.release(pool, fence, by_compute=by_compute)
         self.written.clear()
 
     def close_receive(self, pool: SlotPool) -> None:
         """Give the receive buffer's memory back; the host waited for it."""
         if self._receive is not None and self._receive.has_memory:
-            self._receive.detach(pool, None, by_compute=False)
+            self._receive.release(pool, None, by_compute=False)
 
 
 def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
@@ -208,7 +208,7 @@ class GroupGradients:
         self._may_be_local = self._num_ranks == 1 and all(
             bucket.keeps_flats and not bucket.is_offloaded for bucket in buckets
         )
-        self.fired = [bytearray(len(bucket.found)) for bucket in buckets]
+        self.fired = [bytearray(len(bucket.entries)) for bucket in buckets]
         self._held: list[dict[int, Tensor]] = [{} for _ in buckets]
         self._buffers: list[SendBuffer | None] = [None] * len(buckets)
         self._partials: dict[int, Tensor] = {}
@@ -254,12 +254,12 @@ class GroupGradients:
 
     # --- collecting ---
 
-    def take(
+    def collect(
         self,
         bucket_index: int,
         index: int,
         grad: Tensor,
-        lanes: Lanes,
+        streams: CommStreams,
         pool: SlotPool,
         *,
         hold: bool,
@@ -274,7 +274,7 @@ class GroupGradients:
             index: Which parameter.
             grad: Its gradient, in compute dtype; not kept unless `hold`. That of a DTensor is
                 brought to the parameter's placements, which may take a collective over its mesh.
-            lanes: Order the copy.
+            streams: Order the copy.
             pool: Where the send buffer's memory comes from.
             hold: Keep the tensor rather than copy it now.
         """
@@ -287,7 +287,7 @@ class GroupGradients:
             held[index] = held[index] + grad if index in held else grad
         else:
             assert not self.is_reducing, "the send buffer is on the wire"
-            self._buffer(bucket_index).write(index, grad, lanes, pool)
+            self._buffer(bucket_index).write(index, grad, streams, pool)
 
     def assign(self, bucket_index: int, index: int, grad: Tensor) -> None:
         """Take the gradient of one parameter and assign it at once: nobody else has a part."""
@@ -302,19 +302,19 @@ class GroupGradients:
         piece = grad if grad.ndim == 1 else grad.reshape(-1)
         if self._comm.divide_factor is not None:
             piece = piece / self._comm.divide_factor
-        assign_grad(bucket.found[index].param, piece, bucket.specs[index])
+        assign_grad(bucket.entries[index].param, piece, bucket.specs[index])
 
-    def write_held(self, lanes: Lanes, pool: SlotPool) -> None:
+    def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
         """Copy what is held into the send buffers, and drop it."""
         for bucket_index, held in enumerate(self._held):
             if held:
                 buffer = self._buffer(bucket_index)
                 if self._buckets[bucket_index].copies_gradients_together:
-                    buffer.write_all(held, lanes, pool)
+                    buffer.write_all(held, streams, pool)
                     held.clear()
                 while held:
                     index, grad = held.popitem()
-                    buffer.write(index, grad, lanes, pool)
+                    buffer.write(index, grad, streams, pool)
 
     @property
     def has_collected(self) -> bool:
@@ -340,21 +340,21 @@ class GroupGradients:
 
     # --- reducing ---
 
-    def prepare(self, lanes: Lanes, pool: SlotPool, *, all_reduce: bool) -> list[Reduction]:
+    def prepare(self, streams: CommStreams, pool: SlotPool, *, all_reduce: bool) -> list[Reduction]:
         """Make ready to reduce what was collected, zeros for what did not come.
 
         Returns:
             What the backend has to do, one per bucket; tell `started` the handle.
         """
         assert not self.is_reducing, "the send buffer is on the wire"
-        self.write_held(lanes, pool)
+        self.write_held(streams, pool)
         self._is_partial = self._replicate_axis is not None and not all_reduce
         self._sending, reductions = [], []
         for i, bucket in enumerate(self._buckets):
             if not self._is_sent(i):
                 continue
             buffer = self._buffer(i)
-            buffer.complete(lanes, pool)
+            buffer.complete(streams, pool)
             wide = torch.promote_types(bucket.reduce_dtype, torch.float32)
             self._sending.append(i)
             reductions.append(
@@ -372,7 +372,7 @@ class GroupGradients:
                     comm=self._comm.reduce_scatter,
                     hook=None if self._is_partial else self._comm.all_reduce_hook,
                     hook_stream=self._comm.all_reduce_hook_stream,
-                    key=bucket.key,
+                    bucket_id=bucket.bucket_id,
                     force_sum=self._comm.force_sum,
                 )
             )
@@ -427,14 +427,14 @@ class GroupGradients:
         flat = out if bucket.keeps_flats else None
         if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
             before.add_(flat)
-            for found in bucket.found:
-                for hook in _compat.post_accumulate_grad_hooks(found.param):
-                    hook(found.param)
+            for entry in bucket.entries:
+                for hook in _compat.post_accumulate_grad_hooks(entry.param):
+                    hook(entry.param)
             return
-        for index, found in enumerate(bucket.found):
+        for index, entry in enumerate(bucket.entries):
             piece = bucket.piece(out, index)
             if fired[index]:
-                assign_grad(found.param, piece, bucket.specs[index], flat)
+                assign_grad(entry.param, piece, bucket.specs[index], flat)
             else:
                 self._unsettled.append((bucket_index, index, piece))
 
@@ -454,7 +454,7 @@ class GroupGradients:
         for bucket_index, index, piece in self._unsettled:
             if used_anywhere[bucket_index][index]:
                 bucket = self._buckets[bucket_index]
-                assign_grad(bucket.found[index].param, piece, bucket.specs[index])
+                assign_grad(bucket.entries[index].param, piece, bucket.specs[index])
         self._unsettled.clear()
 
     def forget_fired(self) -> None:
@@ -482,7 +482,7 @@ class GroupGradients:
 
 def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     """Return the one tensor of which all gradients of a bucket are views, laid out as its shard."""
-    grads: list[Any] = [found.param.grad for found in bucket.found]
+    grads: list[Any] = [entry.param.grad for entry in bucket.entries]
     flat: Tensor | None = getattr(grads[0], "flat", None)
     is_one = flat is not None and all(
         type(grad) is ShardedTensor and grad.flat is flat and grad.flat_start == 0 for grad in grads
@@ -493,7 +493,9 @@ def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     return flat if has_room else None
 
 
-def start_reduce(many: Sequence[tuple[GroupGradients, bool]], lanes: Lanes, pool: SlotPool) -> None:
+def start_reduce(
+    many: Sequence[tuple[GroupGradients, bool]], streams: CommStreams, pool: SlotPool
+) -> None:
     """Reduce the gradients of groups, each with or without the all-reduce, in one go.
 
     Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis; small
@@ -503,7 +505,7 @@ def start_reduce(many: Sequence[tuple[GroupGradients, bool]], lanes: Lanes, pool
     firsts = []
     for gradients, all_reduce in many:
         firsts.append(len(reductions))
-        reductions += gradients.prepare(lanes, pool, all_reduce=all_reduce)
-    handle = lanes.start_reduce(reductions)
+        reductions += gradients.prepare(streams, pool, all_reduce=all_reduce)
+    handle = streams.start_reduce(reductions)
     for (gradients, _), first in zip(many, firsts, strict=True):
         gradients.started(handle, first, pool)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from shardkit._layout.flat import FlatLayout
     from shardkit._mesh import DeviceMesh
-    from shardkit._params.sites import FoundParam
+    from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
 
 
-def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
+def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
     """Return a bucket for sharded parameters that are cut as `bucket`'s are, with their dtype.
 
     For parameters whose pieces were replaced, and for copies.
@@ -26,19 +26,19 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
     Raises:
         StateError: Their dtypes or devices differ, or they are on another device than the mesh.
     """
-    first = found[0].param
-    for item in found:
-        at_home = item.param.device.type in (bucket.home.type, "meta")
+    first = entries[0].param
+    for item in entries:
+        at_home = item.param.device.type in (bucket.offload_device.type, "meta")
         if item.param.dtype != first.dtype or item.param.device != first.device or not at_home:
             msg = (
                 f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
-                f"shares a buffer with {found[0].name!r}, {first.dtype} on {first.device}. "
+                f"shares a buffer with {entries[0].name!r}, {first.dtype} on {first.device}. "
                 f"Convert all parameters of the group alike, and stay on the device type "
-                f"{bucket.home.type!r}."
+                f"{bucket.offload_device.type!r}."
             )
             raise StateError(msg)
     return restore(
-        found,
+        entries,
         mesh=bucket.mesh,
         policy=bucket.policy,
         layout=bucket.layout,
@@ -47,7 +47,7 @@ def rebuild(bucket: Bucket, found: Sequence[FoundParam]) -> Bucket:
 
 
 def restore(
-    found: Sequence[FoundParam],
+    entries: Sequence[ParamEntry],
     *,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
@@ -55,24 +55,24 @@ def restore(
     offload: OffloadPolicy,
 ) -> Bucket:
     """Return a bucket of sharded parameters that are cut as `layout` says."""
-    result = _kind_of(found[0], mesh)(
-        found, mesh=mesh, policy=policy, layout=layout, offload=offload
+    result = _kind_of(entries[0], mesh)(
+        entries, mesh=mesh, policy=policy, layout=layout, offload=offload
     )
-    for index in range(len(found)):
-        result.adopt(index)
+    for index in range(len(entries)):
+        result.swap_in(index)
     return result
 
 
 def make_buckets(
-    found: Sequence[FoundParam],
+    entries: Sequence[ParamEntry],
     *,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
 ) -> list[Bucket]:
     """Split parameters into buckets, in order of first appearance; the same on every rank."""
-    by_kind: dict[tuple[Any, ...], list[FoundParam]] = {}
-    for item in found:
+    by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
+    for item in entries:
         param = item.param
         kind: tuple[Any, ...] = (
             param.dtype,
@@ -89,7 +89,7 @@ def make_buckets(
     ]
 
 
-def _kind_of(item: FoundParam, mesh: DeviceMesh) -> type[Bucket]:
+def _kind_of(item: ParamEntry, mesh: DeviceMesh) -> type[Bucket]:
     gathers_itself = subclass_of(item) is not None
     if mesh.backend.is_traced and gathers_itself:
         msg = (

@@ -21,7 +21,7 @@ import torch
 from shardkit import _compat
 
 if TYPE_CHECKING:
-    from shardkit.backends.base import Lanes
+    from shardkit.backends.base import CommStreams
 
 _LARGEST_WASTE = 2
 """A free slot is taken for a buffer if it is at most this many times as large."""
@@ -68,16 +68,16 @@ class Buffer:
         """Whether the views may be used."""
         return self._slot is not None
 
-    def attach(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Any:
         """Get memory from a pool; return the fence after which it may be written."""
         assert self._slot is None
-        self._slot = pool.attach(self.storage, self.nbytes)
+        self._slot = pool.acquire(self.storage, self.nbytes)
         return self._slot.free_after
 
-    def detach(self, pool: SlotPool, fence: Any, *, by_compute: bool) -> None:
+    def release(self, pool: SlotPool, fence: Any, *, by_compute: bool) -> None:
         """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
         assert self._slot is not None
-        pool.detach(self.storage, self._slot, fence, by_compute=by_compute)
+        pool.release(self.storage, self._slot, fence, by_compute=by_compute)
         self._slot = None
 
 
@@ -85,32 +85,32 @@ class SlotPool:
     """The slots of one root on one device.
 
     Args:
-        lanes: Make memory, mark the compute stream.
+        streams: Make memory, mark the compute stream.
 
     Attributes:
         keeps_memory: Whether slots are reused, rather than freed and allocated again.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: CommStreams) -> None:
+        self._streams = streams
         self._free: list[Slot] = []
         self.keeps_memory = _compat.HAS_STORAGE_SWAP
 
-    def attach(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
+    def acquire(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
         """Put at least `nbytes` behind an empty `storage`; see `Buffer.attach`."""
         if not self.keeps_memory:
-            self._lanes.resize_storage(storage, nbytes)
-            return Slot(storage, nbytes, self._lanes.fence())
+            self._streams.resize_storage(storage, nbytes)
+            return Slot(storage, nbytes, self._streams.fence())
         slot = self._take(nbytes)
         _compat.swap_storage(storage, slot.storage)
         return slot
 
-    def detach(
+    def release(
         self, storage: torch.UntypedStorage, slot: Slot, fence: Any, *, by_compute: bool
     ) -> None:
         """Take the memory away from `storage`; without `keeps_memory` it must be unused by now."""
         if not self.keeps_memory:
-            self._lanes.resize_storage(storage, 0)
+            self._streams.resize_storage(storage, 0)
             return
         _compat.swap_storage(storage, slot.storage)
         slot.free_after = fence
@@ -119,7 +119,7 @@ class SlotPool:
 
     def fence(self) -> Any:
         """Return a mark of all compute issued so far, for memory that is no slot."""
-        return self._lanes.fence()
+        return self._streams.fence()
 
     def passed(self, fence: Any) -> None:
         """Note that the compute stream has waited for a fence."""
@@ -149,6 +149,6 @@ class SlotPool:
         elif len(fitting) > 1:
             best = fitting[0]
         else:
-            return Slot(self._lanes.new_storage(nbytes), nbytes, self._lanes.fence())
+            return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())
         self._free.remove(best)
         return best

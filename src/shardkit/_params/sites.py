@@ -17,7 +17,7 @@ _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class FoundParam:
+class ParamEntry:
     """A parameter to shard.
 
     Attributes:
@@ -31,16 +31,16 @@ class FoundParam:
     sites: list[tuple[nn.Module, str]]
 
 
-class Places:
+class ParamSites:
     """Every place of a bucket's parameters.
 
     Args:
-        found: The parameters, and who holds them.
+        entries: The parameters, and who holds them.
         unsharded: What is put there while they are in use.
     """
 
-    def __init__(self, found: Sequence[FoundParam], unsharded: Sequence[nn.Parameter]) -> None:
-        self._found = found
+    def __init__(self, entries: Sequence[ParamEntry], unsharded: Sequence[nn.Parameter]) -> None:
+        self._entries = entries
         self._unsharded = unsharded
         self._visible = False
         self._places: list[_Place] = []
@@ -73,24 +73,24 @@ class Places:
     def _find_places(self) -> list[_Place]:
         """Return every place of a parameter: whose dict, the attribute, what is put there."""
         sites = [
-            (module, attribute, found.param, whole)
-            for found, whole in zip(self._found, self._unsharded, strict=True)
-            for module, attribute in found.sites
+            (module, attribute, entry.param, whole)
+            for entry, whole in zip(self._entries, self._unsharded, strict=True)
+            for module, attribute in entry.sites
         ]
         self._rnn_places = [(m, name) for m, name, _, _ in sites if isinstance(m, nn.RNNBase)]
         # As torch's own FSDP does, past the checks of `setattr`.
         return [(m._parameters, name, param, whole) for m, name, param, whole in sites]  # noqa: SLF001
 
     def _refuse_replaced(self, sharded: nn.Parameter) -> None:
-        found = next(item for item in self._found if item.param is sharded)
+        entry = next(item for item in self._entries if item.param is sharded)
         module, attribute = next(
             (module, attribute)
-            for module, attribute in found.sites
+            for module, attribute in entry.sites
             if module._parameters.get(attribute) is not sharded  # noqa: SLF001
         )
         msg = (
             f"{attribute!r} of a {type(module).__name__} is no longer the parameter "
-            f"{found.name!r} that fully_shard took: it was replaced, removed or "
+            f"{entry.name!r} that fully_shard took: it was replaced, removed or "
             f"parametrized since. Tie, prune, parametrize (weight norm, ...) and "
             f"exchange parameters before fully_shard; new values go into the sharded "
             f"parameter by copy_() or load_state_dict()."

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardkit._params.memory import SlotPool
-    from shardkit._params.sites import FoundParam
+    from shardkit._params.sites import ParamEntry
     from shardkit.backends.base import AllGather, AxisComm
 
 
@@ -87,14 +87,14 @@ class Subclass:
         return self.cls.__tensor_unflatten__(parts, self._context, plain.shape, plain.stride())
 
 
-def subclass_of(found: FoundParam) -> Subclass | None:
+def subclass_of(entry: ParamEntry) -> Subclass | None:
     """Return how a parameter gathers itself; None if it does not."""
-    param = found.param
+    param = entry.param
     if isinstance(param, ShardedTensor):
         subclass: Subclass | None = param.spec.subclass
         return subclass
     if hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather"):
-        return Subclass(found.name, param)
+        return Subclass(entry.name, param)
     return None
 
 
@@ -103,14 +103,14 @@ class SubclassBucket(Bucket):
 
     def _prepare(self) -> None:
         super()._prepare()
-        (found,) = self.found
-        self.subclass = subclass_of(found)
+        (entry,) = self.entries
+        self.subclass = subclass_of(entry)
         self.converts_gradients = True
 
     def _plan(self, itemsize: int) -> FlatLayout:
         """Cut by rows, equally many on every rank; the last ones of the last ranks are padding."""
         del itemsize
-        shape = tuple(self.found[0].param.shape)
+        shape = tuple(self.entries[0].param.shape)
         rows = -(-shape[0] // self.axis.size)
         return FlatLayout(
             shapes=(shape,),
@@ -129,7 +129,7 @@ class SubclassBucket(Bucket):
         """Make the unsharded parameter once, of numbers that mean nothing yet."""
         self.buffer = None
         self.aliases_shard = False
-        (found,), shape = self.found, self.layout.shapes[0]
+        (entry,), shape = self.entries, self.layout.shapes[0]
         inputs, metadata = self._pre_all_gather()
         self._sizes = [tensor.shape for tensor in inputs]
         self._outputs = [
@@ -141,11 +141,11 @@ class SubclassBucket(Bucket):
         )
         if whole.shape != shape:  # Padding rows.
             whole = torch.as_strided(whole, shape, _contiguous_stride(shape))
-        param = nn.Parameter(whole, requires_grad=found.param.requires_grad)
+        param = nn.Parameter(whole, requires_grad=entry.param.requires_grad)
         param.__dict__.update(
-            {k: v for k, v in user_attributes(found.param).items() if k not in param.__dict__}
+            {k: v for k, v in user_attributes(entry.param).items() if k not in param.__dict__}
         )
-        param.__dict__[NAME_ATTRIBUTE] = found.name
+        param.__dict__[NAME_ATTRIBUTE] = entry.name
         self.unsharded = [param]
         self._note_showing()
         self._classes = [type(param)]
@@ -166,7 +166,7 @@ class SubclassBucket(Bucket):
         hook = local.fsdp_pre_all_gather
         given: tuple[Any, ...] = (self.mesh,)
         if len(inspect.signature(hook).parameters) > 1:
-            module = self.found[0].sites[0][0]
+            module = self.entries[0].sites[0][0]
             stride = _contiguous_stride(shape)
             given = (self.mesh, torch.Size(shape), stride, module, self.policy)
         inputs, metadata = hook(*given)
@@ -191,7 +191,7 @@ class SubclassBucket(Bucket):
         return self._has_memory and self._gathered_version != self.shard_version
 
     @torch.no_grad()
-    def attach(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Any:
         """Get memory, make what is sent."""
         self._gathered_version = self.shard_version
         self._show_classes()
@@ -201,7 +201,7 @@ class SubclassBucket(Bucket):
         self._in_flight, self._metadata = self._pre_all_gather()
         return pool.fence()
 
-    def detach(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back to the allocator, which reuses it in the order of the stream."""
         del pool, fence
         self._free_memory()

@@ -3,7 +3,7 @@
 [Note: tensors of a traced bucket]
 Tensors have no storage there, so nothing is swapped behind one. What lives:
 - piece: 1-D, storage dtype, one per parameter, padded. Where one process has the pieces of all
-  ranks (`Backend.holds_all_ranks`) it is `padded_part_numel` long, the parts of all ranks end to
+  ranks (`Backend.is_spmd`) it is `padded_part_numel` long, the parts of all ranks end to
   end, which the backend spreads over the devices (`place`); else ``sizes[index]``, a rank's own.
 - unsharded parameter: one object for life, as on other backends; its contents come and go by
   ``.data``. Empty, and of class `FreedParameter`, in between.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardkit._params.memory import SlotPool
-    from shardkit.backends.base import AllGather, AxisComm, Lanes
+    from shardkit.backends.base import AllGather, AxisComm, CommStreams
 
 
 class TracedBucket(Bucket):
@@ -44,12 +44,12 @@ class TracedBucket(Bucket):
 
     def _prepare(self) -> None:
         super()._prepare()
-        for found, tensor_parallel in zip(self.found, self.tensor_parallel, strict=True):
+        for entry, tensor_parallel in zip(self.entries, self.tensor_parallel, strict=True):
             if tensor_parallel is not None:
-                self._refuse(found.name, "a DTensor", "Shard it by fully_shard alone.")
+                self._refuse(entry.name, "a DTensor", "Shard it by fully_shard alone.")
         if isinstance(self.offload, CPUOffloadPolicy):
-            self._refuse(self.found[0].name, "offloaded to the host", "Leave out offload_policy.")
-        self.key = self.mesh.backend.next_key()
+            self._refuse(self.entries[0].name, "offloaded to the host", "Leave out offload_policy.")
+        self.bucket_id = self.mesh.backend.next_bucket_id()
         self.is_outside = False
         self._job: TracedGather | None = None
         self._has_memory = False
@@ -63,14 +63,14 @@ class TracedBucket(Bucket):
 
     def _plan(self, itemsize: int) -> Any:
         del itemsize
-        shapes = [tuple(f.param.shape) for f in self.found]
+        shapes = [tuple(f.param.shape) for f in self.entries]
         return EvenLayout.plan(shapes, world_size=self.axis.size)
 
     def _aliases_shard(self) -> bool:
         return False
 
     def _cut_shard(self) -> Any:
-        self.pieces = [self._cut_piece(i, f.param.detach()) for i, f in enumerate(self.found)]
+        self.pieces = [self._cut_piece(i, f.param.detach()) for i, f in enumerate(self.entries)]
         return None
 
     def _cut_piece(self, index: int, param: Tensor) -> Tensor:
@@ -79,19 +79,19 @@ class TracedBucket(Bucket):
         else:
             piece = self.specs[index].slice_full(param).clone()
         if piece.device.type != "meta":
-            self.mesh.backend.place(piece)
+            self.mesh.backend.annotate_sharding(piece)
         return piece
 
-    def _make_spec(self, index: int, siblings: Any) -> ShardSpec:
-        del siblings
-        backend, name = self.mesh.backend, self.found[index].name
-        if not backend.holds_all_ranks:
+    def _make_spec(self, index: int, state_allocator: Any) -> ShardSpec:
+        del state_allocator
+        backend, name = self.mesh.backend, self.entries[index].name
+        if not backend.is_spmd:
             return PaddedSpec(self.layout, index, mesh=self.mesh, axis=self.axis, name=name)
         axis, numel = backend.process_axis, self.layout.padded_part_numel(index)
         return WholeSpec(self.layout.shapes[index], numel, mesh=self.mesh, axis=axis, name=name)
 
     def _make_replacement(self, index: int) -> nn.Parameter:
-        old, spec = self.found[index].param, self.specs[index]
+        old, spec = self.entries[index].param, self.specs[index]
         sharded = ShardedTensor(self.pieces[index], spec)
         new = nn.Parameter(sharded, requires_grad=old.requires_grad)
         new.__dict__.update(user_attributes(old))
@@ -101,17 +101,17 @@ class TracedBucket(Bucket):
         return new
 
     def _repoint(self, index: int) -> None:
-        param: Any = self.found[index].param
+        param: Any = self.entries[index].param
         param.repoint(self.pieces[index], self.specs[index], None)
 
     def _make_unsharded(self) -> None:
         self.buffer = None
         self.unsharded = []
-        for found in self.found:
+        for entry in self.entries:
             empty = torch.empty(0, dtype=self.param_dtype, device=self.device)
-            param = nn.Parameter(empty, requires_grad=found.param.requires_grad)
-            param.__dict__.update(user_attributes(found.param))
-            param.__dict__[NAME_ATTRIBUTE] = found.name
+            param = nn.Parameter(empty, requires_grad=entry.param.requires_grad)
+            param.__dict__.update(user_attributes(entry.param))
+            param.__dict__[NAME_ATTRIBUTE] = entry.name
             self.unsharded.append(param)
         self._note_showing()
         self._classes = [type(param) for param in self.unsharded]
@@ -123,8 +123,8 @@ class TracedBucket(Bucket):
     def was_replaced(self) -> bool:
         """Whether a parameter has another piece than it was given, as after ``.to(dtype)``."""
         return any(
-            found.param.local_piece is not piece  # type: ignore[attr-defined]
-            for found, piece in zip(self.found, self.pieces, strict=True)
+            entry.param.local_piece is not piece  # type: ignore[attr-defined]
+            for entry, piece in zip(self.entries, self.pieces, strict=True)
         )
 
     @property
@@ -151,7 +151,7 @@ class TracedBucket(Bucket):
 
     # --- coming and going ---
 
-    def attach(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Any:
         """Note from which numbers is gathered; there is no memory to get."""
         del pool
         self._has_memory = True
@@ -163,7 +163,7 @@ class TracedBucket(Bucket):
         """Return what the backend has to gather."""
         del comm
         pieces = [param.local_piece.detach() for param in self.sharded]  # type: ignore[attr-defined]
-        self._job = TracedGather(pieces, self.param_dtype, self.layout.tail_numel, self.key)
+        self._job = TracedGather(pieces, self.param_dtype, self.layout.tail_numel, self.bucket_id)
         return [self._job]
 
     @_compat.without_dispatch_modes
@@ -201,7 +201,7 @@ class TracedBucket(Bucket):
         self.is_outside = False
 
     @_compat.without_dispatch_modes
-    def detach(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Any) -> None:
         """Let the contents go."""
         del pool, fence
         self._job = None
@@ -251,18 +251,18 @@ class TracedSend:
         """The gradients that came, by parameter."""
         return self._grads
 
-    def write(self, index: int, grad: Tensor, lanes: Lanes, pool: SlotPool) -> None:
+    def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
         """Take a gradient, or add it to what is there."""
-        del lanes, pool
+        del streams, pool
         bucket = self._bucket
         flat = grad.detach().to(bucket.reduce_dtype).reshape(-1)
         flat = padded(flat, bucket.layout.padded_part_numel(index))
         self._grads[index] = self._grads[index] + flat if index in self._grads else flat
 
     @torch.no_grad()
-    def complete(self, lanes: Lanes, pool: SlotPool) -> None:
+    def complete(self, streams: CommStreams, pool: SlotPool) -> None:
         """Lay what came side by side, zeros for what did not."""
-        del lanes, pool
+        del streams, pool
         bucket, layout = self._bucket, self._bucket.layout
         num_ranks = layout.world_size
 

@@ -22,8 +22,8 @@ from shardkit._errors import RankMismatchError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._runtime.group import Group
-    from shardkit.backends.base import AxisComm, CheckHandle, Lanes
+    from shardkit._runtime.group import ParamGroup
+    from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
 
 GATHER, REDUCE = 0, 1
 _MAX_LOG = 1 << 16
@@ -35,7 +35,7 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 2
 
 
-def check_same_model(groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
+def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> None:
     """Compare groups, names, shapes, dtypes and trainability over every axis in use.
 
     Raises:
@@ -104,7 +104,7 @@ class StepCheck:
         axes: Every mesh axis in use.
     """
 
-    def __init__(self, groups: Sequence[Group], axes: Sequence[AxisComm]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> None:
         self._groups = groups
         self._axes = [axis for axis in axes if axis.size > 1]
         self._logs = _new_logs()
@@ -122,7 +122,7 @@ class StepCheck:
             self._folded = _digest(self._folded.to_bytes(8, "big") + log.tobytes())
             del log[:]
 
-    def start(self, lanes: Lanes) -> None:
+    def start(self, streams: CommStreams) -> None:
         """Send the digest and which parameters fired here.
 
         Cost: one all-reduce of 16 bytes and 8 per parameter, on every axis.
@@ -135,7 +135,7 @@ class StepCheck:
         digest = _digest(b"|".join(content))
         fired = [int(f) for g in self._groups for bucket in g.gradients.fired for f in bucket]
         self._vector = torch.tensor([digest, -digest, *fired], dtype=torch.int64)
-        self._handle = lanes.start_all_reduce_max(self._vector, self._axes)
+        self._handle = streams.start_all_reduce_max(self._vector, self._axes)
         self._sent_logs, self._logs, self._folded = self._logs, _new_logs(), 0
 
     def used_anywhere(self) -> list[list[list[int]]]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._runtime.grad_hooks import BackwardListener
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
 
 
 class ForwardRecord:
@@ -39,7 +39,7 @@ class ForwardRecord:
         "versions",
     )
 
-    def __init__(self, group: Group, in_pass: int | None) -> None:
+    def __init__(self, group: ParamGroup, in_pass: int | None) -> None:
         self.group = group
         self.in_pass = in_pass
         self.versions = group.shard_versions

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.forward_record import ForwardRecord
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
 
 
 class BackwardListener(Protocol):
@@ -27,7 +27,7 @@ class BackwardListener(Protocol):
     def begin_backward(self) -> None:
         """A backward has begun; its end is to be told."""
 
-    def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
+    def on_grad(self, group: ParamGroup, bucket_index: int, index: int, grad: Tensor) -> None:
         """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
 
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
@@ -37,7 +37,7 @@ class BackwardListener(Protocol):
         """The gradients of a group's inputs came."""
 
 
-class Arrivals:
+class GradHooks:
     """Hooks on every parameter that can be trained, also on those frozen for now.
 
     Where nothing waits for a gradient (one rank, no casts), all are taken at the end of backward,
@@ -52,7 +52,7 @@ class Arrivals:
         at_once: Gradients are taken when they come.
     """
 
-    def __init__(self, group: Group, buckets: Sequence[Bucket], *, at_once: bool) -> None:
+    def __init__(self, group: ParamGroup, buckets: Sequence[Bucket], *, at_once: bool) -> None:
         # Weak, in hooks too: C++ keeps those, where the garbage collector sees no cycle to break.
         self._group = weakref.ref(group)
         self._buckets = buckets
@@ -64,14 +64,14 @@ class Arrivals:
         }
         self.at_once = False
         if at_once:
-            self.take_at_once()
+            self.collect_at_once()
         else:
             note = _notes_arrival(self._group, self._noted)
             for bucket in buckets:
                 for param in bucket.unsharded:
                     _add_hook(param, note)
 
-    def take_at_once(self) -> None:
+    def collect_at_once(self) -> None:
         """Take gradients when they come from now on, rather than at the end of backward."""
         if self.at_once:
             return
@@ -89,13 +89,13 @@ class Arrivals:
             for param in bucket.sharded
         )
 
-    def take_noted(self) -> None:
+    def flush(self) -> None:
         """Take the gradients that came and have not been taken."""
         for param in self._noted:
             _take_grad(self._group, *self._positions[id(param)], param)
         self._noted.clear()
 
-    def drop_noted(self) -> None:
+    def discard(self) -> None:
         """Forget them."""
         for param in self._noted:
             param.grad = None
@@ -103,7 +103,7 @@ class Arrivals:
 
 
 def _notes_arrival(
-    reference: weakref.ref[Group], arrived: list[Tensor]
+    reference: weakref.ref[ParamGroup], arrived: list[Tensor]
 ) -> Callable[[Tensor], None]:
     """Return a hook that notes a parameter; the first one asks for the end of backward."""
 
@@ -126,13 +126,15 @@ def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
         param.requires_grad_(False)
 
 
-def _take_grad(reference: weakref.ref[Group], bucket_index: int, index: int, param: Tensor) -> None:
+def _take_grad(
+    reference: weakref.ref[ParamGroup], bucket_index: int, index: int, param: Tensor
+) -> None:
     """Take a gradient from an unsharded parameter: its hook."""
     group, grad = reference(), param.grad
     if group is not None and grad is not None:
         param.grad = None
         if grad.layout is not torch.strided:
-            name = group.grad_buckets[bucket_index].found[index].name
+            name = group.grad_buckets[bucket_index].entries[index].name
             msg = (
                 f"parameter {name!r} got a sparse gradient ({grad.layout}), which cannot be cut "
                 f"into flat ranges and averaged: expected a dense one. Look it up with "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import StateError
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild
-from shardkit._runtime.grad_hooks import Arrivals
+from shardkit._runtime.grad_hooks import GradHooks
 from shardkit._runtime.group_copies import CopiedGroup
 from shardkit._state.state_dict import install_hooks
 from shardkit._tensor.sharded import user_attributes
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
     from shardkit._params.memory import SlotPool
-    from shardkit._params.sites import FoundParam
+    from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._runtime.forward_record import ForwardRecord
     from shardkit._runtime.grad_hooks import BackwardListener
     from shardkit._settings import GroupSettings
-    from shardkit.backends.base import AxisComm, Backend, Gather, Handle, Lanes
+    from shardkit.backends.base import AxisComm, Backend, CommStreams, Gather, Handle
 
 
-class Group(CopiedGroup):
+class ParamGroup(CopiedGroup):
     """Parameters that are gathered and reduced together.
 
     Attributes:
@@ -55,7 +55,7 @@ class Group(CopiedGroup):
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        found: Sequence[FoundParam],
+        entries: Sequence[ParamEntry],
         *,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
@@ -70,7 +70,9 @@ class Group(CopiedGroup):
         self.is_root = False
         self.is_innermost = True
         self._reset_place()
-        self.buckets: list[Bucket] = make_buckets(found, mesh=mesh, policy=policy, offload=offload)
+        self.buckets: list[Bucket] = make_buckets(
+            entries, mesh=mesh, policy=policy, offload=offload
+        )
         self._find_axes()
         self._make_gradients()
         self.set_reshard_after_forward(settings.reshard_after_forward)
@@ -118,7 +120,7 @@ class Group(CopiedGroup):
                 f"Finish the step before converting the module."
             )
             raise StateError(msg)
-        self.buckets = [rebuild(bucket, bucket.found) for bucket in self.buckets]
+        self.buckets = [rebuild(bucket, bucket.entries) for bucket in self.buckets]
         for module in self.modules:
             move_buffers(module, self.mesh.backend)  # After `to_empty(device="cpu")`.
         self._make_gradients()
@@ -127,7 +129,7 @@ class Group(CopiedGroup):
         """Return what users have set on the parameters, in order."""
         return [user_attributes(param) for bucket in self.buckets for param in bucket.sharded]
 
-    def take_up(self, attributes: Sequence[dict[str, Any]]) -> None:
+    def refresh_params(self, attributes: Sequence[dict[str, Any]]) -> None:
         """Take up what became of the parameters, if all have, and set on them what was set.
 
         Raises:
@@ -152,10 +154,10 @@ class Group(CopiedGroup):
             StateError: There is one.
         """
         for bucket in self.buckets:
-            for found in bucket.found:
-                if found.param.is_meta:
+            for entry in bucket.entries:
+                if entry.param.is_meta:
                     msg = (
-                        f"parameter {found.name!r} of {self.name!r} is on the meta device: it has "
+                        f"parameter {entry.name!r} of {self.name!r} is on the meta device: it has "
                         f"no values. Before the first forward call "
                         f"model.to_empty(device={self.mesh.device_type!r}) and initialize it "
                         f"(nn.init, reset_parameters()), or load_state_dict(..., assign=True)."
@@ -178,11 +180,11 @@ class Group(CopiedGroup):
             weight=self.mesh.backend.gradient_weight,
         )
         at_once = self.needs_memory or not self.gradients.is_local
-        self.arrivals = Arrivals(self, self.grad_buckets, at_once=at_once)
+        self.grad_hooks = GradHooks(self, self.grad_buckets, at_once=at_once)
 
     # --- adopting the user's parameters ---
 
-    def adopt_params(self) -> None:
+    def swap_in_params(self) -> None:
         """Turn the user's parameters into sharded ones, all or none.
 
         Raises:
@@ -191,18 +193,18 @@ class Group(CopiedGroup):
         done: list[tuple[Bucket, int]] = []
         try:
             for bucket in self.buckets:
-                for index in range(len(bucket.found)):
-                    bucket.adopt(index)
+                for index in range(len(bucket.entries)):
+                    bucket.swap_in(index)
                     done.append((bucket, index))
         except Exception:
             for bucket, index in reversed(done):
-                bucket.adopt(index)
+                bucket.swap_in(index)
             for bucket in self.buckets:
                 bucket.restore_weight_refs()
             raise
         for bucket in self.buckets:
             bucket.drop_originals()
-            install_hooks(module for found in bucket.found for module, _ in found.sites)
+            install_hooks(module for entry in bucket.entries for module, _ in entry.sites)
 
     # --- sizes and state ---
 
@@ -267,10 +269,10 @@ class Group(CopiedGroup):
 
     # --- unshard and reshard ---
 
-    def attach(self, pool: SlotPool) -> tuple[list[Gather], list[Any]]:
+    def acquire(self, pool: SlotPool) -> tuple[list[Gather], list[Any]]:
         """Get memory; return what to gather into it, and the fences to wait for first."""
         buckets = [bucket for bucket in self.buckets if not bucket.aliases_shard]
-        fences = [bucket.attach(pool) for bucket in buckets]
+        fences = [bucket.acquire(pool) for bucket in buckets]
         fences += [bucket.kept_part.fence for bucket in buckets if bucket.kept_part is not None]
         comm = self.settings.comm.all_gather
         return [job for bucket in buckets for job in bucket.gather_jobs(comm)], fences
@@ -297,11 +299,11 @@ class Group(CopiedGroup):
             for bucket in self.buckets:
                 bucket.finish_gather()
 
-    def free(self, lanes: Lanes, pool: SlotPool, *, keep_parts: bool) -> None:
+    def free(self, streams: CommStreams, pool: SlotPool, *, keep_parts: bool) -> None:
         """Give the memory back and show the sharded parameters.
 
         Args:
-            lanes: Mark the compute that reads the memory.
+            streams: Mark the compute that reads the memory.
             pool: Where the memory goes.
             keep_parts: Keep what a gather over `kept_axis` needs: a backward may follow.
         """
@@ -312,16 +314,16 @@ class Group(CopiedGroup):
             if self.kept_axis is None or not keep_parts or bucket.is_stale:
                 bucket.drop_part()
             else:
-                bucket.keep_part(self.kept_axis, lanes.fence)
+                bucket.keep_part(self.kept_axis, streams.fence)
         if buckets:
-            fence = lanes.fence()
+            fence = streams.fence()
             for bucket in buckets:
-                bucket.detach(pool, fence)
+                bucket.release(pool, fence)
 
     def show(self, *, unsharded: bool) -> None:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         for bucket in self.buckets:
-            bucket.places.show(unsharded=unsharded)
+            bucket.sites.show(unsharded=unsharded)
 
     def is_unfinished(self, module: nn.Module) -> bool:
         """Note that one of the group's modules ran; return whether others have not in this pass."""
@@ -333,14 +335,14 @@ class Group(CopiedGroup):
     def check_trainability(self) -> None:
         """Raise if `requires_grad` was changed while the unsharded parameters were shown."""
         for bucket in self.buckets:
-            for found, param in zip(bucket.found, bucket.unsharded, strict=True):
-                if found.param.requires_grad != param.requires_grad:
+            for entry, param in zip(bucket.entries, bucket.unsharded, strict=True):
+                if entry.param.requires_grad != param.requires_grad:
                     msg = (
-                        f"requires_grad of {found.name!r} was changed inside its module's forward, "
+                        f"requires_grad of {entry.name!r} was changed inside its module's forward, "
                         f"where it has no effect on this step and would be lost. Change it "
                         f"between steps, e.g. before the forward of the root."
                     )
-                    param.requires_grad_(found.param.requires_grad)
+                    param.requires_grad_(entry.param.requires_grad)
                     raise StateError(msg)
 
     # --- gradients ---
@@ -377,16 +379,16 @@ class Group(CopiedGroup):
         """Return what ranks must agree on, in order: for the check at the first forward."""
         return [
             (
-                found.name,
+                entry.name,
                 tuple(bucket.layout.shapes[i]),
                 str(bucket.orig_dtype),
                 str(bucket.param_dtype),
                 str(bucket.reduce_dtype),
-                found.param.requires_grad,
-                found.param.device.type,
+                entry.param.requires_grad,
+                entry.param.device.type,
             )
             for bucket in self.buckets
-            for i, found in enumerate(bucket.found)
+            for i, entry in enumerate(bucket.entries)
         ]
 
 
@@ -408,17 +410,19 @@ def move_buffers(module: nn.Module, backend: Backend) -> None:
                     child._buffers[name] = moved  # noqa: SLF001
 
 
-def start_unshard(groups: Sequence[Group], axis: AxisComm, lanes: Lanes, pool: SlotPool) -> None:
+def start_unshard(
+    groups: Sequence[ParamGroup], axis: AxisComm, streams: CommStreams, pool: SlotPool
+) -> None:
     """Get memory for groups whose `gather_axis` is `axis` and gather into it, in one go.
 
     Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
     """
     jobs, fences = [], []
     for group in groups:
-        group_jobs, group_fences = group.attach(pool)
+        group_jobs, group_fences = group.acquire(pool)
         jobs += group_jobs
         fences += group_fences
     if jobs:
-        handle = lanes.start_gather(jobs, axis, fences)
+        handle = streams.start_gather(jobs, axis, fences)
         for group in groups:
             group.gathering = handle

@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Self
 
 from shardkit._params.make import rebuild, restore
-from shardkit._params.sites import FoundParam
+from shardkit._params.sites import ParamEntry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,13 +23,13 @@ _REMADE = (
     "kept_axis",
     "gradients",
     "grad_buckets",
-    "arrivals",
+    "grad_hooks",
 )
 """Attributes of a group that are not pickled."""
 
 
 class CopiedGroup:
-    """What a group is copied as and pickled as: the part of `Group` that makes others of it."""
+    """What a group is copied as and pickled as: the part that makes others of it."""
 
     modules: list[nn.Module]
     mesh: DeviceMesh
@@ -63,12 +63,12 @@ class CopiedGroup:
             rebuild(
                 bucket,
                 [
-                    FoundParam(
-                        found.name,
-                        memo[id(found.param)],
-                        [(memo[id(module)], attribute) for module, attribute in found.sites],
+                    ParamEntry(
+                        entry.name,
+                        memo[id(entry.param)],
+                        [(memo[id(module)], attribute) for module, attribute in entry.sites],
                     )
-                    for found in bucket.found
+                    for entry in bucket.entries
                 ],
             )
             for bucket in self.buckets
@@ -90,7 +90,7 @@ class CopiedGroup:
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["settings"] = self.settings.copy()
         state["buckets"] = [
-            (bucket.found, bucket.layout, bucket.offload) for bucket in self.buckets
+            (bucket.entries, bucket.layout, bucket.offload) for bucket in self.buckets
         ]
         return state
 
@@ -120,8 +120,8 @@ class CopiedGroup:
         written: Any = self.buckets
         self.mesh = written[0][0][0].param.spec.mesh
         self.buckets = [
-            restore(found, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
-            for found, layout, offload in written
+            restore(entries, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
+            for entries, layout, offload in written
         ]
         self._find_axes()
         self._make_gradients()

@@ -21,7 +21,7 @@ from shardkit._tree import iter_tensors, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
     from shardkit.backends.base import Region
 
@@ -64,7 +64,9 @@ class TracedPasses:
         region: As given.
     """
 
-    def __init__(self, region: Region, groups: Sequence[Group], settings: RootSettings) -> None:
+    def __init__(
+        self, region: Region, groups: Sequence[ParamGroup], settings: RootSettings
+    ) -> None:
         self.region = region
         self._groups = groups
         self._settings = settings
@@ -86,7 +88,7 @@ class TracedPasses:
         if not torch.is_grad_enabled():
             self.region.forget_collectives()
         with contextlib.ExitStack() as stack:
-            if self.region.holds_all_ranks:
+            if self.region.is_spmd:
                 args, kwargs = self._enter_inputs(args, kwargs)
                 self._move(self._groups, self.region.enter_shared, outside=False)
                 stack.callback(self._restore_buffers)
@@ -110,7 +112,7 @@ class TracedPasses:
         Raises:
             StateError: All tensors of the output are hidden in objects.
         """
-        if not self.region.holds_all_ranks:
+        if not self.region.is_spmd:
             self.abandon()
             return output
         self._average_buffers()
@@ -143,15 +145,15 @@ class TracedPasses:
             self.region.progress(first)
         self.region.gathers_wait = self._settings.barrier_in_forward
 
-    def enter_backward(self, group: Group, grad: Tensor) -> None:
+    def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
         """Backward comes to a group with a gradient of its outputs."""
         self._entered.add(group.index)
-        if self.region.holds_all_ranks:  # And the user may have looked at it.
+        if self.region.is_spmd:  # And the user may have looked at it.
             self._move([group], self.region.enter_shared, outside=False)
         self.region.progress(grad)
         self.region.gathers_wait = self._settings.barrier_in_backward
 
-    def take_inside(self, group: Group, bucket_index: int, grad: Tensor) -> Tensor:
+    def enter_gradient(self, group: ParamGroup, bucket_index: int, grad: Tensor) -> Tensor:
         """Return what a rank has of a gradient of an unsharded parameter.
 
         That of a use outside of forward, after `unshard()` by hand, is whole, and no rank's.
@@ -159,7 +161,7 @@ class TracedPasses:
         bucket = group.grad_buckets[bucket_index]
         assert isinstance(bucket, TracedBucket)
         is_outside = bucket.is_outside or not self._comes_from_output
-        if group.index in self._entered or not is_outside or not self.region.holds_all_ranks:
+        if group.index in self._entered or not is_outside or not self.region.is_spmd:
             return grad
         return self.region.enter_shared(grad.detach()) / self.region.num_ranks
 
@@ -172,9 +174,9 @@ class TracedPasses:
         if self._settings.sync_on_finalization:
             self.region.finish_graph()
 
-    def show_outside(self, groups: Sequence[Group]) -> None:
+    def show_outside(self, groups: Sequence[ParamGroup]) -> None:
         """Let what groups show be seen by who runs the model: after `unshard()` by hand."""
-        if self.region.holds_all_ranks:
+        if self.region.is_spmd:
             self._move(groups, self.region.leave_shared, outside=True)
 
     # --- inputs and outputs ---
@@ -256,7 +258,7 @@ class TracedPasses:
     # --- unsharded parameters ---
 
     def _move(
-        self, groups: Sequence[Group], fn: Callable[[Tensor], Tensor], *, outside: bool
+        self, groups: Sequence[ParamGroup], fn: Callable[[Tensor], Tensor], *, outside: bool
     ) -> None:
         for group in groups:
             for bucket in group.buckets:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from shardkit._params.memory import SlotPool
     from shardkit._runtime.agreement import StepCheck
-    from shardkit._runtime.group import Group
-    from shardkit.backends.base import Lanes
+    from shardkit._runtime.group import ParamGroup
+    from shardkit.backends.base import CommStreams
 
 
 class Reductions:
@@ -24,7 +24,7 @@ class Reductions:
 
     Args:
         groups: All groups, by number.
-        lanes: Where reductions run.
+        streams: Where reductions run.
         slots: Memory of send and receive buffers.
         check: Compares what the ranks did.
         batch_nbytes: Neighbours that are smaller than this together are sent together.
@@ -37,8 +37,8 @@ class Reductions:
 
     def __init__(
         self,
-        groups: Sequence[Group],
-        lanes: Lanes,
+        groups: Sequence[ParamGroup],
+        streams: CommStreams,
         slots: SlotPool,
         check: StepCheck,
         *,
@@ -48,16 +48,16 @@ class Reductions:
         self.order = ReduceOrder()
         self.peak_nbytes = 0
         self._groups = groups
-        self._lanes = lanes
+        self._streams = streams
         self._slots = slots
         self._check = check
         self._batch_nbytes = batch_nbytes
         backend = groups[0].mesh.backend
-        self._host_reads_are_free = backend.host_reads_are_free
+        self._is_host_synchronous = backend.is_host_synchronous
         self._holds_layers = backend.copies_gradients_together
         self._before_start = before_start
-        self._queued: list[Group] = []
-        self._under_way: list[Group] = []
+        self._queued: list[ParamGroup] = []
+        self._under_way: list[ParamGroup] = []
 
     def begin_backward(self) -> None:
         """A backward begins: fix the order."""
@@ -66,22 +66,24 @@ class Reductions:
         self.order.begin_backward()
 
     def collect(
-        self, group: Group, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
+        self, group: ParamGroup, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
     ) -> None:
         """Take a gradient that is to be reduced."""
         writes = is_layer and not self._holds_layers
-        if writes and self._under_way and self._host_reads_are_free:
+        if writes and self._under_way and self._is_host_synchronous:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
         if writes and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is on the wire.
-        group.gradients.take(bucket_index, index, grad, self._lanes, self._slots, hold=not writes)
+        group.gradients.collect(
+            bucket_index, index, grad, self._streams, self._slots, hold=not writes
+        )
 
-    def _free_sent(self, group: Group) -> None:
+    def _free_sent(self, group: ParamGroup) -> None:
         """Wait for send buffers, but as many as the group may have on the wire beside its own."""
         for reducing in self._under_way[: 1 - group.settings.max_send_buffers or None]:
             reducing.gradients.wait_sent(self._slots)
 
-    def complete(self, group: Group) -> None:
+    def complete(self, group: ParamGroup) -> None:
         group.is_complete = True
         if group.gradients.is_local:
             return
@@ -90,7 +92,7 @@ class Reductions:
         for index in self.order.complete(group.index):
             self._reduce(self._groups[index])
 
-    def _reduce(self, group: Group) -> None:
+    def _reduce(self, group: ParamGroup) -> None:
         """Reduce a group's gradients now, or a little later together with small neighbours."""
         gradients = group.gradients
         if gradients.is_local or not group.is_trainable:
@@ -120,14 +122,14 @@ class Reductions:
             self._finish_through(group)
             self._check.note(REDUCE, group.index)
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
-        start_reduce(many, self._lanes, self._slots)
+        start_reduce(many, self._streams, self._slots)
         self._under_way += groups
         nbytes = sum(group.gradients.reduce_nbytes for group in groups)
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
 
     def finish(self, *, leave: int = 0) -> None:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
-        while self._host_reads_are_free and len(self._under_way) > leave:
+        while self._is_host_synchronous and len(self._under_way) > leave:
             self._finish_first()
 
     def _finish_first(self) -> None:
@@ -138,15 +140,15 @@ class Reductions:
         """
         self._under_way.pop(0).gradients.finish_reduce(self._slots)
 
-    def _finish_through(self, group: Group) -> None:
+    def _finish_through(self, group: ParamGroup) -> None:
         """Wait for the reduction of a group, if one is under way, and those before it."""
         while group.gradients.is_reducing:
             self._finish_first()
 
-    def _write_held(self, group: Group) -> None:
+    def _write_held(self, group: ParamGroup) -> None:
         """Write the group's held gradients to its send buffer, which may be on the wire."""
         self._finish_through(group)
-        group.gradients.write_held(self._lanes, self._slots)
+        group.gradients.write_held(self._streams, self._slots)
 
     def finish_all(self) -> None:
         """Wait for all that are under way."""
@@ -171,9 +173,9 @@ class Reductions:
         self._start_queued()
         if not all(group.settings.is_last_backward for group in self._groups):
             return  # The next backwards overlap with what was started; the last one waits for it.
-        self._check.start(self._lanes)
+        self._check.start(self._streams)
         self.finish_all()
-        if self._host_reads_are_free or any(g.gradients.needs_settling for g in synced):
+        if self._is_host_synchronous or any(g.gradients.needs_settling for g in synced):
             used = self._check.used_anywhere()
             for group in synced:
                 group.gradients.settle(used[group.index])

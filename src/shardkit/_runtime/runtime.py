@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardkit._runtime.group import Group
+    from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
-    from shardkit.backends.base import AxisComm, Lanes
+    from shardkit.backends.base import AxisComm, CommStreams
 
 
 class Runtime:
@@ -42,7 +42,7 @@ class Runtime:
     """
 
     def __init__(
-        self, groups: Sequence[Group], settings: RootSettings, share: Runtime | None = None
+        self, groups: Sequence[ParamGroup], settings: RootSettings, share: Runtime | None = None
     ) -> None:
         self.groups = list(groups)
         self.settings = settings
@@ -51,18 +51,18 @@ class Runtime:
             group.index = index
             group.listener = self
         # A process that holds all ranks has nobody to compare with.
-        axes = [] if backend.holds_all_ranks else _distinct_axes(self.groups)
+        axes = [] if backend.is_spmd else _distinct_axes(self.groups)
         agreement.check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()
             if group.was_replaced:
                 group.refresh()
-        shared_lanes: Lanes | None = share.lanes if share is not None else None
-        self.lanes: Lanes = backend.make_lanes(axes, shared_lanes)
-        region = self.lanes.region
+        shared_streams: CommStreams | None = share.streams if share is not None else None
+        self.streams: CommStreams = backend.make_streams(axes, shared_streams)
+        region = self.streams.region
         self.traced = TracedPasses(region, self.groups, settings) if region is not None else None
         self.device = groups[0].device
-        self.slots: SlotPool = SlotPool(self.lanes) if share is None else share.slots
+        self.slots: SlotPool = SlotPool(self.streams) if share is None else share.slots
         self.unsharded_nbytes = 0
         self.peak_unsharded_nbytes = 0
         nbytes, is_idle = self._sizes()
@@ -70,12 +70,12 @@ class Runtime:
             nbytes=nbytes if backend.batches_small_groups else (), is_idle=is_idle
         )
         self.pass_root: Any = None
-        self._host_reads_are_free = backend.host_reads_are_free
+        self._is_host_synchronous = backend.is_host_synchronous
         self._backward_running = False
         self._interrupted = False
         self._any_fired = False
         self._makes_graph = False
-        self._put_off: list[Group] = []
+        self._put_off: list[ParamGroup] = []
         self._in_trained_layer = False
         self._optimizer_event: Any = None
         self._memory_axes: list[AxisComm] = []
@@ -85,22 +85,22 @@ class Runtime:
         self.check = agreement.StepCheck(self.groups, compared)
         self.reductions = Reductions(
             self.groups,
-            self.lanes,
+            self.streams,
             self.slots,
             self.check,
             batch_nbytes=self.schedule.batch_nbytes,
             before_start=self._prefetch_put_off,
         )
-        self.lanes.watch(self.check)
+        self.streams.watch(self.check)
 
     def __del__(self) -> None:
         """Let compute wait for what is under way: its memory goes back to the allocator now."""
-        lanes = getattr(self, "lanes", None)
-        if lanes is not None:
+        streams = getattr(self, "streams", None)
+        if streams is not None:
             with contextlib.suppress(Exception):  # Where all of Python ends.
-                lanes.join()
+                streams.join()
 
-    def hand_over(self) -> list[Group]:
+    def hand_over(self) -> list[ParamGroup]:
         """Give way to the runtime of a root around this one: forwards so far may still go backward.
 
         Returns:
@@ -124,34 +124,38 @@ class Runtime:
     def update_options(self) -> None:
         """Read the settings of the root and all groups anew."""
         options = self.schedule.options
-        options.forward_prefetch = self.settings.forward_prefetch
-        options.backward_prefetch = self.settings.backward_prefetch
+        options.prefetch_in_forward = self.settings.prefetch_in_forward
+        options.prefetch_in_backward = self.settings.prefetch_in_backward
         groups = self.groups
-        options.kept = {g.index for g in groups if not g.reshards_after_forward}
+        options.no_reshard_after_forward = {g.index for g in groups if not g.reshards_after_forward}
         options.several_modules = {g.index for g in groups if len(g.modules) > 1}
-        options.resting = {g.index for g in groups if not g.settings.reshard_after_backward}
-        options.idle_in_backward = {g.index for g in groups if not g.settings.unshard_in_backward}
+        options.no_reshard_after_backward = {
+            g.index for g in groups if not g.settings.reshard_after_backward
+        }
+        options.no_unshard_in_backward = {
+            g.index for g in groups if not g.settings.unshard_in_backward
+        }
         options.next_in_forward = {
-            g.index: self._indices_of(g.settings.forward_prefetch, g)
+            g.index: self._indices_of(g.settings.next_in_forward, g)
             for g in groups
-            if g.settings.forward_prefetch is not None
+            if g.settings.next_in_forward is not None
         }
         options.next_in_backward = {
-            g.index: self._indices_of(g.settings.backward_prefetch, g)
+            g.index: self._indices_of(g.settings.next_in_backward, g)
             for g in groups
-            if g.settings.backward_prefetch is not None
+            if g.settings.next_in_backward is not None
         }
         for axis in dict.fromkeys(group.shard_axis for group in groups):
             on_axis = [group for group in groups if group.shard_axis is axis]
             wanted = any(group.settings.separate_reduce for group in on_axis)
-            self.lanes.separate_reduce(axis, enable=wanted)
+            self.streams.separate_reduce(axis, enable=wanted)
         memory_axes = dict.fromkeys(g.shard_axis for g in groups if g.settings.comm_memory)
         if [*memory_axes] != self._memory_axes:
             self._memory_axes = [*memory_axes]
-            self.lanes.allocate_from(self._memory_axes)
+            self.streams.allocate_from(self._memory_axes)
             self.slots.trim()  # What is free now is of the other kind.
 
-    def _indices_of(self, wanted: Sequence[Group], by: Group) -> list[int]:
+    def _indices_of(self, wanted: Sequence[ParamGroup], by: ParamGroup) -> list[int]:
         for group in wanted:
             if group.listener is not self:
                 msg = (
@@ -184,8 +188,8 @@ class Runtime:
         self.schedule.set_sizes(nbytes, is_idle=is_idle)
         if self._optimizer_event is not None:
             event, self._optimizer_event = self._optimizer_event, None
-            self.lanes.after_optimizer(event)
-        self.lanes.follow_compute()
+            self.streams.after_optimizer(event)
+        self.streams.follow_compute()
         self.check.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.pass_root = root
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
@@ -206,9 +210,9 @@ class Runtime:
         buckets = [bucket for group in self.groups for bucket in group.buckets]
         if any(bucket.is_offloaded for bucket in buckets):
             by_compute = any(b.is_offloaded and b.subclass is not None for b in buckets)
-            self.lanes.settle_host_reads(compute=by_compute)
+            self.streams.settle_host_reads(compute=by_compute)
 
-    def enter_forward(self, group: Group) -> ForwardRecord | None:
+    def enter_forward(self, group: ParamGroup) -> ForwardRecord | None:
         """A group's forward starts; return its record if it may have a backward."""
         if group.is_stale:
             self._carry_out(self.schedule.refresh(group.index))
@@ -229,7 +233,7 @@ class Runtime:
 
     def exit_forward(
         self,
-        group: Group,
+        group: ParamGroup,
         record: ForwardRecord | None,
         outputs: Iterable[Tensor],
         module: nn.Module,
@@ -243,7 +247,7 @@ class Runtime:
         is_watched = needs_backward or not may_train
         if not is_watched:
             # Else nobody would: no output tells that backward has begun.
-            group.arrivals.take_at_once()
+            group.grad_hooks.collect_at_once()
         if not is_watched and record is not None and not record.may_lack_outputs:
             _warn_unwatched(group)
         actions = self.schedule.exit_forward(
@@ -252,14 +256,14 @@ class Runtime:
             is_watched=is_watched,
             is_unfinished=group.is_unfinished(module),
         )
-        is_kept = needs_backward and group.index in self.schedule.options.kept
+        is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
         if not is_kept and not self.schedule.in_forward(group.index):
             group.show(unsharded=False)
         self._carry_out(actions)
 
     def interrupt_forward(
         self,
-        group: Group | None,
+        group: ParamGroup | None,
         record: ForwardRecord | None,
         *,
         is_root: bool,
@@ -288,7 +292,7 @@ class Runtime:
 
     # --- forward inside backward ---
 
-    def enter_recompute(self, group: Group) -> ForwardRecord | None:
+    def enter_recompute(self, group: ParamGroup) -> ForwardRecord | None:
         """Activation checkpointing runs a forward again."""
         self.begin_backward()
         self._carry_out(self.schedule.enter_recompute(group.index))
@@ -297,7 +301,7 @@ class Runtime:
 
     def exit_recompute(
         self,
-        group: Group,
+        group: ParamGroup,
         record: ForwardRecord | None,
         outputs: Iterable[Tensor],
         module: nn.Module,
@@ -345,8 +349,8 @@ class Runtime:
         record.active = True
         group.records.append(record)
         group.num_watched += record.has_input_grads
-        if not group.arrivals.at_once and group.arrivals.has_user_hooks:
-            group.arrivals.take_at_once()
+        if not group.grad_hooks.at_once and group.grad_hooks.has_user_hooks:
+            group.grad_hooks.collect_at_once()
         self._in_trained_layer = record.has_input_grads and group.is_trainable
         self._carry_out(self.schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
@@ -373,18 +377,18 @@ class Runtime:
         if is_last or not self.schedule.awaits_backward(group.index):
             self.reductions.complete(group)
 
-    def _leave(self, group: Group, in_pass: int | None, *, is_last: bool) -> None:
+    def _leave(self, group: ParamGroup, in_pass: int | None, *, is_last: bool) -> None:
         self._carry_out(self.schedule.exit_backward(group.index, in_pass, is_last=is_last))
         if not self.schedule.in_use(group.index):
             group.show(unsharded=False)
 
-    def on_grad(self, group: Group, bucket_index: int, index: int, grad: Tensor) -> None:
+    def on_grad(self, group: ParamGroup, bucket_index: int, index: int, grad: Tensor) -> None:
         """An unsharded gradient came (`BackwardListener`)."""
         if not self._backward_running:
             self.begin_backward()
         self._any_fired = True
         if self.traced is not None:
-            grad = self.traced.take_inside(group, bucket_index, grad)
+            grad = self.traced.enter_gradient(group, bucket_index, grad)
         is_layer = group.num_watched > 0
         gradients = group.gradients
         if gradients.is_local:
@@ -413,7 +417,7 @@ class Runtime:
     def end_backward(self) -> None:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
         for group in self.groups:
-            group.arrivals.take_noted()
+            group.grad_hooks.flush()
         if self._any_fired:
             self.reductions.finish_backward()
         else:
@@ -436,14 +440,14 @@ class Runtime:
 
     # --- by hand ---
 
-    def unshard(self, group: Group) -> None:
+    def unshard(self, group: ParamGroup) -> None:
         """Start to unshard a group for the user."""
-        self.lanes.follow_compute()
+        self.streams.follow_compute()
         if group.is_stale:
             self._carry_out(self.schedule.refresh(group.index))
         self._carry_out(self.schedule.unshard(group.index))
 
-    def wait_unshard(self, group: Group) -> None:
+    def wait_unshard(self, group: ParamGroup) -> None:
         """Finish `unshard` and show the unsharded parameters."""
         if group in self._put_off:
             self._prefetch_put_off()
@@ -453,7 +457,7 @@ class Runtime:
             if self.traced is not None and self.pass_root is None and not self._backward_running:
                 self.traced.show_outside([group])
 
-    def reshard(self, group: Group) -> None:
+    def reshard(self, group: ParamGroup) -> None:
         """Give a group's memory back."""
         group.show(unsharded=False)
         self._carry_out(self.schedule.reshard(group.index))
@@ -464,13 +468,13 @@ class Runtime:
         self._backward_running = False
         self._interrupted = False
         self.pass_root = None
-        self.lanes.join()  # Memory is about to be given back that collectives may still use.
+        self.streams.join()  # Memory is about to be given back that collectives may still use.
         if self.traced is not None:
             self.traced.abandon()
         self._carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
-            group.arrivals.drop_noted()
+            group.grad_hooks.discard()
             group.forget_backward()
         self.reductions.reset()
         self._put_off.clear()
@@ -496,25 +500,25 @@ class Runtime:
             else:
                 self.unsharded_nbytes -= group.unsharded_nbytes
                 keeps = group.kept_axis is not None and self.schedule.awaits_backward(index)
-                group.free(self.lanes, self.slots, keep_parts=keeps)
+                group.free(self.streams, self.slots, keep_parts=keeps)
         if ahead:
             self._prefetch(ahead)
 
-    def _prefetch(self, groups: list[Group]) -> None:
+    def _prefetch(self, groups: list[ParamGroup]) -> None:
         """Gather for later.
 
         Where only waiting frees memory, backward puts it off until half of the current group's
         gradients have come: by then the last reduction is done and activations are freed, and
         there is still enough compute left to hide it behind.
         """
-        if self._host_reads_are_free and self._backward_running and self._in_trained_layer:
+        if self._is_host_synchronous and self._backward_running and self._in_trained_layer:
             self._prefetch_put_off()
             self._put_off = groups
         else:
             self._gather(groups)
 
-    def _gather(self, groups: Sequence[Group]) -> None:
-        by_axis: dict[AxisComm, list[Group]] = {}
+    def _gather(self, groups: Sequence[ParamGroup]) -> None:
+        by_axis: dict[AxisComm, list[ParamGroup]] = {}
         for group in groups:
             by_axis.setdefault(group.gather_axis, []).append(group)
             if group.shard_axis.size > 1 and group.needs_memory:
@@ -522,10 +526,10 @@ class Runtime:
             self.unsharded_nbytes += group.unsharded_nbytes
         self.peak_unsharded_nbytes = max(self.peak_unsharded_nbytes, self.unsharded_nbytes)
         for axis, together in by_axis.items():
-            start_unshard(together, axis, self.lanes, self.slots)
+            start_unshard(together, axis, self.streams, self.slots)
 
 
-def _warn_unwatched(group: Group) -> None:
+def _warn_unwatched(group: ParamGroup) -> None:
     """Say once per group that no output was found by which to tell when its backward begins."""
     if not group.has_warned and group.needs_memory:
         group.has_warned = True
@@ -537,7 +541,7 @@ def _warn_unwatched(group: Group) -> None:
         warnings.warn(msg, stacklevel=2)
 
 
-def _distinct_axes(groups: Sequence[Group]) -> list[AxisComm]:
+def _distinct_axes(groups: Sequence[ParamGroup]) -> list[AxisComm]:
     axes: dict[AxisComm, None] = {}
     for group in groups:
         axes.setdefault(group.shard_axis)

@@ -19,7 +19,7 @@ MAX_PASSES = 1024
 _numbers = itertools.count(1)  # Not of one tape: a forward may outlive the tape that it is on.
 
 
-class Tape:
+class PendingBackwards:
     """Groups by pass, in the order in which their forwards ended.
 
     A pass is forgotten when a backward that came to it is over, or when parameters have changed

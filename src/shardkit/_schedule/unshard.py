@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from shardkit._policy import BackwardPrefetch
 from shardkit._schedule.forward_order import ForwardOrder
 from shardkit._schedule.options import ScheduleOptions
-from shardkit._schedule.pending import Tape
+from shardkit._schedule.pending import PendingBackwards
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -90,7 +90,7 @@ class UnshardSchedule:
         self._resting: set[int] = set()
         self._prefetched: set[int] = set()
         self._order = ForwardOrder()
-        self._tape = Tape()
+        self._pending = PendingBackwards()
         self._hold = False
 
     def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
@@ -124,7 +124,11 @@ class UnshardSchedule:
         return self.in_use(group) or group in self._unfinished or group in self._resting
 
     def _spare(self) -> list[int]:
-        return [g for g in self._live if not self._is_claimed(g) and g not in self.options.kept]
+        return [
+            g
+            for g in self._live
+            if not self._is_claimed(g) and g not in self.options.no_reshard_after_forward
+        ]
 
     # --- forward ---
 
@@ -138,7 +142,7 @@ class UnshardSchedule:
         self._order.begin_pass(root)
         self._unwatched.clear()
         self._unfinished.clear()
-        self._tape.begin_pass(has_changed=has_changed)
+        self._pending.begin_pass(has_changed=has_changed)
 
     def enter_forward(self, group: int) -> list[Action]:
         """A group's forward starts: gather it if need be, then the one expected next."""
@@ -149,7 +153,7 @@ class UnshardSchedule:
         following = self._order.enter(group)
         if group in self.options.next_in_forward:
             return actions + self._prefetch_all(self.options.next_in_forward[group])
-        if self.options.forward_prefetch:
+        if self.options.prefetch_in_forward:
             return actions + self._prefetch(self._nearest(following))
         return actions
 
@@ -182,7 +186,7 @@ class UnshardSchedule:
         else:
             self._unfinished.discard(group)
         if needs_backward:
-            self._tape.add(group)
+            self._pending.add(group)
         return self._trim_spare()
 
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
@@ -211,11 +215,11 @@ class UnshardSchedule:
     @property
     def current_pass(self) -> int:
         """The pass that began last, to be given to `enter_backward` of a forward in it."""
-        return self._tape.number
+        return self._pending.number
 
     def awaits_backward(self, group: int) -> bool:
         """Whether a forward of the group may still have its backward."""
-        return self._tape.awaits(group)
+        return self._pending.awaits(group)
 
     def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
         """The first gradient of a group's outputs came: gather it, then the one before it.
@@ -224,14 +228,14 @@ class UnshardSchedule:
             group: The group.
             in_pass: Of its forward. None: not known, the last one that it is on.
         """
-        self._tape.reach(group, in_pass)
-        actions = [] if group in self.options.idle_in_backward else self._use(group)
+        self._pending.reach(group, in_pass)
+        actions = [] if group in self.options.no_unshard_in_backward else self._use(group)
         self._in_backward.add(group)
         if self._is_idle:
             return actions
         if group in self.options.next_in_backward:
             return actions + self._prefetch_all(self.options.next_in_backward[group])
-        if self.options.backward_prefetch is BackwardPrefetch.PRE:
+        if self.options.prefetch_in_backward is BackwardPrefetch.PRE:
             return actions + self._prefetch(self._before(group, in_pass))
         return actions
 
@@ -249,9 +253,9 @@ class UnshardSchedule:
         self._in_backward.discard(group)
         self._in_recompute.discard(group)
         self._by_hand.discard(group)
-        is_late = self.options.backward_prefetch is BackwardPrefetch.POST and not self._is_idle
+        is_late = self.options.prefetch_in_backward is BackwardPrefetch.POST and not self._is_idle
         before = self._before(group, in_pass) if is_late else []
-        self._tape.remove(group, in_pass)
+        self._pending.remove(group, in_pass)
         if self._is_idle:
             return []
         return self._leave_backward(group, in_pass, is_last=is_last) + self._prefetch(before)
@@ -259,27 +263,27 @@ class UnshardSchedule:
     def _leave_backward(self, group: int, in_pass: int | None, *, is_last: bool) -> list[Action]:
         if self._hold or group in self._in_forward or group not in self._live:
             return []
-        if group in self.options.several_modules and self._tape.awaits_in(group, in_pass):
+        if group in self.options.several_modules and self._pending.awaits_in(group, in_pass):
             self._unfinished.add(group)
             return []
         self._unfinished.discard(group)
-        if not is_last and self._tape.awaits(group):
+        if not is_last and self._pending.awaits(group):
             return self._trim_spare()
-        if group in self.options.resting:
+        if group in self.options.no_reshard_after_backward:
             self._resting.add(group)
             return []
         return self._free_all([group])
 
     def end_backward(self) -> list[Action]:
         """The engine is done: free all that no forward is using."""
-        self._tape.end_backward()
+        self._pending.end_backward()
         self._in_backward.clear()
         self._in_recompute.clear()
         self._unwatched.clear()
         self._unfinished.clear()
         if self._hold:
             return []
-        self._resting.update(g for g in self._live if g in self.options.resting)
+        self._resting.update(g for g in self._live if g in self.options.no_reshard_after_backward)
         return self._free_all([g for g in self._live if not self._is_claimed(g)])
 
     def hold(self, *, on: bool) -> None:
@@ -325,7 +329,7 @@ class UnshardSchedule:
         ):
             state.clear()
         self._in_forward.clear()
-        self._tape.clear()
+        self._pending.clear()
         self._order.clear()
         self._hold = False
         return actions
@@ -407,8 +411,8 @@ class UnshardSchedule:
 
     def _before(self, group: int, in_pass: int | None) -> list[int]:
         """Return what backward needs after `group`, nearest first."""
-        idle = self.options.idle_in_backward
-        return self._nearest(g for g in self._tape.before(group, in_pass) if g not in idle)
+        idle = self.options.no_unshard_in_backward
+        return self._nearest(g for g in self._pending.before(group, in_pass) if g not in idle)
 
     def _nearest(self, groups: Iterable[int]) -> list[int]:
         """Return the first few different ones."""

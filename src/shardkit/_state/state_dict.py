@@ -54,7 +54,7 @@ def load_into_sharded(
     for param in list(params.values()):
         bucket = bucket_showing(param)
         if bucket is not None:
-            bucket.places.show(unsharded=False)
+            bucket.sites.show(unsharded=False)
     if not local_metadata.get("assign_to_params_buffers"):
         return
     errors = rest[-1]
@@ -67,7 +67,7 @@ def load_into_sharded(
         if value.dtype != shown.dtype:
             shown.grad = None
         try:
-            shown.take_over(value)
+            shown.copy_values(value)
         except (ShardkitError, RuntimeError) as error:
             errors.append(f'While assigning the parameter named "{prefix + name}": {error}')
         # Torch registers what it finds here as the module's parameter: the one that is there.

@@ -49,8 +49,8 @@ class ShardSpec:
         start: First owned element of the flattened tensor on this rank.
         stop: Its end; equal to `start` where this rank owns nothing.
         piece_range: [start, stop) of this rank's piece in its shard.
-        siblings: Open flats of the bucket (`_tensor.ops.FlatMaker`).
-        home: Device of the pieces; None: the mesh's.
+        state_allocator: Open flats of the bucket (`_tensor.ops.FlatMaker`).
+        shard_device: Device of the pieces; None: the mesh's.
         subclass: How it is gathered, if it says so itself (`_params.subclass_bucket.Subclass`).
         tensor_parallel: How it is split over axes of another mesh before it is cut here
             (`shardkit.backends.dtensor.TensorParallel`); the layout, `start` and `stop`
@@ -58,22 +58,22 @@ class ShardSpec:
         axes: The axes over which ranks hold different elements.
         is_written_here: Whether this rank offers its piece to checkpoints. Not where ranks hold
             the same elements, cut in another way: then one of them does.
-        found: Weak: the parameter and every place that its group found it in (`FoundParam`).
+        entry: Weak: the parameter and every place that its group found it in (`ParamEntry`).
     """
 
     __slots__ = (
         "axes",
         "axis",
-        "found",
-        "home",
+        "entry",
         "index",
         "is_written_here",
         "layout",
         "mesh",
         "name",
         "piece_range",
-        "siblings",
+        "shard_device",
         "start",
+        "state_allocator",
         "stop",
         "subclass",
         "tensor_parallel",
@@ -87,14 +87,14 @@ class ShardSpec:
         mesh: DeviceMesh,
         axis: Any,
         name: str,
-        siblings: Any = None,
-        home: torch.device | None = None,
+        state_allocator: Any = None,
+        shard_device: torch.device | None = None,
         tensor_parallel: Any = None,
         subclass: Any = None,
     ) -> None:
-        self.siblings = siblings
-        self.home = home
-        self.found: weakref.ref[Any] | None = None
+        self.state_allocator = state_allocator
+        self.shard_device = shard_device
+        self.entry: weakref.ref[Any] | None = None
         self.layout = layout
         self.index = index
         self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
@@ -152,7 +152,7 @@ class ShardSpec:
                 full[start:stop] = pieces[rank, : stop - start]
         return full.view(layout.shapes[index])
 
-    def place(self, piece: Tensor) -> None:
+    def annotate_sharding(self, piece: Tensor) -> None:
         """Have a piece spread over devices of this process; there is only one here."""
 
     def check_saved(self) -> None:
@@ -184,7 +184,9 @@ class ShardSpec:
     @property
     def device(self) -> torch.device:
         """Where pieces are: the mesh's device, or the host if they are offloaded."""
-        device: torch.device = self.home if self.home is not None else self.mesh.backend.device
+        device: torch.device = (
+            self.shard_device if self.shard_device is not None else self.mesh.backend.device
+        )
         return device
 
     def same_cut(self, other: ShardSpec) -> bool:
@@ -202,13 +204,13 @@ class ShardSpec:
             full = self.tensor_parallel.to_part(full)
         return full.reshape(-1)[self.start : self.stop]
 
-    def places_in_piece(self, places: Tensor) -> Tensor:
+    def local_indices(self, places: Tensor) -> Tensor:
         """Return where elements of the flattened whole lie in this rank's piece.
 
         What is not in it is below 0 or beyond its end.
         """
         if self.tensor_parallel is not None:
-            places = self.tensor_parallel.places_in_part(places)
+            places = self.tensor_parallel.part_indices(places)
         return places - self.start
 
 
@@ -321,7 +323,7 @@ class ShardedTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Take over values and dtype of `value`: sharded alike, or of the global shape."""
-        self.take_over(value)
+        self.copy_values(value)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -338,7 +340,7 @@ class ShardedTensor(Tensor):
         self.local_piece, self.spec, self.flat, self.flat_start = local, spec, flat, 0
 
     @torch.no_grad()
-    def take_over(self, value: Tensor) -> None:
+    def copy_values(self, value: Tensor) -> None:
         """Take over values and dtype of a tensor: sharded alike, or of the global shape.
 
         Copies into this rank's piece; if the dtype is another, or this tensor is on meta, into a
@@ -350,10 +352,10 @@ class ShardedTensor(Tensor):
         spec = self.spec
         piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
         ShardedTensor(piece, spec).copy_(value)
-        self.adopt(piece)
+        self.replace_piece(piece)
 
     @torch.no_grad()
-    def adopt(self, piece: Tensor) -> None:
+    def replace_piece(self, piece: Tensor) -> None:
         """Let this tensor have another piece, not copied, maybe of another dtype or device."""
         new: Tensor = ShardedTensor(piece, self.spec)
         if isinstance(self, torch.nn.Parameter):

@@ -58,9 +58,9 @@ class WholeSpec(ShardSpec):
         """Return the whole tensor, which is here."""
         return self.trim(piece).reshape(self.shape).clone()
 
-    def place(self, piece: Tensor) -> None:
+    def annotate_sharding(self, piece: Tensor) -> None:
         """Have a piece spread over the devices, where it was written as a whole."""
-        self.mesh.backend.place(piece)
+        self.mesh.backend.annotate_sharding(piece)
 
 
 class PaddedSpec(ShardSpec):

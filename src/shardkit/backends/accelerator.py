@@ -188,7 +188,7 @@ class HostCheckHandle:
             work.wait()
 
 
-class AcceleratorLanes:
+class AcceleratorStreams:
     """One stream each for gathers, reduce-scatters and all-reduces over the replicate axis.
 
     A collective library runs what one communicator is given in the order of issue, so more streams
@@ -197,7 +197,7 @@ class AcceleratorLanes:
 
     region = None
 
-    def __init__(self, device: AcceleratorDevice, share: AcceleratorLanes | None = None) -> None:
+    def __init__(self, device: AcceleratorDevice, share: AcceleratorStreams | None = None) -> None:
         self._device = device
         if share is None:
             self._streams = [device.new_stream() for _ in range(3)]
@@ -491,7 +491,7 @@ def _as_real(tensor: Tensor) -> Tensor:
 class AcceleratorBackend(ProcessGroupBackend):
     """Meshes of accelerators: the current device of this process is its rank's."""
 
-    host_reads_are_free = False
+    is_host_synchronous = False
     has_own_memory = True
     copies_gradients_together = True
 
@@ -513,9 +513,9 @@ class AcceleratorBackend(ProcessGroupBackend):
         """Return zeros on the host, for shards that are offloaded."""
         return self.accelerator.empty_on_host(numel, dtype, pinned=pinned).zero_()
 
-    def make_lanes(
-        self, axes: Sequence[AcceleratorAxis], share: AcceleratorLanes | None = None
-    ) -> AcceleratorLanes:
+    def make_streams(
+        self, axes: Sequence[AcceleratorAxis], share: AcceleratorStreams | None = None
+    ) -> AcceleratorStreams:
         """Make the three streams, or use those of another root."""
         del axes
-        return AcceleratorLanes(self.accelerator, share)
+        return AcceleratorStreams(self.accelerator, share)

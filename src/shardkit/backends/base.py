@@ -116,7 +116,7 @@ class Reduction:
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         hook: Called with the reduced and scaled result, which it may change; or None.
         hook_stream: Where an accelerator runs the hook; None: after the reduction.
-        key: Number of the bucket where it is traced, equal in every step.
+        bucket_id: Number of the bucket where it is traced, equal in every step.
         force_sum: The engine may only sum, and not divide.
     """
 
@@ -133,7 +133,7 @@ class Reduction:
     comm: ReduceScatter | None = None
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Any = None
-    key: int = 0
+    bucket_id: int = 0
     force_sum: bool = False
 
 
@@ -145,7 +145,7 @@ class TracedGather:
         pieces: 1-D, storage dtype, one per parameter, as the bucket keeps them.
         dtype: Cast to it before they travel.
         tail_numel: Elements to put behind the pieces of every rank, if they travel as one.
-        key: Number of the bucket, equal in every step.
+        bucket_id: Number of the bucket, equal in every step.
         wholes: Result: 1-D, all ranks' parts of each piece, end to end; none shares memory with
             another.
     """
@@ -153,7 +153,7 @@ class TracedGather:
     pieces: list[Tensor]
     dtype: torch.dtype
     tail_numel: int
-    key: int
+    bucket_id: int
     wholes: list[Tensor] | None = None
 
 
@@ -191,7 +191,7 @@ class ReduceScatter(Comm, Protocol):
         """Sum `input_tensor` over a process group, scatter it; return the work, or None."""
 
 
-class Lanes(Protocol):
+class CommStreams(Protocol):
     """The streams that all groups of one root share: one per kind of collective.
 
     Attributes:
@@ -261,12 +261,12 @@ class Lanes(Protocol):
 class Region(Protocol):
     """What is traced for each rank.
 
-    Where one process has all ranks' tensors (`holds_all_ranks`), outside a tensor is whole; inside
+    Where one process has all ranks' tensors (`is_spmd`), outside a tensor is whole; inside
     it is what one rank has of it. `enter` and `leave` of a batch, of something shared and of a
     mean are differentiable. Elsewhere a process is a rank, and nothing is entered or left.
     """
 
-    holds_all_ranks: bool
+    is_spmd: bool
     num_ranks: int
     """As many parts is a batch split into when it enters."""
     device: torch.device
@@ -322,23 +322,23 @@ class Backend(Protocol):
 
     Attributes:
         device: Where parameters are.
-        host_reads_are_free: The host is in step with the device.
+        is_host_synchronous: The host is in step with the device.
         has_own_memory: The device's memory is not the host's: shards may be offloaded.
         copies_gradients_together: A kernel more costs more than memory: a layer's gradients are
             held until all have come, and then copied by one.
         is_traced: Operators are traced into a graph, which runs later; buckets are `TracedBucket`.
-        holds_all_ranks: One process traces the program of all ranks, and has all their pieces.
+        is_spmd: One process traces the program of all ranks, and has all their pieces.
         gradient_weight: See `GroupGradients`: where one loss is computed of all ranks' outputs, the
             gradients on a rank are those of its part of the mean.
         batches_small_groups: Small groups had better travel together.
     """
 
     device: torch.device
-    host_reads_are_free: bool
+    is_host_synchronous: bool
     has_own_memory: bool
     copies_gradients_together: bool
     is_traced: bool
-    holds_all_ranks: bool
+    is_spmd: bool
     gradient_weight: float
     batches_small_groups: bool
 
@@ -360,10 +360,12 @@ class Backend(Protocol):
     def split_axis(self, axis: int, size: int) -> AxisComm:
         """Return the communicator of `size` neighbours on one mesh axis. Collective over it."""
 
-    def make_lanes(self, axes: Sequence[AxisComm], share: Lanes | None = None) -> Lanes:
+    def make_streams(
+        self, axes: Sequence[AxisComm], share: CommStreams | None = None
+    ) -> CommStreams:
         """Make the streams of one root, whose groups use `axes`. Collective over each of them.
 
         Args:
             axes: All axes in use.
-            share: Lanes of another root whose streams are to be used.
+            share: CommStreams of another root whose streams are to be used.
         """

@@ -195,7 +195,7 @@ class TensorParallel:
             whole = split.cut(whole)
         return whole
 
-    def places_in_part(self, places: Tensor) -> Tensor:
+    def part_indices(self, places: Tensor) -> Tensor:
         """Return where elements of the flattened whole lie in the flattened part; else -1."""
         result, is_here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
         local_shape, offsets = self.local_shape, self.offsets
@@ -282,7 +282,7 @@ class JoinedBackend:
         self._axes = list(axes)
         self._first = self._axes[0][0]
         self.device = self._first.device
-        self.host_reads_are_free = self._first.host_reads_are_free
+        self.is_host_synchronous = self._first.is_host_synchronous
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """See `Backend.receive_chunks`."""
@@ -303,9 +303,9 @@ class JoinedBackend:
         """See `Backend.for_axes`."""
         return JoinedBackend([self._axes[axis] for axis in axes])
 
-    def make_lanes(self, axes: Sequence[AxisComm]) -> Any:
-        """See `Backend.make_lanes`."""
-        return self._first.make_lanes(axes)
+    def make_streams(self, axes: Sequence[AxisComm]) -> Any:
+        """See `Backend.make_streams`."""
+        return self._first.make_streams(axes)
 
 
 class ReplacedDTensor(DTensor):

@@ -353,7 +353,7 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
     return out
 
 
-class HostLanes:
+class HostStreams:
     """gloo has no streams: order comes from waiting."""
 
     region = None
@@ -447,10 +447,12 @@ class GlooBackend(ProcessGroupBackend):
             return 0
         return axis.size if _sends_own(axis) else axis.size - 1
 
-    def make_lanes(self, axes: Sequence[AxisComm], share: HostLanes | None = None) -> HostLanes:
+    def make_streams(
+        self, axes: Sequence[AxisComm], share: HostStreams | None = None
+    ) -> HostStreams:
         """Make the process groups for reductions; there are no streams to share."""
         del share
         for axis in axes:
             assert isinstance(axis, GlooAxis)
             axis.make_reduce_group()
-        return HostLanes()
+        return HostStreams()

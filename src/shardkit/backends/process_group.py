@@ -185,14 +185,14 @@ _axes: dict[tuple[str, type[ProcessGroupBackend]], ProcessGroupAxis] = {}
 
 
 class ProcessGroupBackend:
-    """What `Backend` asks for, over a torch DeviceMesh; subclasses add the lanes."""
+    """What `Backend` asks for, over a torch DeviceMesh; subclasses add the streams."""
 
     is_traced = False
-    holds_all_ranks = False
+    is_spmd = False
     gradient_weight = 1.0
     batches_small_groups = True
 
-    host_reads_are_free = True
+    is_host_synchronous = True
     has_own_memory = False
     copies_gradients_together = False
 

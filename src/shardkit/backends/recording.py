@@ -82,8 +82,8 @@ class RecordingHandle:
         return self._outs
 
 
-class RecordingLanes:
-    """`Lanes` that log starting and waiting apart."""
+class RecordingStreams:
+    """`CommStreams` that log starting and waiting apart."""
 
     region = None
 
@@ -167,11 +167,11 @@ class RecordingBackend:
     """`Backend` of a mesh in one process."""
 
     is_traced = False
-    holds_all_ranks = False
+    is_spmd = False
     gradient_weight = 1.0
     batches_small_groups = True
 
-    host_reads_are_free = True
+    is_host_synchronous = True
     has_own_memory = False
     copies_gradients_together = False
 
@@ -210,12 +210,12 @@ class RecordingBackend:
             self._split_axes[axis, size] = RecordingAxis(self.log, size, whole.rank % size)
         return self._split_axes[axis, size]
 
-    def make_lanes(
-        self, axes: Sequence[AxisComm], share: RecordingLanes | None = None
-    ) -> RecordingLanes:
-        """Return lanes that log."""
+    def make_streams(
+        self, axes: Sequence[AxisComm], share: RecordingStreams | None = None
+    ) -> RecordingStreams:
+        """Return streams that log."""
         del axes, share
-        return RecordingLanes(self.log)
+        return RecordingStreams(self.log)
 
 
 def recording_mesh(

@@ -209,13 +209,13 @@ class _Loader:
         spec = target.spec
         if spec.tensor_parallel is not None:
             whole = self._read_whole(name)
-            target.take_over(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
+            target.copy_values(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
         elif spec.is_traced:
-            target.take_over(self._read_whole(name).to(target.dtype))
+            target.copy_values(self._read_whole(name).to(target.dtype))
         elif target.is_meta:
             piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
             self._fill_flat(piece, name, spec.start)
-            target.adopt(piece)
+            target.replace_piece(piece)
         else:
             # The piece is a view of the shard, whose version tells who has gathered it before.
             self._fill_flat(target.to_local(), name, spec.start)

@@ -234,7 +234,7 @@ def _copy(target: Tensor, value: Tensor) -> None:
     """Copy a piece into a tensor of the model, which gets memory if it is on meta."""
     if isinstance(target, ShardedTensor):
         if target.is_meta:
-            target.adopt(value.to(target.spec.device, target.dtype, copy=True))
+            target.replace_piece(value.to(target.spec.device, target.dtype, copy=True))
         else:
             target.to_local().copy_(value)
     elif target.is_meta:

@@ -87,7 +87,7 @@ def _plan(specs: Sequence[ShardSpec]) -> list[Run]:
         if spec.piece_numel == 0:
             continue
         start, stop = spec.piece_range
-        follows = before is not None and spec.siblings is before.siblings is not None
+        follows = before is not None and spec.state_allocator is before.state_allocator is not None
         if follows and before is not None and spec.index == before.index + 1:
             runs[-1].positions.append(position)
             runs[-1].stop = stop

@@ -55,7 +55,7 @@ class FlatMaker:
         self._open: list[_OpenFlat] = []
         self._is_off = False
 
-    def place(self, like: ShardedTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def allocate(self, like: ShardedTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return (flat, piece) for a new tensor like `like`, or None to make it apart."""
         spec = like.spec
         layout, index = spec.layout, spec.index
@@ -85,7 +85,7 @@ def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make ``zeros_like`` and kin, end to end with those of the bucket's other parameters."""
     tensor = args[0]
     kwargs.pop("memory_format", None)
-    maker: FlatMaker | None = tensor.spec.siblings
+    maker: FlatMaker | None = tensor.spec.state_allocator
     is_plain = (
         kwargs.get("device") in (None, tensor.device)
         and kwargs.get("layout") in (None, torch.strided)
@@ -93,7 +93,7 @@ def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     placed = None
     if maker is not None and is_plain:
-        placed = maker.place(tensor, kwargs.get("dtype") or tensor.dtype)
+        placed = maker.allocate(tensor, kwargs.get("dtype") or tensor.dtype)
     if placed is None:
         return structural(func, args, kwargs)
     flat, piece = placed
@@ -148,7 +148,7 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = local_operand(func, source, target)
     func(target.local_piece, source, *args[2:], **kwargs)
     if target.spec.is_traced:
-        target.spec.place(target.local_piece)
+        target.spec.annotate_sharding(target.local_piece)
     note_write(target)
     return target
 
@@ -164,7 +164,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(full, *args[1:], **kwargs)
     if _compat.is_mutable_op(func):
         local.copy_(tensor.spec.slice_full(full))
-        tensor.spec.place(local)
+        tensor.spec.annotate_sharding(local)
         note_write(tensor)
         return tensor
     return ShardedTensor(tensor.spec.slice_full(result).clone(), tensor.spec)

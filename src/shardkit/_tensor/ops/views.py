@@ -113,7 +113,7 @@ def eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refuse(func, target, f"the result has shape {tuple(args)}.")
     whole = torch.eye(*args, dtype=target.dtype, device=target.device)
     target.local_piece.copy_(target.spec.slice_full(whole))
-    target.spec.place(target.local_piece)
+    target.spec.annotate_sharding(target.local_piece)
     note_write(target)
     return target
 
@@ -150,7 +150,7 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     for dim, (size, stride) in enumerate(zip(geometry.shape, geometry.stride(), strict=True)):
         along = torch.arange(size, device=piece.device) * stride
         places += along.view(-1, *[1] * (geometry.ndim - dim - 1))
-    places = spec.places_in_piece(places)
+    places = spec.local_indices(places)
     is_here = (places >= 0) & (places < piece.numel())
     # Laid out like the view, since random numbers may depend on that; the rest is never touched.
     whole = torch.empty_strided(
@@ -160,6 +160,6 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     whole[is_here] = piece[places[is_here]]
     func(whole, *args, **kwargs)
     piece[places[is_here]] = whole[is_here]
-    spec.place(piece)
+    spec.annotate_sharding(piece)
     note_write(base)
     return target

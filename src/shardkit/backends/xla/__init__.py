@@ -1,6 +1,6 @@
 """XLA devices (TPU, and CPU in tests): one process traces the program of all ranks.
 
-The only package that imports torch_xla, and private names of it: `mesh` makes meshes, `lanes` the
+The only package that imports torch_xla, and private names of it: `mesh` makes meshes, `streams` the
 collectives, `region` what is traced for each rank, `random_numbers` those that differ between
 ranks, `host_reads` what is refused inside. Tried with torch_xla 2.9.0 on the CPU; private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import MeshError
-from shardkit.backends.xla.lanes import XlaLanes
+from shardkit.backends.xla.comm_streams import XlaStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Lanes
+    from shardkit.backends.base import AxisComm, CommStreams
 
 
 class XlaBackend:
@@ -25,7 +25,7 @@ class XlaBackend:
         axes: One communicator per mesh axis.
     """
 
-    host_reads_are_free = False
+    is_host_synchronous = False
     has_own_memory = False
     copies_gradients_together = False
     is_traced = True
@@ -39,7 +39,7 @@ class XlaBackend:
         self._axes = list(axes)
         self._keys = itertools.count()
 
-    def next_key(self) -> int:
+    def next_bucket_id(self) -> int:
         """Return a number for a bucket: equal in equal programs, so that they compile once."""
         return next(self._keys)
 
@@ -74,12 +74,12 @@ class XlaBackend:
         )
         raise MeshError(msg)
 
-    def make_lanes(self, axes: Sequence[AxisComm], share: Lanes | None = None) -> Any:
-        """Return lanes; roots need not share them."""
+    def make_streams(self, axes: Sequence[AxisComm], share: CommStreams | None = None) -> Any:
+        """Return streams; roots need not share them."""
         del axes, share
-        return XlaLanes(self.region)
+        return XlaStreams(self.region)
 
-    def place(self, piece: Tensor) -> None:
+    def annotate_sharding(self, piece: Tensor) -> None:
         """Have a piece spread over the devices of this process."""
         self.region.spread(piece)
 

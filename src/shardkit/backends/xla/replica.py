@@ -141,7 +141,7 @@ class ReplicaRegion(GraphOrder):
         rank: In the mesh.
     """
 
-    holds_all_ranks = False
+    is_spmd = False
     num_ranks = 1
 
     def __init__(
@@ -173,17 +173,17 @@ class ReplicaRegion(GraphOrder):
         """Return a copy, which may be written to."""
         return tensor.clone()
 
-    def all_gather(self, parts: list[Tensor], tail_numel: int, key: int) -> list[Tensor]:
+    def all_gather(self, parts: list[Tensor], tail_numel: int, bucket_id: int) -> list[Tensor]:
         """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
 
         Of a list: what comes are the parameters, with nothing to be cut out of.
         """
-        del tail_numel, key
+        del tail_numel, bucket_id
         return self._shard_axis.gather_each(parts)
 
-    def reduce_scatter(self, whole: Tensor, scale: float, key: int) -> Tensor:
+    def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
-        del key
+        del bucket_id
         return self._shard_axis.reduce_scatter(whole, scale)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class ReplicaBackend(XlaBackend):
         rank: Of this replica.
     """
 
-    holds_all_ranks = False
+    is_spmd = False
     gradient_weight = 1.0
     why_no_groups = "collectives are part of the graph"
 

@@ -47,7 +47,7 @@ class SpmdBackend(XlaBackend):
         shape: Of the mesh.
     """
 
-    holds_all_ranks = True
+    is_spmd = True
     why_no_groups = "one process computes for all ranks"
 
     def __init__(self, shape: Sequence[int]) -> None:

@@ -32,12 +32,12 @@ class SpmdRegion(GraphOrder):
         shape: Of the mesh: (shard,) or (replicate, shard).
 
     Attributes:
-        holds_all_ranks: See `Region`.
+        is_spmd: See `Region`.
         num_ranks: Devices of the mesh.
         device: The one that stands for all of them.
     """
 
-    holds_all_ranks = True
+    is_spmd = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class SpmdRegion(GraphOrder):
 
     # --- collectives ---
 
-    def all_gather(self, parts: list[Tensor], tail_numel: int, key: int) -> list[Tensor]:
+    def all_gather(self, parts: list[Tensor], tail_numel: int, bucket_id: int) -> list[Tensor]:
         """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
 
         They travel side by side, since torch_xla's all-gather of a list knows no channels.
@@ -136,7 +136,7 @@ class SpmdRegion(GraphOrder):
             0,
             groups=self._shard_groups,
             pin_layout=False,
-            channel_id=2 * key + _GATHER_CHANNEL,
+            channel_id=2 * bucket_id + _GATHER_CHANNEL,
             use_global_device_ids=True,
         )
         num_rows = len(self._shard_groups[0])
@@ -144,7 +144,7 @@ class SpmdRegion(GraphOrder):
         # With one row reshaping copies nothing, and a view would keep the bucket as a whole.
         return [whole.clone() for whole in wholes] if num_rows == 1 else wholes
 
-    def reduce_scatter(self, whole: Tensor, scale: float, key: int) -> Tensor:
+    def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
         part: Tensor = xm.reduce_scatter(
             xm.REDUCE_SUM,
@@ -154,7 +154,7 @@ class SpmdRegion(GraphOrder):
             len(self._shard_groups[0]),
             groups=self._shard_groups,
             pin_layout=False,
-            channel_id=2 * key + _REDUCE_CHANNEL,
+            channel_id=2 * bucket_id + _REDUCE_CHANNEL,
             use_global_device_ids=True,
         )
         return part

@@ -75,5 +75,5 @@ class DistributedCheckpoint:
         self._reader.read_data(plan, planner).wait()
         for target in targets.values():
             if isinstance(target, ShardedTensor):
-                target.spec.place(target.local_piece)
+                target.spec.annotate_sharding(target.local_piece)
         return planner.loaded

@@ -37,8 +37,8 @@ class Traced:
         """Nothing is on a wire."""
 
 
-class XlaLanes:
-    """`Lanes` that trace.
+class XlaStreams:
+    """`CommStreams` that trace.
 
     Args:
         region: Does the collectives.
@@ -94,7 +94,7 @@ class XlaLanes:
             if self.region.gathers_wait:
                 parts = self.region.after_progress(parts)
             parts = [part.to(gather.dtype) for part in parts]
-            gather.wholes = self.region.all_gather(parts, gather.tail_numel, gather.key)
+            gather.wholes = self.region.all_gather(parts, gather.tail_numel, gather.bucket_id)
         return Traced()
 
     @_compat.without_dispatch_modes
@@ -105,7 +105,7 @@ class XlaLanes:
         for reduction in reductions:
             carry = reduction.carry
             early = reduction.scale if carry is None else 1.0
-            out = self.region.reduce_scatter(reduction.send, early, reduction.key)
+            out = self.region.reduce_scatter(reduction.send, early, reduction.bucket_id)
             if carry is not None:
                 out = (out.to(carry.dtype) + carry) * reduction.scale
             if reduction.replicate_axis is not None and reduction.replicate_axis.size > 1:
