@@ -380,7 +380,7 @@ class SimulatedDevice:
 SLOTS = ("the unsharded parameters", "the send buffer")
 OTHER = "a tensor"
 _LABELS = {
-    ("Bucket", "attach"): "the unsharded parameters",
+    ("Bucket", "acquire"): "the unsharded parameters",
     ("SendBuffer", "open"): "the send buffer",
     ("Bucket", "_cut_shard"): "the shard",
     ("AcceleratorStreams", "_new_result"): "the result of a reduction",
@@ -405,9 +405,9 @@ def of_whom() -> str:
     """Return for which parameters memory is asked for, as the end of a sentence."""
     for frame in _frames():
         for each in (frame.f_locals.get("self"), frame.f_locals.get("bucket")):
-            found = getattr(each, "found", None)
-            if isinstance(found, list):
-                return f" of {', '.join(repr(entry.name) for entry in found)}"
+            entries = getattr(each, "entries", None)
+            if isinstance(entries, list):
+                return f" of {', '.join(repr(entry.name) for entry in entries)}"
     return ""
 
 
