@@ -70,7 +70,7 @@ def _on_device(
     def on_device(
         fn: typing.Any, world_size: int, *args: typing.Any, timeout_s: float = 60
     ) -> typing.Any:
-        return spawn(simulated, world_size, fn, *args, timeout_s=min(timeout_s, 25))
+        return spawn(simulated, world_size, fn, *args, timeout_s=timeout_s)
 
     return on_device
 

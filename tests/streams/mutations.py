@@ -278,15 +278,15 @@ MUTATIONS = (
     ),
     # --- gradients ---
     Mutation(
-        "_params.gradients",
+        "_params.send_buffer",
         "            streams.wait_fence(self._send.acquire(pool))\n            self._has",
         "            self._send.acquire(pool)\n            self._has",
         "kept_slots",
     ),
     Mutation(
         "_params.gradients",
-        "            self._close_send(pool, handle.fence)\n        started",
-        "            self._close_send(pool, pool.fence())\n        started",
+        "            each.close_send(pool, handle.fence)",
+        "            each.close_send(pool, pool.fence())",
         "zero3",
     ),
     Mutation(
@@ -304,8 +304,8 @@ MUTATIONS = (
     ),
     Mutation(
         "_params.gradients",
-        "            pool.passed(started.handle.fence)\n            for buffer",
-        "            for buffer",
+        "            pool.passed(started.handle.fence)\n            for each",
+        "            for each",
         "zero3",
     ),
     # --- the runtime ---
@@ -331,32 +331,32 @@ MUTATIONS = (
         "_runtime.runtime", "                streams.join()\n", "                pass\n", "dropped"
     ),
     Mutation(
-        "_runtime.runtime",
-        "        self.slots.trim()\n        self._settle_host_reads()",
-        "        self.slots.trim()",
+        "_runtime.backward",
+        "        self._gathers.trim()\n        self._gathers.settle_host_reads()",
+        "        self._gathers.trim()",
         "offload_without_sync",
     ),
     Mutation(
         "_runtime.runtime",
-        "        self.check.reset()\n        self._settle_host_reads()",
+        "        self.check.reset()\n        self.gathers.settle_host_reads()",
         "        self.check.reset()",
         "offload_interrupted",
     ),
     Mutation(
         "_runtime.runtime",
-        "        self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))\n        self._settle_host_reads()",
-        "        self._carry_out(self.schedule.end_pass(needs_backward=needs_backward))",
+        "        self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))\n        self.gathers.settle_host_reads()",
+        "        self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))",
         "offload",
     ),
     Mutation(
         "_runtime.runtime",
-        "        self._carry_out(self.schedule.reshard(group.index))\n        self._settle_host_reads()",
-        "        self._carry_out(self.schedule.reshard(group.index))",
+        "        self.gathers.carry_out(self.schedule.reshard(group.index))\n        self.gathers.settle_host_reads()",
+        "        self.gathers.carry_out(self.schedule.reshard(group.index))",
         "offload",
     ),
     Mutation(
-        "_runtime.runtime",
-        "                group.wait_unshard()\n            elif",
+        "_runtime.gathers",
+        "                self.wait(group)\n            elif",
         "                pass\n            elif",
         "zero3",
     ),
@@ -368,20 +368,20 @@ MUTATIONS = (
     ),
     # --- groups and buckets ---
     Mutation(
-        "_runtime.group",
-        "        self.wait_unshard()\n        self.show(unsharded=False)\n        buckets",
-        "        self.show(unsharded=False)\n        buckets",
+        "_runtime.gathers",
+        "        self.wait(group)\n        group.show(unsharded=False)\n        axis",
+        "        group.show(unsharded=False)\n        axis",
         "skipped",
     ),
     Mutation(
-        "_runtime.group",
-        "            fence = streams.fence()\n            for bucket in buckets:\n                bucket.release(pool, fence)",
-        "            fence = self._noted_fence = getattr(self, '_noted_fence', None) or streams.fence()\n            for bucket in buckets:\n                bucket.release(pool, fence)",
+        "_runtime.gathers",
+        "            fence = self._streams.fence()\n            for store",
+        "            fence = self._noted_fence = getattr(self, '_noted_fence', None) or self._streams.fence()\n            for store",
         "zero3",
     ),
     Mutation(
-        "_runtime.group",
-        "        fences += [bucket.kept_part.fence for bucket in buckets if bucket.kept_part is not None]\n",
+        "_runtime.gathers",
+        "            fences += [part.fence for part in parts if part is not None]\n",
         "",
         "kept_parts",
     ),

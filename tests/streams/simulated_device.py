@@ -380,13 +380,13 @@ class SimulatedDevice:
 SLOTS = ("the unsharded parameters", "the send buffer")
 OTHER = "a tensor"
 _LABELS = {
-    ("Bucket", "acquire"): "the unsharded parameters",
+    ("FlatStore", "acquire"): "the unsharded parameters",
     ("SendBuffer", "open"): "the send buffer",
-    ("Bucket", "_cut_shard"): "the shard",
+    ("FlatStore", "_cut_shard"): "the shard",
     ("AcceleratorStreams", "_new_result"): "the result of a reduction",
     ("AcceleratorStreams", "_start_one"): "the sum over the shard axis",
     ("AcceleratorStreams", "_start_max_on_device"): "the numbers that ranks compare",
-    ("Bucket", "keep_part"): "the part that is kept between forward and backward",
+    ("FlatStore", "keep_part"): "the part that is kept between forward and backward",
 }
 
 
@@ -404,7 +404,8 @@ def label_of_caller() -> str:
 def of_whom() -> str:
     """Return for which parameters memory is asked for, as the end of a sentence."""
     for frame in _frames():
-        for each in (frame.f_locals.get("self"), frame.f_locals.get("bucket")):
+        owner = frame.f_locals.get("self")
+        for each in (owner, getattr(owner, "bucket", None)):
             entries = getattr(each, "entries", None)
             if isinstance(entries, list):
                 return f" of {', '.join(repr(entry.name) for entry in entries)}"

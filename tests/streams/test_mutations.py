@@ -20,7 +20,14 @@ ORDERING = re.compile(
 )
 """What lines that order things look like, in the modules below."""
 
-WATCHED = ("backends.accelerator", "_params.memory", "_params.gradients")
+WATCHED = (
+    "backends.accelerator",
+    "_params.memory",
+    "_params.send_buffer",
+    "_params.bucket_gradients",
+    "_params.gradients",
+    "_runtime.gathers",
+)
 
 NEEDLESS = {
     "backends.accelerator": {
@@ -41,10 +48,18 @@ NEEDLESS = {
         "return self._streams.fence()": "fences are taken away where they are used",
         "_kept": "a definition",
     },
-    "_params.gradients": {
+    "_params.send_buffer": {
         "streams.wait_fence(self._receive.acquire(pool))": "receive buffers are the CPU's",
-        "self._close_send(pool, pool.fence(), by_compute=True)": "every gather after a reset comes "
-        "after `follow_compute`",
+        "def ": "a definition",
+    },
+    "_params.bucket_gradients": {"def ": "a definition"},
+    "_runtime.gathers": {
+        "def ": "a definition",
+        "handle.wait()": "its calls are taken away",
+        "settle_host_reads(compute=": "its calls are taken away",
+    },
+    "_params.gradients": {
+        "fence = pool.fence()": "every gather after a reset comes after `follow_compute`",
         "started.handle.wait()": "only frees: `join` has been called before",
         "def ": "a definition",
         "pool.passed(started.handle.fence)": "only frees: `join` has been called before",

@@ -309,7 +309,7 @@ class Steps:
         self.events: list[str] = []
         self.sent: list[Sent] = []
         self._is_of_host = is_of_host
-        gradients = Stub(fired=[bytearray([1, 0])])
+        gradients = Stub(buckets=[Stub(fired=bytearray([1, 0]))])
         other = [[0], [0]]
         axis = Stub(size=2, rank=0, exchange=lambda logs: [logs, [other]])
         self.check = StepCheck([Stub(name="a", gradients=gradients)], [axis])  # type: ignore[list-item]

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit import fully_shard
 from shardkit._layout.flat import FlatLayout
 from shardkit._module.hooks import get_state
-from shardkit._params.gradients import GroupGradients, _gaps, start_reduce
+from shardkit._params.gradients import GroupGradients, start_reduce
 from shardkit._params.memory import SlotPool
+from shardkit._params.send_buffer import gaps_of
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import accelerator
 from shardkit.backends.accelerator import AcceleratorAxis, Sums
@@ -221,7 +222,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=
 def test_parameters_and_gaps_tile_the_flat_space(
     shapes: list[list[int]], world_size: int, itemsize: int
 ) -> None:
-    gaps = _gaps(layout := FlatLayout.plan(shapes, world_size=world_size, itemsize=itemsize))
+    gaps = gaps_of(layout := FlatLayout.plan(shapes, world_size=world_size, itemsize=itemsize))
     taken = [(at, at + n) for at, n in zip(layout.offsets, layout.numels, strict=True) if n]
     assert all(start < stop for start, stop in gaps)
     assert sum(stop - start for start, stop in gaps) == layout.padding_numel
@@ -277,7 +278,7 @@ class Reducing:
         """Let gradients of parameters come: all, unless some are named."""
         for index in indices or range(len(self.shapes)):
             grad = torch.full(self.shapes[index], value)
-            self.gradients.collect(0, index, grad, self.streams, self.pool, hold=True)
+            self.gradients.buckets[0].collect(index, grad, self.streams, self.pool, hold=True)
 
     def reduce(self) -> list[str]:
         """Reduce and assign; return the operators of the assignment, without views."""

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._runtime.passes import buffers_of, open_passes, was_written
+from shardkit._runtime.buffers import buffers_of, was_written
+from shardkit._runtime.passes import open_passes
 from shardkit._tree import map_tensors
 
 if TYPE_CHECKING:

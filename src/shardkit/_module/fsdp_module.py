@@ -533,8 +533,8 @@ class FSDPModule:
         params = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         norm = total_norm([p.grad for p in params], float(norm_type))
         runtime = _state_of(self).runtime
-        if error_if_nonfinite and runtime is not None and runtime.traced is not None:
-            runtime.traced.region.finish_graph()  # Together, where replicas are threads.
+        if error_if_nonfinite and runtime is not None:
+            runtime.passes.finish_graph()  # Together, where replicas are threads.
         if error_if_nonfinite and not bool(norm.isfinite()):
             msg = (
                 f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be "
@@ -620,8 +620,8 @@ class FSDPModule:
         runtime = _state_of(self).runtime
         return {
             "shard_nbytes": sum(group.shard_nbytes for group in groups),
-            "unsharded_nbytes": runtime.unsharded_nbytes if runtime else 0,
-            "peak_unsharded_nbytes": runtime.peak_unsharded_nbytes if runtime else 0,
+            "unsharded_nbytes": runtime.gathers.nbytes if runtime else 0,
+            "peak_unsharded_nbytes": runtime.gathers.peak_nbytes if runtime else 0,
             "reduce_buffer_nbytes": runtime.reductions.peak_nbytes if runtime else 0,
             "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }

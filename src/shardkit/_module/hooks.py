@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardkit._policy import MixedPrecisionPolicy
-    from shardkit._runtime.forward_record import ForwardRecord
+    from shardkit._runtime.events import ForwardRecord
     from shardkit._runtime.group import ParamGroup
 
 STATE_ATTRIBUTE = "_shardkit_state"
@@ -169,7 +169,7 @@ class ModuleState:
             group.name = ", ".join(modules.get(id(m)) or "the root" for m in group.modules)
             for bucket in group.buckets:
                 for index, entry in enumerate(bucket.entries):
-                    shown = bucket.unsharded[index]
+                    shown = bucket.store.unsharded[index]
                     full_name = names.get(id(entry.param)) or names.get(id(shown))
                     bucket.rename(index, full_name or entry.name)
 
@@ -191,21 +191,16 @@ class ModuleState:
             if self._num_known:
                 self._check_no_newcomers()
             runtime.begin_pass(self)
-            if runtime.traced is not None:
-                args, kwargs = runtime.traced.enter(self.module, args, kwargs)
-            elif runtime.device.type != "cpu":
-                args, kwargs = _map_inputs(_Mover(runtime.device), args, kwargs)
-        elif runtime is not None and runtime.traced is not None and not is_recompute:
-            runtime.traced.progress((args, kwargs))
+            args, kwargs = runtime.passes.enter(self.module, args, kwargs)
+        elif runtime is not None and not is_recompute:
+            runtime.passes.progress((args, kwargs))
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _map_inputs(_Caster(policy.param_dtype), args, kwargs)
         record = None
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
-            if record is not None and (
-                self.group.needs_memory or not self.group.gradients.is_local
-            ):
+            if record is not None and not self.group.is_local:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         # Not this frame: it would hold itself.
         caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
@@ -275,15 +270,14 @@ class ModuleState:
                 leave(group, record, outputs, module)
             if forward.is_root:
                 runtime.end_pass(needs_backward=bool(outputs))
-                if runtime.traced is not None:
-                    output = runtime.traced.leave(output, runtime.schedule.in_use)
+                output = runtime.passes.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)
         return output
 
     def _abandon_trace(self) -> None:
-        if self.runtime is not None and self.runtime.traced is not None:
-            self.runtime.traced.abandon()
+        if self.runtime is not None:
+            self.runtime.passes.abandon()
 
     def run_method(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -309,16 +303,6 @@ class _Caster:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-
-class _Mover:
-    """Moves tensors to the device of the parameters."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
 
 
 def _map_inputs(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

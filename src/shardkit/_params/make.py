@@ -1,18 +1,21 @@
-"""Which parameters share a bucket, and of which kind it is."""
+"""Which parameters share a bucket, and which kind of store they have."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardkit._errors import StateError, WrapError
 from shardkit._params.bucket import Bucket
-from shardkit._params.subclass_bucket import SubclassBucket, subclass_of
-from shardkit._params.traced_bucket import TracedBucket
+from shardkit._params.flat_store import FlatStore
+from shardkit._params.plan import BucketPlan
+from shardkit._params.subclass_store import SubclassStore, subclass_of
+from shardkit._params.traced_store import TracedStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._layout.flat import FlatLayout
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
@@ -26,24 +29,18 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
     Raises:
         StateError: Their dtypes or devices differ, or they are on another device than the mesh.
     """
-    first = entries[0].param
-    for item in entries:
-        at_home = item.param.device.type in (bucket.offload_device.type, "meta")
-        if item.param.dtype != first.dtype or item.param.device != first.device or not at_home:
+    first, home = entries[0].param, bucket.plan.home_device.type
+    for entry in entries:
+        dtype, device = entry.param.dtype, entry.param.device
+        if dtype != first.dtype or device != first.device or device.type not in (home, "meta"):
             msg = (
-                f"parameter {item.name!r} is now {item.param.dtype} on {item.param.device}, but it "
-                f"shares a buffer with {entries[0].name!r}, {first.dtype} on {first.device}. "
-                f"Convert all parameters of the group alike, and stay on the device type "
-                f"{bucket.offload_device.type!r}."
+                f"parameter {entry.name!r} is now {dtype} on {device}, but it shares a buffer with "
+                f"{entries[0].name!r}, {first.dtype} on {first.device}. Convert all parameters of "
+                f"the group alike, and stay on the device type {home!r}."
             )
             raise StateError(msg)
-    return restore(
-        entries,
-        mesh=bucket.mesh,
-        policy=bucket.policy,
-        layout=bucket.layout,
-        offload=bucket.offload,
-    )
+    plan, layout = bucket.plan, bucket.store.layout
+    return restore(entries, mesh=plan.mesh, policy=plan.policy, layout=layout, offload=plan.offload)
 
 
 def restore(
@@ -51,13 +48,11 @@ def restore(
     *,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
-    layout: FlatLayout,
+    layout: Any,
     offload: OffloadPolicy,
 ) -> Bucket:
     """Return a bucket of sharded parameters that are cut as `layout` says."""
-    result = _kind_of(entries[0], mesh)(
-        entries, mesh=mesh, policy=policy, layout=layout, offload=offload
-    )
+    result = _new_bucket(entries, mesh, policy, offload, layout)
     for index in range(len(entries)):
         result.swap_in(index)
     return result
@@ -72,32 +67,44 @@ def make_buckets(
 ) -> list[Bucket]:
     """Split parameters into buckets, in order of first appearance; the same on every rank."""
     by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
-    for item in entries:
-        param = item.param
+    for entry in entries:
+        param = entry.param
         kind: tuple[Any, ...] = (
             param.dtype,
             param.device,
             policy.dtypes_for(param.dtype),
             param.requires_grad,
         )
-        if subclass_of(item) is not None:
+        if subclass_of(entry) is not None:
             kind = (*kind, id(param))  # Alone.
-        by_kind.setdefault(kind, []).append(item)
-    return [
-        _kind_of(items[0], mesh)(items, mesh=mesh, policy=policy, offload=offload)
-        for items in by_kind.values()
-    ]
+        by_kind.setdefault(kind, []).append(entry)
+    return [_new_bucket(alike, mesh, policy, offload) for alike in by_kind.values()]
 
 
-def _kind_of(item: ParamEntry, mesh: DeviceMesh) -> type[Bucket]:
-    gathers_itself = subclass_of(item) is not None
+def _new_bucket(
+    entries: Sequence[ParamEntry],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    layout: Any = None,
+) -> Bucket:
+    plan = BucketPlan.of(entries[0].param, mesh, policy, offload)
+    # Tensors made in inference mode could never be trained.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return Bucket(_store_class(entries[0], mesh)(plan, list(entries), layout))
+
+
+def _store_class(
+    entry: ParamEntry, mesh: DeviceMesh
+) -> type[FlatStore | SubclassStore | TracedStore]:
+    gathers_itself = subclass_of(entry) is not None
     if mesh.backend.is_traced and gathers_itself:
         msg = (
-            f"parameter {item.name!r} is a {type(item.param).__name__} that gathers itself "
+            f"parameter {entry.name!r} is a {type(entry.param).__name__} that gathers itself "
             f"(fsdp_pre_all_gather), which meshes of {mesh.device_type!r} devices do not support. "
             f"Make it a plain parameter, or pass it in ignored_params of fully_shard."
         )
         raise WrapError(msg)
     if mesh.backend.is_traced:
-        return TracedBucket
-    return SubclassBucket if gathers_itself else Bucket
+        return TracedStore
+    return SubclassStore if gathers_itself else FlatStore

@@ -133,7 +133,7 @@ class StepCheck:
         # Apart: where a rank does not use a module, its reductions may come later between gathers.
         content = [self._folded.to_bytes(8, "big"), *(log.tobytes() for log in self._logs)]
         digest = _digest(b"|".join(content))
-        fired = [int(f) for g in self._groups for bucket in g.gradients.fired for f in bucket]
+        fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
         self._vector = torch.tensor([digest, -digest, *fired], dtype=torch.int64)
         self._handle = streams.start_all_reduce_max(self._vector, self._axes)
         self._sent_logs, self._logs, self._folded = self._logs, _new_logs(), 0
@@ -142,14 +142,18 @@ class StepCheck:
         """Wait; return per group and bucket which parameters fired on any rank."""
         self.finish()
         if not self._axes:
-            return [[list(fired) for fired in group.gradients.fired] for group in self._groups]
+            return [
+                [list(gradients.fired) for gradients in group.gradients.buckets]
+                for group in self._groups
+            ]
         flags = self._vector[2:].tolist()
         result, position = [], 0
         for group in self._groups:
             buckets = []
-            for fired in group.gradients.fired:
-                buckets.append(flags[position : position + len(fired)])
-                position += len(fired)
+            for gradients in group.gradients.buckets:
+                num_params = len(gradients.fired)
+                buckets.append(flags[position : position + num_params])
+                position += num_params
             result.append(buckets)
         return result
 

@@ -1,4 +1,4 @@
-"""Takes gradients from the unsharded parameters of a group, and tells the runtime."""
+"""Takes gradients from the unsharded parameters of a group."""
 
 from __future__ import annotations
 
@@ -16,25 +16,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardkit._params.bucket import Bucket
-    from shardkit._runtime.forward_record import ForwardRecord
-    from shardkit._runtime.group import ParamGroup
+    from shardkit._params.bucket_gradients import BucketGradients
 
 
-class BackwardListener(Protocol):
-    """Who wants to know how far backward is: the runtime."""
+class GradTaker(Protocol):
+    """Who takes gradients: the group."""
 
     def begin_backward(self) -> None:
-        """A backward has begun; its end is to be told."""
+        """The first gradient came, and is left where it is; the end of backward is to be told."""
 
-    def on_grad(self, group: ParamGroup, bucket_index: int, index: int, grad: Tensor) -> None:
-        """The gradient of parameter `index` of trainable bucket `bucket_index` came."""
-
-    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
-        """A gradient of a group's outputs came."""
-
-    def exit_backward(self, record: ForwardRecord) -> None:
-        """The gradients of a group's inputs came."""
+    def on_grad(self, gradients: BucketGradients, index: int, grad: Tensor) -> None:
+        """The gradient of parameter `index` of a bucket came."""
 
 
 class GradHooks:
@@ -44,31 +36,33 @@ class GradHooks:
     and next to nothing runs for each of them until then.
 
     Args:
-        group: Whose.
-        buckets: Those of its buckets that can be trained.
+        taker: Who gets the gradients.
+        buckets: The gradients of its buckets.
         at_once: Take gradients when they come.
 
     Attributes:
         at_once: Gradients are taken when they come.
     """
 
-    def __init__(self, group: ParamGroup, buckets: Sequence[Bucket], *, at_once: bool) -> None:
+    def __init__(
+        self, taker: GradTaker, buckets: Sequence[BucketGradients], *, at_once: bool
+    ) -> None:
         # Weak, in hooks too: C++ keeps those, where the garbage collector sees no cycle to break.
-        self._group = weakref.ref(group)
+        self._taker = weakref.ref(taker)
         self._buckets = buckets
         self._noted: list[Tensor] = []
         self._positions = {
-            id(param): (i, index)
-            for i, bucket in enumerate(buckets)
-            for index, param in enumerate(bucket.unsharded)
+            id(param): (weakref.ref(gradients), index)
+            for gradients in buckets
+            for index, param in enumerate(gradients.bucket.store.unsharded)
         }
         self.at_once = False
         if at_once:
             self.collect_at_once()
         else:
-            note = _notes_arrival(self._group, self._noted)
-            for bucket in buckets:
-                for param in bucket.unsharded:
+            note = _notes_arrival(self._taker, self._noted)
+            for gradients in buckets:
+                for param in gradients.bucket.store.unsharded:
                     _add_hook(param, note)
 
     def collect_at_once(self) -> None:
@@ -76,23 +70,24 @@ class GradHooks:
         if self.at_once:
             return
         self.at_once = True
-        for i, bucket in enumerate(self._buckets):
-            for index, param in enumerate(bucket.unsharded):
-                _add_hook(param, functools.partial(_take_grad, self._group, i, index))
+        for gradients in self._buckets:
+            for index, param in enumerate(gradients.bucket.store.unsharded):
+                take = functools.partial(_take_grad, self._taker, weakref.ref(gradients), index)
+                _add_hook(param, take)
 
     @property
     def has_user_hooks(self) -> bool:
         """Whether users want to be told of gradients as they come."""
         return any(
             _compat.post_accumulate_grad_hooks(param)
-            for bucket in self._buckets
-            for param in bucket.sharded
+            for gradients in self._buckets
+            for param in gradients.bucket.sharded
         )
 
     def flush(self) -> None:
         """Take the gradients that came and have not been taken."""
         for param in self._noted:
-            _take_grad(self._group, *self._positions[id(param)], param)
+            _take_grad(self._taker, *self._positions[id(param)], param)
         self._noted.clear()
 
     def discard(self) -> None:
@@ -103,15 +98,15 @@ class GradHooks:
 
 
 def _notes_arrival(
-    reference: weakref.ref[ParamGroup], arrived: list[Tensor]
+    reference: weakref.ref[GradTaker], arrived: list[Tensor]
 ) -> Callable[[Tensor], None]:
     """Return a hook that notes a parameter; the first one asks for the end of backward."""
 
     def note(param: Tensor) -> None:
         if not arrived:
-            group = reference()
-            if group is not None and group.listener is not None:
-                group.listener.begin_backward()
+            taker = reference()
+            if taker is not None:
+                taker.begin_backward()
         arrived.append(param)
 
     return note
@@ -127,19 +122,21 @@ def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
 
 
 def _take_grad(
-    reference: weakref.ref[ParamGroup], bucket_index: int, index: int, param: Tensor
+    taker_ref: weakref.ref[GradTaker],
+    gradients_ref: weakref.ref[BucketGradients],
+    index: int,
+    param: Tensor,
 ) -> None:
     """Take a gradient from an unsharded parameter: its hook."""
-    group, grad = reference(), param.grad
-    if group is not None and grad is not None:
-        param.grad = None
-        if grad.layout is not torch.strided:
-            name = group.grad_buckets[bucket_index].entries[index].name
-            msg = (
-                f"parameter {name!r} got a sparse gradient ({grad.layout}), which cannot be cut "
-                f"into flat ranges and averaged: expected a dense one. Look it up with "
-                f"sparse=False, or pass it in ignored_params of fully_shard."
-            )
-            raise StateError(msg)
-        assert group.listener is not None
-        group.listener.on_grad(group, bucket_index, index, grad)
+    taker, gradients, grad = taker_ref(), gradients_ref(), param.grad
+    if taker is None or gradients is None or grad is None:
+        return
+    param.grad = None
+    if grad.layout is not torch.strided:
+        msg = (
+            f"parameter {gradients.bucket.entries[index].name!r} got a sparse gradient "
+            f"({grad.layout}), which cannot be cut into flat ranges and averaged: expected a dense "
+            f"one. Look it up with sparse=False, or pass it in ignored_params of fully_shard."
+        )
+        raise StateError(msg)
+    taker.on_grad(gradients, index, grad)

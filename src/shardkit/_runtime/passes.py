@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._params.traced_bucket import TracedBucket, pack, unpack
+from shardkit._params.saved_tensors import pack, unpack
+from shardkit._params.traced_store import TracedStore
+from shardkit._runtime.buffers import RegionBuffers
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
     from shardkit.backends.base import Region
@@ -52,8 +55,59 @@ def shared_input(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class TracedPasses:
-    """What a runtime does besides where passes are traced.
+class Passes:
+    """What is done around a root's forwards and backwards besides gathering and reducing.
+
+    Where operators are not traced, that is next to nothing: inputs go to the parameters' device.
+
+    Args:
+        device: Of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A root's forward starts; return its inputs."""
+        del module
+        if self._device.type == "cpu":
+            return args, kwargs
+        return map_tensors(self._to_device, args), map_tensors(self._to_device, kwargs)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    def progress(self, tree: Any) -> None:
+        """A module in the root is entered with these inputs."""
+
+    def leave(self, output: Any, in_use: Callable[[int], bool]) -> Any:
+        """A root's forward ends; return its outputs."""
+        del in_use
+        return output
+
+    def abandon(self) -> None:
+        """A root's forward ended in an exception."""
+
+    def enter_backward(self, group: ParamGroup, grad: Tensor) -> None:
+        """Backward comes to a group with a gradient of its outputs."""
+
+    def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
+        """Return what this rank has of a gradient of an unsharded parameter."""
+        del group, bucket
+        return grad
+
+    def end_backward(self, in_use: Callable[[int], bool]) -> None:
+        """A backward is over."""
+
+    def show_outside(self, groups: Sequence[ParamGroup]) -> None:
+        """Groups were unsharded by hand: who runs the model may look at them."""
+
+    def finish_graph(self) -> None:
+        """Run what was traced, before the host reads a result."""
+
+
+class TracedPasses(Passes):
+    """What is done besides where operators are traced into a graph.
 
     Args:
         region: The ranks'.
@@ -67,11 +121,12 @@ class TracedPasses:
     def __init__(
         self, region: Region, groups: Sequence[ParamGroup], settings: RootSettings
     ) -> None:
+        super().__init__(region.device)
         self.region = region
         self._groups = groups
         self._settings = settings
         self._open: contextlib.ExitStack | None = None
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+        self._buffers = RegionBuffers(region)
         self._entered: set[int] = set()
         self._comes_from_output = False
 
@@ -91,10 +146,10 @@ class TracedPasses:
             if self.region.is_spmd:
                 args, kwargs = self._enter_inputs(args, kwargs)
                 self._move(self._groups, self.region.enter_shared, outside=False)
-                stack.callback(self._restore_buffers)
-                self._enter_buffers(module)
+                stack.callback(self._buffers.restore)
+                self._buffers.enter(module)
             else:
-                args, kwargs = map_tensors(self._move_to, args), map_tensors(self._move_to, kwargs)
+                args, kwargs = super().enter(module, args, kwargs)
             if torch.is_grad_enabled() and not _compat.has_saved_tensors_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(self.region.draw_apart())
@@ -115,7 +170,7 @@ class TracedPasses:
         if not self.region.is_spmd:
             self.abandon()
             return output
-        self._average_buffers()
+        self._buffers.average()
         self.abandon()
         for group in self._groups:
             if not in_use(group.index):
@@ -153,14 +208,13 @@ class TracedPasses:
         self.region.progress(grad)
         self.region.gathers_wait = self._settings.barrier_in_backward
 
-    def enter_gradient(self, group: ParamGroup, bucket_index: int, grad: Tensor) -> Tensor:
+    def enter_gradient(self, group: ParamGroup, bucket: Bucket, grad: Tensor) -> Tensor:
         """Return what a rank has of a gradient of an unsharded parameter.
 
         That of a use outside of forward, after `unshard()` by hand, is whole, and no rank's.
         """
-        bucket = group.grad_buckets[bucket_index]
-        assert isinstance(bucket, TracedBucket)
-        is_outside = bucket.is_outside or not self._comes_from_output
+        assert isinstance(bucket.store, TracedStore)
+        is_outside = bucket.store.is_outside or not self._comes_from_output
         if group.index in self._entered or not is_outside or not self.region.is_spmd:
             return grad
         return self.region.enter_shared(grad.detach()) / self.region.num_ranks
@@ -179,10 +233,11 @@ class TracedPasses:
         if self.region.is_spmd:
             self._move(groups, self.region.leave_shared, outside=True)
 
-    # --- inputs and outputs ---
+    def finish_graph(self) -> None:
+        """Run what was traced, before the host reads a result."""
+        self.region.finish_graph()
 
-    def _move_to(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.region.device)
+    # --- inputs and outputs ---
 
     def _enter_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def is_batched(tensor: Tensor) -> bool:
@@ -227,34 +282,6 @@ class TracedPasses:
         del grad
         self._comes_from_output = True
 
-    # --- buffers ---
-
-    def _enter_buffers(self, module: nn.Module) -> None:
-        """Let modules hold what one rank has of their buffers: what they write is a rank's."""
-        entered: dict[int, Tensor] = {}
-        for child, name, buffer in buffers_of(module):
-            if id(buffer) not in entered:
-                entered[id(buffer)] = self.region.enter_shared(buffer.detach())
-            local = entered[id(buffer)]
-            version = _compat.version_of(local)
-            self._buffers.append((child, name, buffer, local, version))
-            child._buffers[name] = local  # noqa: SLF001 - past the checks of `setattr`
-
-    @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """Write back what forwards have written to buffers: running statistics, counters."""
-        done: set[int] = set()
-        for child, _, buffer, local, version in self._buffers:
-            if was_written(child, local, version) and id(buffer) not in done:
-                done.add(id(buffer))
-                buffer.copy_(self.region.leave_shared(self.region.agree(local)))
-
-    def _restore_buffers(self) -> None:
-        for child, name, buffer, local, _ in self._buffers:
-            if child._buffers.get(name) is local:  # noqa: SLF001
-                child._buffers[name] = buffer  # noqa: SLF001
-        self._buffers.clear()
-
     # --- unsharded parameters ---
 
     def _move(
@@ -262,8 +289,8 @@ class TracedPasses:
     ) -> None:
         for group in groups:
             for bucket in group.buckets:
-                assert isinstance(bucket, TracedBucket)
-                bucket.move(fn, outside=outside)
+                assert isinstance(bucket.store, TracedStore)
+                bucket.store.move(fn, outside=outside)
 
 
 def _refuse_hidden(tree: Any, verb: str) -> None:
@@ -285,18 +312,3 @@ def _refuse_hidden(tree: Any, verb: str) -> None:
             f"together again. Use one of those."
         )
         raise StateError(msg)
-
-
-def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the buffers of a module and those in it, by who holds them and as what."""
-    for child in module.modules():
-        for name, buffer in child._buffers.items():  # noqa: SLF001 - tied ones as well
-            if buffer is not None:
-                yield child, name, buffer
-
-
-def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
-    """Return whether a module wrote to its buffer, which had this version before."""
-    # Kernels of batch normalization do not raise versions.
-    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
-    return _compat.version_of(buffer) != version or (is_norm and module.training)

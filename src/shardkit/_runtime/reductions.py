@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit._params.bucket_gradients import BucketGradients
     from shardkit._params.memory import SlotPool
     from shardkit._runtime.agreement import StepCheck
     from shardkit._runtime.group import ParamGroup
@@ -66,7 +67,13 @@ class Reductions:
         self.order.begin_backward()
 
     def collect(
-        self, group: ParamGroup, bucket_index: int, index: int, grad: Tensor, *, is_layer: bool
+        self,
+        group: ParamGroup,
+        gradients: BucketGradients,
+        index: int,
+        grad: Tensor,
+        *,
+        is_layer: bool,
     ) -> None:
         """Take a gradient that is to be reduced."""
         writes = is_layer and not self._holds_layers
@@ -74,9 +81,7 @@ class Reductions:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
         if writes and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is on the wire.
-        group.gradients.collect(
-            bucket_index, index, grad, self._streams, self._slots, hold=not writes
-        )
+        gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
 
     def _free_sent(self, group: ParamGroup) -> None:
         """Wait for send buffers, but as many as the group may have on the wire beside its own."""
@@ -84,7 +89,7 @@ class Reductions:
             reducing.gradients.wait_sent(self._slots)
 
     def complete(self, group: ParamGroup) -> None:
-        group.is_complete = True
+        """All gradients of a group have come."""
         if group.gradients.is_local:
             return
         if not group.settings.sync:
@@ -116,7 +121,7 @@ class Reductions:
             return
         self._before_start()
         groups, self._queued = self._queued, []
-        self.finish(leave=groups[0].settings.max_send_buffers - 1)
+        self.make_room(groups[0])
         self._free_sent(groups[0])  # Where memory is not kept for another use.
         for group in groups:
             self._finish_through(group)
@@ -131,6 +136,10 @@ class Reductions:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
         while self._is_host_synchronous and len(self._under_way) > leave:
             self._finish_first()
+
+    def make_room(self, group: ParamGroup) -> None:
+        """Wait for reductions, but as many as `group` may have under way, before a gather."""
+        self.finish(leave=group.settings.max_send_buffers - 1)
 
     def _finish_first(self) -> None:
         """Wait for the reduction that was started first.

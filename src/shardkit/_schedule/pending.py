@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 MAX_PASSES = 1024
 """Passes that are remembered; without gradients switched off an evaluation adds more and more."""
 
-_numbers = itertools.count(1)  # Not of one tape: a forward may outlive the tape that it is on.
+_numbers = itertools.count(1)  # Of the process: a forward may outlive the root that it ran in.
 
 
 class PendingBackwards:
     """Groups by pass, in the order in which their forwards ended.
 
     A pass is forgotten when a backward that came to it is over, or when parameters have changed
-    since: its backward would be an error. One that is dropped without a backward stays until then.
-    To be told too much, or nothing of a forward that has a backward after all, costs a gather or a
-    reduction more, on all ranks alike.
+    since: its backward would be an error. A pass without a backward stays until then. Of a pass
+    whose root's forward still runs, only the forwards that backward came to are forgotten: the
+    root may call ``backward()`` on a loss inside its forward, and return another one.
+
+    A wrong prediction costs at most one extra gather or reduction, identically on all ranks.
 
     Attributes:
         number: Of the pass that began last.
@@ -33,9 +35,11 @@ class PendingBackwards:
 
     def __init__(self) -> None:
         self.number = 0
+        self._is_open = False
         self._last: list[int] = []
         self._passes: dict[int, list[int]] = {}
         self._reached: set[int] = set()
+        self._inside: list[tuple[int, int]] = []
 
     def begin_pass(self, *, has_changed: bool) -> None:
         """Write on a new pass; if parameters have changed, forget those before."""
@@ -46,7 +50,12 @@ class PendingBackwards:
         if len(self._passes) >= MAX_PASSES:
             del self._passes[next(iter(self._passes))]
         self.number = next(_numbers)
+        self._is_open = True
         self._last = self._passes[self.number] = []
+
+    def end_pass(self) -> None:
+        """The root's forward has ended."""
+        self._is_open = False
 
     def add(self, group: int) -> None:
         """A forward of the group has ended that may have a backward."""
@@ -62,27 +71,33 @@ class PendingBackwards:
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
             self._reached.add(number)
+            self._inside.append((number, group))
 
     def remove(self, group: int, in_pass: int | None) -> None:
         """Backward is done with the group's last forward in a pass, as given to `reach`."""
         number = self._number_of(group) if in_pass is None else in_pass
-        groups = self._passes.get(number, []) if number is not None else []
-        for position in range(len(groups) - 1, -1, -1):
-            if groups[position] == group:
-                del groups[position]
-                break
+        if number is not None:
+            self._forget(number, group)
+            if (number, group) in self._inside:
+                self._inside.remove((number, group))
 
     def end_backward(self) -> None:
         """The engine is done: forget the passes that it came to."""
         for number in self._reached:
-            self._passes.pop(number, None)
+            if number != self.number or not self._is_open:
+                self._passes.pop(number, None)
+        for number, group in self._inside:
+            self._forget(number, group)
         self._reached.clear()
+        self._inside.clear()
 
     def clear(self) -> None:
         """Forget everything."""
+        self._is_open = False
         self._last = []
         self._passes.clear()
         self._reached.clear()
+        self._inside.clear()
 
     def awaits(self, group: int) -> bool:
         """Whether any forward of the group may still have a backward."""
@@ -115,3 +130,11 @@ class PendingBackwards:
         """Return the last pass that the group is on."""
         on = (number for number in reversed(self._passes) if group in self._passes[number])
         return next(on, None)
+
+    def _forget(self, number: int, group: int) -> None:
+        """Take the last forward of a group from a pass."""
+        groups = self._passes.get(number, [])
+        for position in range(len(groups) - 1, -1, -1):
+            if groups[position] == group:
+                del groups[position]
+                break

@@ -3,9 +3,9 @@
 `UnshardSchedule` is a state machine: an event in, a list of actions out. The runtime carries the
 actions out; tests compare the lists.
 
-Live groups (those whose unsharded memory exists) are bounded: besides the groups in use and the
-kept ones there are at most `prefetch_depth` spare ones, a prefetched group or one whose use is
-over but whose memory nobody has needed since::
+Live groups (those whose unsharded memory exists) are bounded. Besides the groups in use and those
+that are not resharded after forward there are at most `prefetch_depth` spare ones: a prefetched
+group, or one whose use is over but whose memory nobody has needed since::
 
     event                   in use    spare        actions
     enter_forward(root)     root      b0           GATHER root, WAIT root, PREFETCH b0
@@ -25,6 +25,7 @@ from shardkit._policy import BackwardPrefetch
 from shardkit._schedule.forward_order import ForwardOrder
 from shardkit._schedule.options import ScheduleOptions
 from shardkit._schedule.pending import PendingBackwards
+from shardkit._schedule.state import GroupState, Memory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -77,18 +78,11 @@ class UnshardSchedule:
     ) -> None:
         self.prefetch_depth = prefetch_depth
         self.batch_nbytes = BATCH_NBYTES if nbytes else 0
+        self.options = ScheduleOptions()
         self._nbytes = nbytes
         self._is_idle = is_idle
-        self.options = ScheduleOptions()
-        self._live: dict[int, None] = {}
-        self._in_forward: dict[int, int] = {}
-        self._in_recompute: set[int] = set()
-        self._in_backward: set[int] = set()
-        self._by_hand: set[int] = set()
-        self._unwatched: set[int] = set()
-        self._unfinished: set[int] = set()
-        self._resting: set[int] = set()
-        self._prefetched: set[int] = set()
+        self._states: dict[int, GroupState] = {}
+        self._live: dict[int, GroupState] = {}
         self._order = ForwardOrder()
         self._pending = PendingBackwards()
         self._hold = False
@@ -100,6 +94,13 @@ class UnshardSchedule:
 
     # --- state ---
 
+    def state(self, group: int) -> GroupState:
+        """Return the record of a group; only the schedule changes what is said of memory."""
+        state = self._states.get(group)
+        if state is None:
+            state = self._states[group] = GroupState(group)
+        return state
+
     @property
     def live(self) -> tuple[int, ...]:
         """Groups that have unsharded memory, in the order they got it."""
@@ -107,28 +108,15 @@ class UnshardSchedule:
 
     def in_use(self, group: int) -> bool:
         """Whether a forward, a backward or the user needs the group's memory now."""
-        return (
-            group in self._in_forward
-            or group in self._in_backward
-            or group in self._in_recompute
-            or group in self._by_hand
-            or group in self._unwatched
-        )
+        return self.state(group).in_use
 
     def in_forward(self, group: int) -> bool:
         """Whether a forward of the group is under way; another may have been called within it."""
-        return group in self._in_forward
+        return self.state(group).num_forwards > 0
 
-    def _is_claimed(self, group: int) -> bool:
-        """Whether the group's memory is needed now or was asked to stay."""
-        return self.in_use(group) or group in self._unfinished or group in self._resting
-
-    def _spare(self) -> list[int]:
-        return [
-            g
-            for g in self._live
-            if not self._is_claimed(g) and g not in self.options.no_reshard_after_forward
-        ]
+    def _spare(self) -> list[GroupState]:
+        kept = self.options.no_reshard_after_forward
+        return [s for s in self._live.values() if not s.is_claimed and s.number not in kept]
 
     # --- forward ---
 
@@ -140,14 +128,15 @@ class UnshardSchedule:
             root: Which module's: what comes next is taken from the last pass of the same one.
         """
         self._order.begin_pass(root)
-        self._unwatched.clear()
-        self._unfinished.clear()
+        for state in self._states.values():
+            state.begin_pass()
         self._pending.begin_pass(has_changed=has_changed)
 
     def enter_forward(self, group: int) -> list[Action]:
         """A group's forward starts: gather it if need be, then the one expected next."""
-        actions = self._use(group)
-        self._in_forward[group] = self._in_forward.get(group, 0) + 1
+        state = self.state(group)
+        actions = self._use(state)
+        state.num_forwards += 1
         if self._is_idle:
             return actions
         following = self._order.enter(group)
@@ -173,18 +162,10 @@ class UnshardSchedule:
             is_watched: False: there may be one that nobody tells of; keep the memory for it.
             is_unfinished: Other modules of the group have not run in this pass; keep it for them.
         """
-        count = self._in_forward.get(group, 1) - 1
-        if count:
-            self._in_forward[group] = count
-        else:
-            self._in_forward.pop(group, None)
-            self._by_hand.discard(group)
-        if not is_watched:
-            self._unwatched.add(group)
-        if is_unfinished:
-            self._unfinished.add(group)
-        else:
-            self._unfinished.discard(group)
+        state = self.state(group)
+        state.leave_forward()
+        state.has_unseen_backward |= not is_watched
+        state.awaits_other_modules = is_unfinished
         if needs_backward:
             self._pending.add(group)
         return self._trim_spare()
@@ -192,22 +173,24 @@ class UnshardSchedule:
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
         self._order.end_pass()
-        self._unfinished.clear()
-        self._in_forward.clear()  # The root may have caught what a layer raised.
+        self._pending.end_pass()
+        for state in self._states.values():
+            state.end_pass()
         if self._hold:
             return []
-        doomed = [g for g in self._spare() if not needs_backward or g in self._prefetched]
+        doomed = [s for s in self._spare() if not needs_backward or s.memory is Memory.PREFETCHED]
         return self._free_all(doomed) + self._trim_spare()
 
     def enter_recompute(self, group: int) -> list[Action]:
         """A forward runs again inside backward (activation checkpointing)."""
-        actions = self._use(group)
-        self._in_recompute.add(group)
+        state = self.state(group)
+        actions = self._use(state)
+        state.in_recompute = True
         return actions
 
     def exit_recompute(self, group: int) -> list[Action]:
         """The repeated forward ends; its backward follows at once, as a rule."""
-        self._in_recompute.discard(group)
+        self.state(group).in_recompute = False
         return self._trim_spare()
 
     # --- backward ---
@@ -229,8 +212,9 @@ class UnshardSchedule:
             in_pass: Of its forward. None: not known, the last one that it is on.
         """
         self._pending.reach(group, in_pass)
-        actions = [] if group in self.options.no_unshard_in_backward else self._use(group)
-        self._in_backward.add(group)
+        state = self.state(group)
+        actions = [] if group in self.options.no_unshard_in_backward else self._use(state)
+        state.in_backward = True
         if self._is_idle:
             return actions
         if group in self.options.next_in_backward:
@@ -250,41 +234,44 @@ class UnshardSchedule:
             is_last: No other forward of it has its backward in this run of the engine. False: not
                 known; one that may have stays if there is room.
         """
-        self._in_backward.discard(group)
-        self._in_recompute.discard(group)
-        self._by_hand.discard(group)
+        state = self.state(group)
+        state.leave_backward()
         is_late = self.options.prefetch_in_backward is BackwardPrefetch.POST and not self._is_idle
         before = self._before(group, in_pass) if is_late else []
         self._pending.remove(group, in_pass)
         if self._is_idle:
             return []
-        return self._leave_backward(group, in_pass, is_last=is_last) + self._prefetch(before)
+        return self._leave_backward(state, in_pass, is_last=is_last) + self._prefetch(before)
 
-    def _leave_backward(self, group: int, in_pass: int | None, *, is_last: bool) -> list[Action]:
-        if self._hold or group in self._in_forward or group not in self._live:
+    def _leave_backward(
+        self, state: GroupState, in_pass: int | None, *, is_last: bool
+    ) -> list[Action]:
+        group = state.number
+        if self._hold or state.num_forwards or group not in self._live:
             return []
-        if group in self.options.several_modules and self._pending.awaits_in(group, in_pass):
-            self._unfinished.add(group)
+        has_modules_left = group in self.options.several_modules and self._pending.awaits_in(
+            group, in_pass
+        )
+        state.awaits_other_modules = has_modules_left
+        if has_modules_left:
             return []
-        self._unfinished.discard(group)
         if not is_last and self._pending.awaits(group):
             return self._trim_spare()
         if group in self.options.no_reshard_after_backward:
-            self._resting.add(group)
+            state.rests_after_backward = True
             return []
-        return self._free_all([group])
+        return self._free_all([state])
 
     def end_backward(self) -> list[Action]:
         """The engine is done: free all that no forward is using."""
         self._pending.end_backward()
-        self._in_backward.clear()
-        self._in_recompute.clear()
-        self._unwatched.clear()
-        self._unfinished.clear()
+        for state in self._states.values():
+            state.end_backward()
         if self._hold:
             return []
-        self._resting.update(g for g in self._live if g in self.options.no_reshard_after_backward)
-        return self._free_all([g for g in self._live if not self._is_claimed(g)])
+        for group in self.options.no_reshard_after_backward.intersection(self._live):
+            self._live[group].rests_after_backward = True
+        return self._free_all([s for s in self._live.values() if not s.is_claimed])
 
     def hold(self, *, on: bool) -> None:
         """Free nothing: a graph of the backward itself (``create_graph=True``) reads the memory."""
@@ -294,41 +281,31 @@ class UnshardSchedule:
 
     def unshard(self, group: int) -> list[Action]:
         """The user asks for a group's memory; its next exit or `reshard` gives it back."""
-        actions = [] if group in self._live else self._gather(group)
-        self._prefetched.discard(group)
-        self._by_hand.add(group)
+        state = self.state(group)
+        actions = [] if group in self._live else self._gather(state)
+        if state.memory is Memory.PREFETCHED:
+            state.memory = Memory.LIVE
+        state.is_user_held = True
         return actions
 
     def refresh(self, group: int) -> list[Action]:
         """A shard changed since the group was gathered: free it if nothing computes with it."""
-        if group not in self._live or group in self._in_forward or group in self._in_backward:
+        state = self.state(group)
+        if group not in self._live or state.num_forwards or state.in_backward:
             return []
-        actions = self._free_all([group])
-        return actions + self._gather(group) if group in self._by_hand else actions
+        actions = self._free_all([state])
+        return actions + self._gather(state) if state.is_user_held else actions
 
     def reshard(self, group: int) -> list[Action]:
         """The user gives a group's memory back."""
-        self._by_hand.discard(group)
-        self._unwatched.discard(group)
-        self._unfinished.discard(group)
-        self._resting.discard(group)
-        self._in_backward.discard(group)
-        return self._free_all([group]) if group in self._live else []
+        state = self.state(group)
+        state.release()
+        return self._free_all([state]) if group in self._live else []
 
     def reset(self) -> list[Action]:
         """Forget everything after an exception; all memory goes back."""
-        actions = self._free_all(list(self._live))
-        for state in (
-            self._in_recompute,
-            self._in_backward,
-            self._by_hand,
-            self._unwatched,
-            self._unfinished,
-            self._resting,
-            self._prefetched,
-        ):
-            state.clear()
-        self._in_forward.clear()
+        actions = self._free_all(list(self._live.values()))
+        self._states.clear()
         self._pending.clear()
         self._order.clear()
         self._hold = False
@@ -336,24 +313,25 @@ class UnshardSchedule:
 
     # --- parts ---
 
-    def _use(self, group: int) -> list[Action]:
+    def _use(self, state: GroupState) -> list[Action]:
         if self._is_idle:
             return []
-        actions = [] if group in self._live else self._gather(group)
-        self._prefetched.discard(group)
-        self._resting.discard(group)
-        actions.append((Op.WAIT, group))
+        actions = [] if state.number in self._live else self._gather(state)
+        state.use()
+        actions.append((Op.WAIT, state.number))
         return actions
 
-    def _gather(self, group: int) -> list[Action]:
-        self._live[group] = None
-        return [(Op.GATHER, group)]
+    def _gather(self, state: GroupState, *, ahead: bool = False) -> list[Action]:
+        state.gather(ahead=ahead)
+        self._live[state.number] = state
+        return [(Op.PREFETCH if ahead else Op.GATHER, state.number)]
 
     def _prefetch(self, candidates: Sequence[int]) -> list[Action]:
         """Gather the nearest candidates: as deep as is asked for, or a batch of small ones."""
         if self.prefetch_depth == 0:
             return []
-        chosen = [] if self._prefetched else self._batch(candidates)
+        has_prefetched = any(s.memory is Memory.PREFETCHED for s in self._live.values())
+        chosen = [] if has_prefetched else self._batch(candidates)
         is_batch = bool(chosen)
         if not is_batch:
             chosen = [g for g in candidates[: self.prefetch_depth] if g not in self._live]
@@ -362,20 +340,14 @@ class UnshardSchedule:
         actions = self._trim_spare(room=self.prefetch_depth if is_batch else len(chosen))
         if not is_batch:
             chosen = chosen[: max(self.prefetch_depth - len(self._spare()), 0)]
-        for group in chosen:
-            self._prefetched.add(group)
-            self._live[group] = None
-            actions.append((Op.PREFETCH, group))
-        return actions
+        return actions + self._prefetch_all(chosen)
 
     def _prefetch_all(self, groups: Sequence[int]) -> list[Action]:
-        """Gather what the user named, however much it is."""
+        """Gather these, however much it is."""
         actions = []
         for group in groups:
             if group not in self._live:
-                self._prefetched.add(group)
-                self._live[group] = None
-                actions.append((Op.PREFETCH, group))
+                actions += self._gather(self.state(group), ahead=True)
         return actions
 
     def _batch(self, candidates: Sequence[int]) -> list[int]:
@@ -397,22 +369,21 @@ class UnshardSchedule:
         surplus = len(spare) + room - max(self.prefetch_depth, 1)
         if surplus <= 0:
             return []
-        used = [g for g in spare if g not in self._prefetched]
+        used = [state for state in spare if state.memory is not Memory.PREFETCHED]
         return self._free_all(used[:surplus])
 
-    def _free_all(self, groups: Iterable[int]) -> list[Action]:
+    def _free_all(self, states: Iterable[GroupState]) -> list[Action]:
         actions: list[Action] = []
-        for group in groups:
-            del self._live[group]
-            self._prefetched.discard(group)
-            self._resting.discard(group)
-            actions.append((Op.FREE, group))
+        for state in states:
+            state.free()
+            del self._live[state.number]
+            actions.append((Op.FREE, state.number))
         return actions
 
     def _before(self, group: int, in_pass: int | None) -> list[int]:
         """Return what backward needs after `group`, nearest first."""
-        idle = self.options.no_unshard_in_backward
-        return self._nearest(g for g in self._pending.before(group, in_pass) if g not in idle)
+        unneeded = self.options.no_unshard_in_backward
+        return self._nearest(g for g in self._pending.before(group, in_pass) if g not in unneeded)
 
     def _nearest(self, groups: Iterable[int]) -> list[int]:
         """Return the first few different ones."""

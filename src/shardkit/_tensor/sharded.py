@@ -335,7 +335,7 @@ class ShardedTensor(Tensor):
         """One placement per mesh axis."""
         return self.spec.placements
 
-    def repoint(self, local: Tensor, spec: ShardSpec, flat: Tensor) -> None:
+    def repoint(self, local: Tensor, spec: ShardSpec, flat: Tensor | None) -> None:
         """Let this tensor's piece lie in another flat that holds the same numbers."""
         self.local_piece, self.spec, self.flat, self.flat_start = local, spec, flat, 0
 

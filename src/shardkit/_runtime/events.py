@@ -1,9 +1,9 @@
-"""One forward of one group, and how autograd tells of its backward."""
+"""What autograd tells of a backward: when it enters and leaves the forwards of groups."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -12,8 +12,39 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._runtime.grad_hooks import BackwardListener
-    from shardkit._runtime.group import ParamGroup
+    from shardkit._params.bucket_gradients import BucketGradients
+
+
+class BackwardListener(Protocol):
+    """Who wants to know how far backward is: the root's `backward.Backward`."""
+
+    def begin_backward(self) -> None:
+        """A backward has begun; its end is to be told."""
+
+    def on_grad(self, group: int, gradients: BucketGradients, index: int, grad: Tensor) -> None:
+        """The gradient of parameter `index` of one of a group's buckets came."""
+
+    def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
+        """A gradient of a group's outputs came."""
+
+    def exit_backward(self, record: ForwardRecord) -> None:
+        """The gradients of a group's inputs came."""
+
+
+class WatchedGroup(Protocol):
+    """What a record needs of its group.
+
+    Attributes:
+        index: Its number in the root of now.
+        listener: That of the root of now: another one if a larger root ran since the forward.
+    """
+
+    index: int
+    listener: BackwardListener | None
+
+    @property
+    def shard_versions(self) -> tuple[int, ...]:
+        """Changes whenever a shard is written to."""
 
 
 class ForwardRecord:
@@ -39,7 +70,7 @@ class ForwardRecord:
         "versions",
     )
 
-    def __init__(self, group: ParamGroup, in_pass: int | None) -> None:
+    def __init__(self, group: WatchedGroup, in_pass: int | None) -> None:
         self.group = group
         self.in_pass = in_pass
         self.versions = group.shard_versions
@@ -49,14 +80,14 @@ class ForwardRecord:
         self.may_lack_outputs = False
 
     @property
-    def runtime(self) -> BackwardListener:
-        """The group's runtime of now: another than at the forward, if a larger root ran since."""
+    def listener(self) -> BackwardListener:
+        """Who wants to know of its backward."""
         listener = self.group.listener
         assert listener is not None
         return listener
 
     def watch_outputs(self, outputs: Iterable[Tensor]) -> bool:
-        """Tell the runtime when the first gradient of `outputs` comes; return if there are any."""
+        """Tell the listener when the first gradient of `outputs` comes; return if there are any."""
         hook = functools.partial(_enter_backward, self)
         has_any = False
         for output in outputs:
@@ -67,7 +98,7 @@ class ForwardRecord:
 
 def _enter_backward(record: ForwardRecord, grad: Tensor) -> None:
     """Hook of a group's outputs."""
-    record.runtime.enter_backward(record, grad)
+    record.listener.enter_backward(record, grad)
 
 
 class InputGrads(torch.autograd.Function):
@@ -82,6 +113,6 @@ class InputGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Tell the runtime, pass the gradients through."""
-        ctx.record.runtime.exit_backward(ctx.record)
+        """Tell the listener, pass the gradients through."""
+        ctx.record.listener.exit_backward(ctx.record)
         return (None, *grads)

@@ -21,20 +21,20 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardkit import _compat
 from shardkit._errors import WrapError
 from shardkit._layout.flat import FlatLayout
-from shardkit._params.bucket import Bucket
-from shardkit._params.freed import NAME_ATTRIBUTE
-from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._params.flat_store import FlatStore
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardkit._params.memory import SlotPool
+    from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
     from shardkit.backends.base import AllGather, AxisComm
 
@@ -98,77 +98,73 @@ def subclass_of(entry: ParamEntry) -> Subclass | None:
     return None
 
 
-class SubclassBucket(Bucket):
+class SubclassStore(FlatStore):
     """One parameter that gathers itself; see the module's docstring."""
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        (entry,) = self.entries
-        self.subclass = subclass_of(entry)
-        self.converts_gradients = True
+    subclass: Subclass
 
-    def _plan(self, itemsize: int) -> FlatLayout:
+    def __init__(
+        self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
+    ) -> None:
+        (entry,) = entries
+        subclass = subclass_of(entry)
+        assert subclass is not None
+        self.subclass = subclass
+        super().__init__(plan, entries, layout)
+
+    def _plan_layout(self) -> FlatLayout:
         """Cut by rows, equally many on every rank; the last ones of the last ranks are padding."""
-        del itemsize
         shape = tuple(self.entries[0].param.shape)
-        rows = -(-shape[0] // self.axis.size)
+        world_size = self.plan.axis.size
+        rows = -(-shape[0] // world_size)
         return FlatLayout(
             shapes=(shape,),
             numels=(math.prod(shape),),
             offsets=(0,),
             shard_numel=rows * math.prod(shape[1:]),
-            world_size=self.axis.size,
+            world_size=world_size,
         )
+
+    def _aliases_shard(self) -> bool:
+        return False
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
         del index
-        subclass: Subclass = self.subclass
-        return subclass.plain(param)
+        return self.subclass.plain(param)
 
     def _make_unsharded(self) -> None:
         """Make the unsharded parameter once, of numbers that mean nothing yet."""
-        self.buffer = None
-        self.aliases_shard = False
-        (entry,), shape = self.entries, self.layout.shapes[0]
+        plan, shape = self.plan, self.layout.shapes[0]
         inputs, metadata = self._pre_all_gather()
         self._sizes = [tensor.shape for tensor in inputs]
         self._outputs = [
-            torch.empty(self.axis.size * t.numel(), dtype=t.dtype, device=self.device)
+            torch.empty(plan.axis.size * t.numel(), dtype=t.dtype, device=plan.device)
             for t in inputs
         ]
         whole, self._behind = self._local().fsdp_post_all_gather(
-            self._unflattened(), metadata, self.param_dtype
+            self._unflattened(), metadata, plan.param_dtype
         )
         if whole.shape != shape:  # Padding rows.
             whole = torch.as_strided(whole, shape, _contiguous_stride(shape))
-        param = nn.Parameter(whole, requires_grad=entry.param.requires_grad)
-        param.__dict__.update(
-            {k: v for k, v in user_attributes(entry.param).items() if k not in param.__dict__}
-        )
-        param.__dict__[NAME_ATTRIBUTE] = entry.name
-        self.unsharded = [param]
-        self._note_showing()
-        self._classes = [type(param)]
+        self.unsharded = [self._new_unsharded(0, whole)]
         storages = [t.untyped_storage() for t in (*self._outputs, *self._behind)]
         self._memory = {s.data_ptr(): (s, s.nbytes()) for s in storages if s.nbytes()}
         self._in_flight: list[Tensor] = []
-        self._has_memory = True
-        self._free_memory()
+        self._metadata: Any = None
 
     def _local(self) -> Any:
         """Return the subclass over this rank's rows, with those that pad."""
-        assert self.subclass is not None
         rows = self.shard.view(-1, *self.layout.shapes[0][1:])
-        return self.subclass.wrap(rows.to(self.device, non_blocking=True))
+        return self.subclass.wrap(rows.to(self.plan.device, non_blocking=True))
 
     def _pre_all_gather(self) -> tuple[list[Tensor], Any]:
-        local, shape = self._local(), self.layout.shapes[0]
+        local, shape, plan = self._local(), self.layout.shapes[0], self.plan
         hook = local.fsdp_pre_all_gather
-        given: tuple[Any, ...] = (self.mesh,)
+        given: tuple[Any, ...] = (plan.mesh,)
         if len(inspect.signature(hook).parameters) > 1:
             module = self.entries[0].sites[0][0]
             stride = _contiguous_stride(shape)
-            given = (self.mesh, torch.Size(shape), stride, module, self.policy)
+            given = (plan.mesh, torch.Size(shape), stride, module, plan.policy)
         inputs, metadata = hook(*given)
         return [tensor.contiguous() for tensor in inputs], metadata
 
@@ -178,7 +174,7 @@ class SubclassBucket(Bucket):
             for output, size in zip(self._outputs, self._sizes, strict=True)
         )
 
-    # --- unsharded memory ---
+    # --- the unsharded parameter ---
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -186,42 +182,40 @@ class SubclassBucket(Bucket):
         return sum(nbytes for _, nbytes in self._memory.values())
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the shard changed since it was gathered."""
-        return self._has_memory and self._gathered_version != self.shard_version
+    def has_memory(self) -> bool:
+        """Whether the unsharded parameter exists."""
+        return any(storage.nbytes() for storage, _ in self._memory.values())
 
     @torch.no_grad()
     def acquire(self, pool: SlotPool) -> Any:
         """Get memory, make what is sent."""
         self._gathered_version = self.shard_version
-        self._show_classes()
+        self._allow_use()
         for storage, nbytes in self._memory.values():
             storage.resize_(nbytes)
-        self._has_memory = True
         self._in_flight, self._metadata = self._pre_all_gather()
         return pool.fence()
 
     def release(self, pool: SlotPool, fence: Any) -> None:
         """Give the memory back to the allocator, which reuses it in the order of the stream."""
         del pool, fence
-        self._free_memory()
+        self._free_first_memory()
+        self._refuse_use()
 
-    def _free_memory(self) -> None:
+    def _free_first_memory(self) -> None:
         for storage, _ in self._memory.values():
             storage.resize_(0)
-        self._has_memory = False
-        self._hide_freed()
 
     def gather_jobs(self, comm: AllGather | None) -> list[Gather]:
         """Return what the backend has to gather: each tensor that is sent."""
-        jobs = []
+        axis, jobs = self.plan.axis, []
         for sent, output in zip(self._in_flight, self._outputs, strict=True):
             # As bytes: not every engine knows every dtype. An alias of its own, because engines
             # raise the version counter of what they write.
             nbytes = output.numel() * output.dtype.itemsize
-            full = torch.empty(0, dtype=torch.uint8, device=self.device)
+            full = torch.empty(0, dtype=torch.uint8, device=self.plan.device)
             full.set_(output.untyped_storage(), 0, (nbytes,), (1,))
-            own = full.view(self.axis.size, -1)[self.axis.rank]
+            own = full.view(axis.size, -1)[axis.rank]
             jobs.append(Gather(full, own, sent.reshape(-1).view(torch.uint8), comm))
         return jobs
 
@@ -233,20 +227,17 @@ class SubclassBucket(Bucket):
         (param,) = self.unsharded
         with _compat.preserve_versions((param, *self._behind, *self._outputs)):
             self._local().fsdp_post_all_gather(
-                self._unflattened(), self._metadata, self.param_dtype, out=param
+                self._unflattened(), self._metadata, self.plan.param_dtype, out=param
             )
         self._in_flight, self._metadata = [], None
 
     def keep_part(self, axis: AxisComm, fence: Any) -> None:
         """Keep nothing: backward gathers over the whole axis again."""
 
-    # --- gradients ---
-
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """Return the plain tensor of a gradient."""
         del index
-        subclass: Subclass = self.subclass
-        return subclass.plain(grad)
+        return self.subclass.plain(grad)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,76 @@
+"""Where the parameters of a bucket are, and in which dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardkit._policy import CPUOffloadPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardkit._mesh import DeviceMesh
+    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+    from shardkit.backends.base import AxisComm
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Where the parameters of a bucket are, and in which dtypes.
+
+    Attributes:
+        mesh: They are sharded over its last axis.
+        policy: Dtypes, as the user chose them.
+        offload: Where the shard is, as the user chose it.
+        axis: Communicates along the shard axis.
+        orig_dtype: Of the shard.
+        param_dtype: Of the unsharded parameters.
+        reduce_dtype: Of gradients on the wire.
+        device: Of the unsharded parameters.
+        shard_device: Of the shard.
+        home_device: Where the shard belongs; `shard_device` is meta until it has values.
+        is_offloaded: The shard is on the host, and the device has memory of its own.
+        is_pinned: It is in page-locked memory.
+    """
+
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    axis: AxisComm
+    orig_dtype: torch.dtype
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    device: torch.device
+    shard_device: torch.device
+    home_device: torch.device
+    is_offloaded: bool
+    is_pinned: bool
+
+    @classmethod
+    def of(
+        cls, param: Tensor, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+    ) -> BucketPlan:
+        """Return the plan for a bucket whose first parameter is `param`."""
+        backend = mesh.backend
+        param_dtype, reduce_dtype = policy.dtypes_for(param.dtype)
+        wants_host = isinstance(offload, CPUOffloadPolicy)
+        home = torch.device("cpu") if wants_host else backend.device
+        is_meta = param.device.type == "meta"
+        is_offloaded = wants_host and not is_meta and backend.has_own_memory
+        return cls(
+            mesh=mesh,
+            policy=policy,
+            offload=offload,
+            axis=backend.axis(mesh.ndim - 1),
+            orig_dtype=param.dtype,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            device=param.device if is_meta else backend.device,
+            shard_device=param.device if is_meta else home,
+            home_device=home,
+            is_offloaded=is_offloaded,
+            is_pinned=is_offloaded and bool(getattr(offload, "pin_memory", False)),
+        )

@@ -1,0 +1,275 @@
+"""The store of a bucket where operators are traced into a graph, which runs later.
+
+[Note: tensors of a traced store]
+Tensors have no storage there, so nothing is swapped behind one. What lives:
+- piece: 1-D, storage dtype, one per parameter, padded. Where one process has the pieces of all
+  ranks (`Backend.is_spmd`) it is `padded_part_numel` long, the parts of all ranks end to end, which
+  the backend spreads over the devices (`annotate_sharding`); else ``sizes[index]``, a rank's own.
+- unsharded parameter: one object for life, as on other backends; its contents come and go by
+  ``.data``. Empty, and of class `FreedParameter`, in between.
+- gradients: what came, flattened and padded; laid side by side when all are there.
+A graph that ends while a tensor is alive returns it: whatever is not needed is let go at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardkit import _compat
+from shardkit._errors import WrapError
+from shardkit._layout.even import EvenLayout
+from shardkit._params.store import Store
+from shardkit._policy import CPUOffloadPolicy
+from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec, padded
+from shardkit.backends import tensor_parallel_of
+from shardkit.backends.base import TracedGather
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardkit._params.memory import SlotPool
+    from shardkit._params.plan import BucketPlan
+    from shardkit._params.sites import ParamEntry
+    from shardkit.backends.base import AllGather, CommStreams
+
+
+class TracedStore(Store):
+    """See the module's docstring.
+
+    Attributes:
+        is_outside: The unsharded parameters are what who runs the model sees, not one rank's.
+    """
+
+    keeps_flats = False
+    layout: EvenLayout
+
+    def __init__(
+        self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: EvenLayout | None = None
+    ) -> None:
+        super().__init__(plan, entries)
+        for entry in entries:
+            if tensor_parallel_of(entry.param) is not None:
+                self._refuse(entry.name, "a DTensor", "Shard it by fully_shard alone.")
+        if isinstance(plan.offload, CPUOffloadPolicy):
+            self._refuse(entries[0].name, "offloaded to the host", "Leave out offload_policy.")
+        self.bucket_id = plan.mesh.backend.next_bucket_id()
+        self.is_outside = False
+        self._job: TracedGather | None = None
+        self._has_memory = False
+        shapes = [tuple(entry.param.shape) for entry in entries]
+        self.layout = layout or EvenLayout.plan(shapes, world_size=plan.axis.size)
+        self.specs = [self._new_spec(i) for i in range(len(entries))]
+        self._pieces = [self._cut_piece(i, e.param.detach()) for i, e in enumerate(entries)]
+        self.unsharded = [self._new_unsharded(i, self._empty()) for i in range(len(entries))]
+        self._note_classes()
+        self._refuse_use()
+
+    def _refuse(self, name: str, what: str, remedy: str) -> None:
+        msg = (
+            f"parameter {name!r} is {what}, which meshes of {self.plan.mesh.device_type!r} devices "
+            f"do not support. {remedy}"
+        )
+        raise WrapError(msg)
+
+    def _new_spec(self, index: int) -> ShardSpec:
+        mesh, axis, name = self.plan.mesh, self.plan.axis, self.entries[index].name
+        if not mesh.backend.is_spmd:
+            return PaddedSpec(self.layout, index, mesh=mesh, axis=axis, name=name)
+        numel = self.layout.padded_part_numel(index)
+        process_axis = mesh.backend.process_axis
+        return WholeSpec(self.layout.shapes[index], numel, mesh=mesh, axis=process_axis, name=name)
+
+    def _cut_piece(self, index: int, param: Tensor) -> Tensor:
+        if isinstance(param, ShardedTensor):
+            piece = param.local_piece
+        else:
+            piece = self.specs[index].slice_full(param).clone()
+        if piece.device.type != "meta":
+            self.plan.mesh.backend.annotate_sharding(piece)
+        return piece
+
+    def _empty(self) -> Tensor:
+        return torch.empty(0, dtype=self.plan.param_dtype, device=self.plan.device)
+
+    # --- the shard ---
+
+    def sharded(self, index: int) -> ShardedTensor:
+        """Return parameter `index` as a tensor over its piece."""
+        return ShardedTensor(self._pieces[index], self.specs[index])
+
+    def sharded_grad(self, index: int, grad: Tensor) -> ShardedTensor:
+        """Return this rank's piece of a whole gradient of parameter `index`, copied."""
+        return ShardedTensor(self._cut_piece(index, grad), self.specs[index])
+
+    def has_piece_of(self, index: int) -> bool:
+        """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
+        return self.entries[index].param.local_piece is self._pieces[index]  # type: ignore[attr-defined]
+
+    def piece(self, reduced: Tensor, index: int) -> Tensor:
+        """Return the part of parameter `index` in a reduced shard, as pieces are kept."""
+        start, stop = self.layout.columns(index)
+        piece: Tensor = self.plan.mesh.backend.leave_piece(reduced[start:stop])
+        return piece
+
+    @property
+    def shard_version(self) -> int:
+        """Raised by every write to a piece."""
+        return sum(piece._version for piece in self._pieces)  # noqa: SLF001 - documented for this
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the parameters' parts on one rank."""
+        return sum(self.layout.sizes) * self.plan.orig_dtype.itemsize
+
+    # --- the unsharded parameters ---
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded parameters while they exist."""
+        return self.layout.padded_numel * self.plan.param_dtype.itemsize
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the unsharded parameters have contents, or will have them."""
+        return self._has_memory
+
+    def acquire(self, pool: SlotPool) -> Any:
+        """Note from which numbers is gathered; there is no memory to get."""
+        del pool
+        self._has_memory = True
+        self._gathered_version = self.shard_version
+        self._allow_use()
+        return None
+
+    def gather_jobs(self, comm: AllGather | None) -> list[TracedGather]:
+        """Return what the backend has to gather."""
+        del comm
+        pieces = [entry.param.local_piece.detach() for entry in self.entries]  # type: ignore[attr-defined]
+        self._job = TracedGather(
+            pieces, self.plan.param_dtype, self.layout.tail_numel, self.bucket_id
+        )
+        return [self._job]
+
+    @_compat.without_dispatch_modes
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Give the unsharded parameters their contents."""
+        job, self._job = self._job, None
+        assert job is not None
+        assert job.wholes is not None
+        layout = self.layout
+        for param, whole, numel, shape in zip(
+            self.unsharded, job.wholes, layout.numels, layout.shapes, strict=True
+        ):
+            flat = whole if whole.numel() == numel else whole[:numel]
+            param.data = flat.view(shape)
+        self.is_outside = False
+
+    @torch.no_grad()
+    def move(self, fn: Callable[[Tensor], Tensor], *, outside: bool) -> None:
+        """Take the contents of the unsharded parameters out of the ranks' region, or into it."""
+        if self._has_memory and self._job is None and self.is_outside != outside:
+            if self.is_outside:
+                self._end_outside()
+            for param in self.unsharded:
+                param.data = fn(param.data)
+            self.is_outside = outside
+
+    def _end_outside(self) -> None:
+        """Let autograd tell who has used parameters outside of the region, and not gone backward.
+
+        What it saved of them would be read as what is gathered in the region then.
+        """
+        for param in self.unsharded:
+            torch.autograd.graph.increment_version(param)
+        self.is_outside = False
+
+    @_compat.without_dispatch_modes
+    def release(self, pool: SlotPool, fence: Any) -> None:
+        """Let the contents go."""
+        del pool, fence
+        self._job = None
+        self._has_memory = False
+        empty = self._empty()
+        if self.is_outside:
+            self._end_outside()
+        for param in self.unsharded:
+            param.data = empty
+        self._refuse_use()
+
+    # --- gradients ---
+
+    def new_gradient_buffer(self, receive_chunks: int) -> TracedSend:
+        """Return what collects gradients; there is nothing to receive into."""
+        assert receive_chunks == 0
+        return TracedSend(self.layout, self.plan)
+
+
+class TracedSend:
+    """Collects one bucket's gradients on a backend that traces.
+
+    Attributes:
+        flat: 1-D, ``layout.padded_numel``, `reduce_dtype`, once `complete`.
+        received: There is nothing to receive into.
+    """
+
+    received = None
+
+    def __init__(self, layout: EvenLayout, plan: BucketPlan) -> None:
+        self._layout, self._plan = layout, plan
+        self._grads: dict[int, Tensor] = {}
+        self.flat: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that are kept."""
+        return sum(grad.nbytes for grad in self._grads.values())
+
+    @property
+    def written(self) -> dict[int, Tensor]:
+        """The gradients that came, by parameter."""
+        return self._grads
+
+    def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
+        """Take a gradient, or add it to what is there."""
+        del streams, pool
+        flat = grad.detach().to(self._plan.reduce_dtype).reshape(-1)
+        flat = padded(flat, self._layout.padded_part_numel(index))
+        self._grads[index] = self._grads[index] + flat if index in self._grads else flat
+
+    def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
+        """Take several gradients, or add them to what is there."""
+        for index, grad in grads.items():
+            self.write(index, grad, streams, pool)
+
+    @torch.no_grad()
+    def complete(self, streams: CommStreams, pool: SlotPool) -> None:
+        """Lay what came side by side, zeros for what did not."""
+        del streams, pool
+        plan, layout = self._plan, self._layout
+        num_ranks = layout.world_size
+
+        def zeros(columns: int) -> Tensor:
+            return torch.zeros(num_ranks, columns, dtype=plan.reduce_dtype, device=plan.device)
+
+        columns = [
+            self._grads[i].view(num_ranks, -1) if i in self._grads else zeros(size)
+            for i, size in enumerate(layout.sizes)
+            if size
+        ]
+        if layout.tail_numel:
+            columns.append(zeros(layout.tail_numel))
+        self._grads = {}
+        self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
+
+    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
+        """Let go of what was sent."""
+        del pool, fence, by_compute
+        self.flat = None
+
+    def close_receive(self, pool: SlotPool) -> None:
+        """Nothing was received."""

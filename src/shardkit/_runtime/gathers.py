@@ -1,0 +1,181 @@
+"""Gives groups unsharded memory and takes it back, as the schedule says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardkit._runtime.agreement import GATHER
+from shardkit._schedule.unshard import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardkit._params.memory import SlotPool
+    from shardkit._runtime.agreement import StepCheck
+    from shardkit._runtime.group import ParamGroup
+    from shardkit._schedule.unshard import Action, UnshardSchedule
+    from shardkit.backends.base import AxisComm, CommStreams, Handle
+
+
+class Gathers:
+    """Carries out the schedule's actions: gather, prefetch, wait, free.
+
+    Args:
+        groups: All groups of the root, by number.
+        schedule: Whose actions these are.
+        streams: Where gathers run.
+        slots: Memory.
+        check: Compares what the ranks did.
+
+    Attributes:
+        nbytes: Of the unsharded memory that exists now.
+        peak_nbytes: The most that ever existed.
+        in_trained_layer: Backward is inside a layer whose gradients come now.
+        make_room: Called before a late prefetch of a group, so that memory is free.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        schedule: UnshardSchedule,
+        streams: CommStreams,
+        slots: SlotPool,
+        check: StepCheck,
+    ) -> None:
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self.in_trained_layer = False
+        self.make_room: Callable[[ParamGroup], None] = lambda _: None
+        self._groups = groups
+        self._schedule = schedule
+        self._streams = streams
+        self._slots = slots
+        self._check = check
+        backend = groups[0].mesh.backend
+        self._is_host_synchronous = backend.is_host_synchronous
+        self._has_own_memory = backend.has_own_memory
+        self._put_off: list[ParamGroup] = []
+        self._under_way: dict[int, Handle] = {}
+
+    # --- actions ---
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Do what the schedule says, in order."""
+        ahead = []
+        for op, index in actions:
+            group = self._groups[index]
+            if op is Op.WAIT:
+                self.wait(group)
+            elif op is Op.GATHER:
+                self._gather([group])
+            elif op is Op.PREFETCH:
+                ahead.append(group)
+            elif group in self._put_off:
+                self._put_off.remove(group)
+            else:
+                self._free(group)
+        if ahead:
+            self._prefetch(ahead)
+
+    def wait(self, group: ParamGroup) -> None:
+        """Let compute issued from now on see the gathered parameters."""
+        if group in self._put_off:
+            self.gather_put_off()
+        handle = self._under_way.pop(group.index, None)
+        if handle is not None:
+            handle.wait()
+            for store in group.gathered:
+                store.finish_gather()
+
+    def _prefetch(self, groups: list[ParamGroup]) -> None:
+        """Gather for later.
+
+        Where only waiting frees memory, backward puts it off until half of the current group's
+        gradients have come: by then the last reduction is done and activations are freed, and
+        there is still enough compute left to hide it behind.
+        """
+        if self._is_host_synchronous and self.in_trained_layer:
+            self.gather_put_off()
+            self._put_off = groups
+        else:
+            self._gather(groups)
+
+    def gather_put_off(self) -> None:
+        """Carry out the prefetch that was put off."""
+        if self._put_off:
+            groups, self._put_off = self._put_off, []
+            self.make_room(groups[0])
+            self._gather(groups)
+
+    def forget_put_off(self) -> None:
+        """Do without it, after an exception."""
+        self._put_off.clear()
+
+    def _gather(self, groups: Sequence[ParamGroup]) -> None:
+        by_axis: dict[AxisComm, list[ParamGroup]] = {}
+        for group in groups:
+            by_axis.setdefault(_axis_of_gather(group), []).append(group)
+            if group.shard_axis.size > 1 and group.needs_memory:
+                self._check.note(GATHER, group.index)
+            self.nbytes += group.unsharded_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        for axis, together in by_axis.items():
+            self._start(together, axis)
+
+    def _start(self, groups: Sequence[ParamGroup], axis: AxisComm) -> None:
+        """Get memory for groups and gather into it over `axis`, in one go.
+
+        Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
+        """
+        jobs, fences = [], []
+        for group in groups:
+            fences += [store.acquire(self._slots) for store in group.gathered]
+            parts = [store.kept_part for store in group.gathered]
+            fences += [part.fence for part in parts if part is not None]
+            comm = group.settings.comm.all_gather
+            jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
+        if jobs:
+            handle = self._streams.start_gather(jobs, axis, fences)
+            self._under_way.update({group.index: handle for group in groups})
+
+    def _free(self, group: ParamGroup) -> None:
+        """Give the memory back and show the sharded parameters."""
+        self.nbytes -= group.unsharded_nbytes
+        self.wait(group)
+        group.show(unsharded=False)
+        axis = group.kept_axis
+        may_come_back = axis is not None and self._schedule.awaits_backward(group.index)
+        for store in group.gathered:
+            if axis is None or not may_come_back or store.is_stale:
+                store.drop_part()
+            else:
+                store.keep_part(axis, self._streams.fence)
+        if group.gathered:
+            fence = self._streams.fence()
+            for store in group.gathered:
+                store.release(self._slots, fence)
+
+    # --- memory between steps ---
+
+    def trim(self) -> None:
+        """Give free slots back: the optimizer's temporaries want the room."""
+        self._slots.trim()
+
+    def settle_host_reads(self) -> None:
+        """Let the user's code write offloaded shards from now on."""
+        if not self._has_own_memory:
+            return
+        stores = [b.store for g in self._groups for b in g.buckets if b.plan.is_offloaded]
+        if stores:
+            by_compute = any(spec.subclass is not None for s in stores for spec in s.specs)
+            self._streams.settle_host_reads(compute=by_compute)
+
+
+def _axis_of_gather(group: ParamGroup) -> AxisComm:
+    """Return the axis that the next gather of a group goes over."""
+    parts = [store.kept_part for store in group.gathered]
+    if group.kept_axis is not None and parts and all(part is not None for part in parts):
+        return group.kept_axis
+    for store in group.gathered:
+        store.drop_part()
+    return group.shard_axis
