@@ -214,8 +214,7 @@ class ShardSpec:
         return places - self.start
 
 
-_PIECE_ATTRIBUTES = ("local_piece", "flat", "flat_start")
-_OWN_ATTRIBUTES = ("spec", "put_off", *_PIECE_ATTRIBUTES)
+_OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start")
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -253,8 +252,6 @@ class ShardedTensor(Tensor):
     spec: ShardSpec
     flat: Tensor | None
     flat_start: int
-    put_off: Any = None
-    """What computes the piece when it is asked for (`ops.put_off.PutOff`), if it is not there."""
     __torch_function__ = _compat.disabled_torch_function
 
     @staticmethod
@@ -285,27 +282,6 @@ class ShardedTensor(Tensor):
         self, local: Tensor, spec: ShardSpec, flat: Tensor | None = None, flat_start: int = 0
     ) -> None:
         """Nothing is left to do after `__new__`."""
-
-    @classmethod
-    def without_piece(cls, like: ShardedTensor, put_off: Any) -> Self:
-        """Return a tensor like another, whose piece is computed when somebody asks for it."""
-        self: Self = _compat.make_wrapper(cls, like, like.spec.shape)
-        self.spec = like.spec
-        self.put_off = put_off
-        return self
-
-    def settle(self, piece: Tensor, flat: Tensor | None, flat_start: int) -> None:
-        """Take the piece that was put off."""
-        self.local_piece, self.flat, self.flat_start = piece, flat, flat_start
-        del self.put_off
-
-    def __getattr__(self, name: str) -> Any:
-        """Have a piece that was put off computed; called for attributes that are missing."""
-        if name in _PIECE_ATTRIBUTES and self.put_off is not None:
-            self.put_off.settle()
-            return self.__dict__[name]
-        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(msg)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""
