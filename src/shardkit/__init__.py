@@ -23,7 +23,8 @@ from shardkit._module.fsdp_module import (
 from shardkit._module.fully_shard import fully_shard
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
-from shardkit._tensor.sharded import FlatShard, Replicate, ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import FlatShard, Replicate
 from shardkit.backends import init_device_mesh
 from shardkit.backends.base import AllGather, Comm, ReduceScatter
 

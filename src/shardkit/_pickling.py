@@ -27,7 +27,8 @@ from shardkit._layout.even import EvenLayout
 from shardkit._layout.flat import FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._tensor import dcp_protocol
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._tensor.spec import ShardSpec
 from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec
 from shardkit.backends import mesh_of_world
 

@@ -27,7 +27,8 @@ from shardkit._module.fully_shard import _check_current_device, _check_params, _
 from shardkit._params.sites import ParamEntry
 from shardkit._runtime.agreement import REDUCE, StepCheck
 from shardkit._runtime.group import move_buffers
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import process_group
 from shardkit.backends.accelerator import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module

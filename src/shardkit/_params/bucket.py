@@ -28,8 +28,9 @@ from shardkit._params.freed import NAME_ATTRIBUTE, class_without_memory
 from shardkit._params.memory import Buffer
 from shardkit._params.sites import ParamSites
 from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
-from shardkit._tensor.ops import FlatMaker
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._tensor.ops import StateAllocator
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
@@ -122,7 +123,7 @@ class Bucket:
         self.aliases_shard = self._aliases_shard()
         # Tensors made in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
-            state_allocator = FlatMaker()
+            state_allocator = StateAllocator()
             self.specs = [self._make_spec(i, state_allocator) for i in range(len(entries))]
             self.shard = self._cut_shard()
             for index, (spec, item) in enumerate(zip(self.specs, entries, strict=True)):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardkit import _compat
 from shardkit._params.memory import Buffer
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import Reduction
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
     from shardkit._params.memory import SlotPool
     from shardkit._settings import CommSettings
+    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
 
 

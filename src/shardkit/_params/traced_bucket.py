@@ -24,7 +24,7 @@ from shardkit._layout.even import EvenLayout
 from shardkit._params.bucket import Bucket, bucket_showing
 from shardkit._params.freed import NAME_ATTRIBUTE
 from shardkit._policy import CPUOffloadPolicy
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec, padded
 from shardkit.backends.base import TracedGather
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardkit._params.memory import SlotPool
+    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AllGather, AxisComm, CommStreams
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from shardkit._errors import ShardedTensorError
 from shardkit._layout.flat import FlatLayout
-from shardkit._tensor.sharded import ShardSpec
+from shardkit._tensor.spec import Axis, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,12 @@ class WholeSpec(ShardSpec):
         self.mesh.backend.annotate_sharding(piece)
 
 
+class ReplicaAxis(Axis, Protocol):
+    """A mesh axis of ranks that trace one graph: each rank's number is data."""
+
+    rank_on_device: Tensor
+
+
 class PaddedSpec(ShardSpec):
     """By each of several ranks that trace: its own piece, as long as the others'.
 
@@ -71,6 +77,7 @@ class PaddedSpec(ShardSpec):
 
     __slots__ = ()
     is_traced = True
+    axis: ReplicaAxis
 
     def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
         super().__init__(layout, index, **rest)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._tensor.sharded import ShardSpec
+    from shardkit._tensor.spec import ShardSpec
 
 
 @dataclass(slots=True)

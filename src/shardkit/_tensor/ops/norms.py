@@ -15,6 +15,8 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardkit._tensor.spec import Axis
+
 
 _INF = float("inf")
 
@@ -87,9 +89,9 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
     return torch.stack(list(values)).to(torch.float64)
 
 
-def by_axis(tensors: Sequence[Tensor]) -> dict[Any, list[int]]:
+def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
     """Return the indices of the sharded tensors by each process group they are cut over."""
-    by_axis: dict[Any, list[int]] = {}
+    by_axis: dict[Axis, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if type(tensor) is ShardedTensor:
             for axis in tensor.spec.axes:
