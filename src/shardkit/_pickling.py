@@ -175,9 +175,6 @@ class SavedPiece(Tensor):
         self.described = (piece, shape, boxes, name)
         return self
 
-    def __init__(self, *args: object) -> None:
-        """Nothing is left to do after `__new__`."""
-
     described: tuple[Tensor, tuple[int, ...], list[Box], str]
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -30,11 +30,7 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
     return {k: v for k, v in tensor.__dict__.items() if k not in (*_OWN_ATTRIBUTES, "_is_param")}
 
 
-def _no_dispatcher(func: Any, args: Any, kwargs: Any) -> Any:
-    raise NotImplementedError(func, args, kwargs)
-
-
-_dispatcher: Callable[[Any, Any, Any], Any] = _no_dispatcher
+_dispatcher: Callable[[Any, Any, Any], Any]
 
 
 def set_dispatcher(dispatcher: Callable[[Any, Any, Any], Any]) -> None:
@@ -85,11 +81,6 @@ class ShardedTensor(Tensor):
         self.flat = flat
         self.flat_start = flat_start
         return self
-
-    def __init__(
-        self, local: Tensor, spec: ShardSpec, flat: Tensor | None = None, flat_start: int = 0
-    ) -> None:
-        """Nothing is left to do after `__new__`."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class FlatShard:
     """
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ShardSpec:
     """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
 
@@ -103,53 +104,31 @@ class ShardSpec:
         entry: Weak: the parameter, and where its group found it.
     """
 
-    __slots__ = (
-        "axes",
-        "axis",
-        "entry",
-        "index",
-        "is_written_here",
-        "layout",
-        "mesh",
-        "name",
-        "piece_range",
-        "shard_device",
-        "start",
-        "state_allocator",
-        "stop",
-        "subclass",
-        "tensor_parallel",
-    )
+    layout: FlatLayout
+    index: int
+    _: KW_ONLY
+    mesh: DeviceMesh
+    axis: Axis
+    name: str
+    state_allocator: Allocator | None = None
+    shard_device: torch.device | None = None
+    tensor_parallel: TensorParallel | None = None
+    subclass: Subclass | None = None
+    axes: tuple[Axis, ...] = field(init=False)
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    piece_range: tuple[int, int] = field(init=False)
+    is_written_here: bool = field(init=False, default=True)
+    entry: weakref.ref[Entry] | None = field(init=False, default=None)
 
-    def __init__(  # noqa: PLR0913 - a record, made in one place
-        self,
-        layout: FlatLayout,
-        index: int,
-        *,
-        mesh: DeviceMesh,
-        axis: Axis,
-        name: str,
-        state_allocator: Allocator | None = None,
-        shard_device: torch.device | None = None,
-        tensor_parallel: TensorParallel | None = None,
-        subclass: Subclass | None = None,
-    ) -> None:
-        self.state_allocator = state_allocator
-        self.shard_device = shard_device
-        self.entry: weakref.ref[Entry] | None = None
-        self.layout = layout
-        self.index = index
-        self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
-        self.axis = axis
-        self.tensor_parallel = tensor_parallel
-        self.subclass = subclass
-        self.axes: tuple[Axis, ...] = (
-            (axis,) if tensor_parallel is None else (axis, *tensor_parallel.axes)
-        )
-        self.is_written_here = True
-        self.name = name
-        self.start, self.stop = layout.owned_range(index, axis.rank)
-        self.piece_range = layout.shard_range(index, axis.rank)
+    def __post_init__(self) -> None:
+        """Find this rank's range."""
+        outer = self.tensor_parallel
+        if outer is not None:
+            self.mesh = outer.join(self.mesh)
+        self.axes = (self.axis,) if outer is None else (self.axis, *outer.axes)
+        self.start, self.stop = self.layout.owned_range(self.index, self.axis.rank)
+        self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
 
     is_traced = False
     """Operators on pieces are traced, and there may be padding behind the pieces."""

@@ -18,8 +18,6 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._tensor.ops.contiguous import Run
-
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on lists: index i of every list belongs together.
@@ -29,45 +27,28 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for arg in (*args, *kwargs.values()):
         if type(arg) is ShardedTensor:
             raise refuse(func, arg, "it stands where one number for all is wanted.")
+    first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
     runs = find_runs(args)
     if runs is None:
-        return _foreach_pieces(func, args, kwargs)
-    return _foreach_runs(func, args, kwargs, runs)
-
-
-def _foreach_runs(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runs: Sequence[Run]
-) -> Any:
-    first: Sequence[ShardedTensor] = _first_list(args)
-    result = func(*(join(arg, runs) for arg in args), **kwargs)
+        result = func(*(_local_list(func, arg, first) for arg in args), **kwargs)
+        written = [item for item in first if type(item) is ShardedTensor]
+    else:
+        result = func(*(join(arg, runs) for arg in args), **kwargs)
+        written = [first[run.positions[0]] for run in runs]
     if _compat.is_mutable_op(func):
-        note_write(*(first[run.positions[0]] for run in runs))
+        note_write(*written)
         return result
     if not isinstance(result, (list, tuple)):
         return result
+    if runs is None:
+        return [
+            ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
+            for item, of in zip(result, first, strict=True)
+        ]
     found = pieces_of(result, runs, [item.spec for item in first])
     return [
         ShardedTensor(piece, item.spec, flat, start)
         for item, (piece, flat, start) in zip(first, found, strict=True)
-    ]
-
-
-def _first_list(args: tuple[Any, ...]) -> Any:
-    return next(arg for arg in args if isinstance(arg, (list, tuple)))
-
-
-def _foreach_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = _first_list(args)
-    pieces = [_local_list(func, arg, first) for arg in args]
-    result = func(*pieces, **kwargs)
-    if _compat.is_mutable_op(func):
-        note_write(*(item for item in first if type(item) is ShardedTensor))
-        return result
-    if not isinstance(result, (list, tuple)):
-        return result
-    return [
-        ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
-        for item, of in zip(result, first, strict=True)
     ]
 
 

@@ -32,14 +32,11 @@ def sharded_norms(
     Cost: one all-reduce of 8 bytes per tensor (16 for max and min) per process group: one, as a
     rule.
     """
-    pieces = [t.local_piece if type(t) is ShardedTensor else t for t in tensors]
     neutral = _INF if order < 0 else 0.0
-    first = next((t for t in tensors if type(t) is ShardedTensor), None)
-    if first is not None and first.spec.is_traced:
-        pieces = [
-            t.spec.without_padding(piece, neutral) if type(t) is ShardedTensor else piece
-            for t, piece in zip(tensors, pieces, strict=True)
-        ]
+    pieces = [
+        t.spec.without_padding(t.local_piece, neutral) if type(t) is ShardedTensor else t
+        for t in tensors
+    ]
     norms = _local_norms(pieces, order, dtype)
     is_power = order not in (0.0, _INF, -_INF)
     if is_power:

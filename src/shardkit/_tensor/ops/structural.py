@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from shardkit import _compat
 from shardkit._tensor.ops.common import local_operand, note_write, refuse
 from shardkit._tensor.sharded import ShardedTensor
 
+if TYPE_CHECKING:
+    from shardkit._tensor.spec import ShardSpec
+
 _aten = torch.ops.aten
 
 
@@ -19,10 +22,11 @@ def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that makes one tensor of the same shape from one."""
     tensor = args[0]
     kwargs.pop("memory_format", None)
-    piece = func(tensor.local_piece, *args[1:], **kwargs)
-    if tensor.spec.is_traced:
-        piece = _compat.track_views(piece)
-    return ShardedTensor(piece, tensor.spec)
+    return _wrap_new(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
+
+
+def _wrap_new(piece: Tensor, spec: ShardSpec) -> ShardedTensor:
+    return ShardedTensor(_compat.track_views(piece) if spec.is_traced else piece, spec)
 
 
 def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,9 +81,7 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tuple(size) != tuple(tensor.shape):
         return func(tensor.local_piece, size, *rest, **kwargs)
     piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
-    if tensor.spec.is_traced:
-        piece = _compat.track_views(piece)
-    return ShardedTensor(piece, tensor.spec)
+    return _wrap_new(piece, tensor.spec)
 
 
 def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -103,8 +105,7 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         source = local_operand(func, source, target)
     func(target.local_piece, source, *args[2:], **kwargs)
-    if target.spec.is_traced:
-        target.spec.annotate_sharding(target.local_piece)
+    target.spec.annotate_sharding(target.local_piece)
     note_write(target)
     return target
 
