@@ -15,11 +15,7 @@ from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.deferred import defer_sharding
 from shardkit._module.forward_methods import register_fsdp_forward_method
-from shardkit._module.fsdp_module import (
-    FSDPModule,
-    UnshardHandle,
-    share_comm_ctx,
-)
+from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input

@@ -77,6 +77,7 @@ class PaddedSpec(ShardSpec):
 
     __slots__ = ()
     is_traced = True
+    layout: EvenLayout  # type: ignore[assignment]
     axis: ReplicaAxis
 
     def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
@@ -86,8 +87,7 @@ class PaddedSpec(ShardSpec):
     @property
     def piece_numel(self) -> int:
         """Elements of the piece, padding included."""
-        size: int = self.layout.sizes[self.index]  # type: ignore[attr-defined]
-        return size
+        return self.layout.sizes[self.index]
 
     def check_saved(self) -> None:
         """Raise: these ranks have no process group to agree about files by.
@@ -125,8 +125,7 @@ class PaddedSpec(ShardSpec):
 
     @property
     def _padded_numel(self) -> int:
-        padded_numel: int = self.layout.padded_part_numel(self.index)  # type: ignore[attr-defined]
-        return padded_numel
+        return self.layout.padded_part_numel(self.index)
 
     def _own_row(self, flat: Tensor) -> Tensor:
         rows, rank = flat.view(self.axis.size, -1), self.axis.rank_on_device
