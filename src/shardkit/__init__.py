@@ -15,15 +15,12 @@ from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.deferred import defer_sharding
 from shardkit._module.forward_methods import register_fsdp_forward_method
-from shardkit._module.fsdp_module import (
-    FSDPModule,
-    UnshardHandle,
-    share_comm_ctx,
-)
+from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
-from shardkit._tensor.sharded import FlatShard, Replicate, ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import FlatShard, Replicate
 from shardkit.backends import init_device_mesh
 from shardkit.backends.base import AllGather, Comm, ReduceScatter
 

@@ -88,7 +88,6 @@ def _wrap_naming() -> None:
 copy_to_op = torch.ops.aten._to_copy.default
 unsafe_view_op = torch.ops.aten._unsafe_view.default
 item_op = torch.ops.aten._local_scalar_dense.default
-foreach_sqrt_op = torch.ops.aten._foreach_sqrt.default
 foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 

@@ -27,7 +27,8 @@ from shardkit._layout.even import EvenLayout
 from shardkit._layout.flat import FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._tensor import dcp_protocol
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._tensor.spec import ShardSpec
 from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec
 from shardkit.backends import mesh_of_world
 
@@ -173,9 +174,6 @@ class SavedPiece(Tensor):
         self: Self = _compat.make_wrapper(cls, piece, shape)
         self.described = (piece, shape, boxes, name)
         return self
-
-    def __init__(self, *args: object) -> None:
-        """Nothing is left to do after `__new__`."""
 
     described: tuple[Tensor, tuple[int, ...], list[Box], str]
 

@@ -23,11 +23,13 @@ from shardkit import (
     WrapError,
 )
 from shardkit._layout.flat import FlatLayout
-from shardkit._module.fully_shard import _check_current_device, _check_params, _device_type
+from shardkit._module.checks import _check_current_device, check_params
+from shardkit._module.fully_shard import _device_type
 from shardkit._params.sites import ParamEntry
 from shardkit._runtime.agreement import REDUCE, StepCheck
 from shardkit._runtime.group import move_buffers
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import process_group
 from shardkit.backends.accelerator import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
@@ -53,12 +55,12 @@ def found_on(*devices: str) -> list[typing.Any]:
 
 def test_a_parameter_on_a_card_that_is_not_the_current_one_is_refused() -> None:
     with pytest.raises(WrapError, match=r"'layer\.1' is on cuda:1.*cuda:0.*cuda\.set_device\(1\)"):
-        _check_params(found_on("cuda:0", "cuda:1"), mesh_on("cuda:0"), OffloadPolicy())
+        check_params(found_on("cuda:0", "cuda:1"), mesh_on("cuda:0"), OffloadPolicy())
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cpu", "meta"])
 def test_parameters_of_the_current_card_or_to_be_moved_to_it_pass(device: str) -> None:
-    _check_params(found_on(device), mesh_on("cuda:1"), OffloadPolicy())
+    check_params(found_on(device), mesh_on("cuda:1"), OffloadPolicy())
 
 
 def test_only_the_same_index_is_the_current_device() -> None:

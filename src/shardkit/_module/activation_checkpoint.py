@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from shardkit.backends.base import Region
+
 
 class CheckpointedForward:
     """Stands in for a module's forward.
@@ -91,7 +93,7 @@ class _TracedRepeat:
         region: Where.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], region: Any) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], region: Region) -> None:
         self._module = module
         self._forward = forward
         self._region = region
@@ -103,18 +105,14 @@ class _TracedRepeat:
         return contextlib.nullcontext(), self._again()
 
     @contextlib.contextmanager
-    def _again(self) -> Any:
+    def _again(self) -> Iterator[None]:
         self._is_again = True
         # Outside of the root's forward modules hold whole buffers.
-        with (
-            self._drawing.again(),
-            _replaced([*buffers_of(self._module)], self._enter),
-        ):
+        with self._drawing.again(), _replaced([*buffers_of(self._module)], self._enter):
             yield
 
     def _enter(self, buffer: Tensor) -> Tensor:
-        result: Tensor = self._region.enter_shared(buffer.detach())
-        return result
+        return self._region.enter_shared(buffer.detach())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward."""
@@ -128,8 +126,7 @@ class _TracedRepeat:
         The graph of a repetition is only asked for what it saved.
         """
         [later] = self._region.after_progress([tensor.detach()])
-        result: Tensor = later.requires_grad_(tensor.requires_grad)
-        return result
+        return later.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

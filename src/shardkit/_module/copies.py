@@ -13,11 +13,11 @@ from shardkit._module.hooks import ModuleState
 from shardkit._settings import RootSettings
 
 if TYPE_CHECKING:
+    from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime.group import ParamGroup
 
-
-Written = tuple[dict[str, Any], "ParamGroup | None", Any, Any]
-"""What is pickled of a module: its attributes, group, policy and the root's choice of prefetch."""
+Written = tuple[dict[str, Any], "ParamGroup | None", "MixedPrecisionPolicy", dict[str, Any]]
+"""What is pickled of a module: its attributes, its group, its policy, its `RootSettings`."""
 
 
 def deep_copy(state: ModuleState, original: type[nn.Module], memo: dict[int, Any]) -> Any:

@@ -21,7 +21,7 @@ from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime.events import ForwardRecord
@@ -35,6 +35,20 @@ def get_state(module: nn.Module) -> ModuleState | None:
     """Return the state that `fully_shard` put on `module`, or None."""
     state: ModuleState | None = module.__dict__.get(STATE_ATTRIBUTE)
     return state
+
+
+def state_of(module: Any) -> ModuleState:
+    """Return the state of a sharded module."""
+    state = get_state(module)
+    assert state is not None, "an FSDPModule has a state"
+    return state
+
+
+def groups_in(module: Any, *, recurse: bool) -> Iterable[ParamGroup]:
+    """Return the groups of a module and, with `recurse`, of the sharded modules in it."""
+    modules = module.modules() if recurse else [module]
+    states = map(get_state, modules)
+    return dict.fromkeys(s.group for s in states if s is not None and s.group is not None)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
     from shardkit._params.memory import SlotPool
     from shardkit._params.send_buffer import GradientBuffer
+    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import CommStreams
 
 

@@ -23,8 +23,9 @@ from shardkit._layout.flat import FlatLayout
 from shardkit._params.memory import Buffer
 from shardkit._params.send_buffer import SendBuffer
 from shardkit._params.store import Store
-from shardkit._tensor.ops import FlatMaker
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.ops import StateAllocator
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
@@ -76,7 +77,7 @@ class FlatStore(Store):
         self.aliases_shard = self._aliases_shard()
         self._kept_part: KeptPart | None = None
         self._buffer: Buffer | None = None
-        allocator = FlatMaker()
+        allocator = StateAllocator()
         self.specs = [self._new_spec(i, allocator) for i in range(len(entries))]
         self.shard = self._cut_shard()
         self._make_unsharded()
@@ -103,7 +104,7 @@ class FlatStore(Store):
         is_same_dtype = plan.param_dtype == plan.orig_dtype
         return plan.axis.size == 1 and is_same_dtype and not plan.is_offloaded
 
-    def _new_spec(self, index: int, allocator: FlatMaker) -> ShardSpec:
+    def _new_spec(self, index: int, allocator: StateAllocator) -> ShardSpec:
         plan = self.plan
         spec = ShardSpec(
             self.layout,

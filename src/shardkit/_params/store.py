@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shardkit._params.plan import BucketPlan
     from shardkit._params.send_buffer import GradientBuffer
     from shardkit._params.sites import ParamEntry
-    from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+    from shardkit._tensor.sharded import ShardedTensor
+    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AllGather, AxisComm
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -91,8 +91,7 @@ def subclass_of(entry: ParamEntry) -> Subclass | None:
     """Return how a parameter gathers itself; None if it does not."""
     param = entry.param
     if isinstance(param, ShardedTensor):
-        subclass: Subclass | None = param.spec.subclass
-        return subclass
+        return cast("Subclass | None", param.spec.subclass)
     if hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather"):
         return Subclass(entry.name, param)
     return None

@@ -23,7 +23,7 @@ from shardkit._errors import WrapError
 from shardkit._layout.even import EvenLayout
 from shardkit._params.store import Store
 from shardkit._policy import CPUOffloadPolicy
-from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec, padded
 from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import TracedGather
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
+    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AllGather, CommStreams
 
 

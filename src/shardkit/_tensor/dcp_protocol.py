@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from shardkit._tensor.sharded import ShardedTensor, ShardSpec
+    from shardkit._tensor.spec import ShardSpec
 
 
 def boxes_of_piece(spec: ShardSpec) -> list[Box]:
@@ -88,7 +88,7 @@ def create_write_items(
     ]
 
 
-def create_chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
+def create_chunk_list(spec: ShardSpec, piece: Tensor) -> list[ChunkStorageMetadata]:
     """Return the boxes that this rank wants to load; only a load asks for them.
 
     So the version counter of the shard is raised: what was gathered from it will be stale. Those
@@ -96,8 +96,8 @@ def create_chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
     """
     import torch
 
-    torch.autograd.graph.increment_version(tensor.local_piece)
-    return [_chunk_of(box) for box in boxes_of_piece(tensor.spec)]
+    torch.autograd.graph.increment_version(piece)
+    return [_chunk_of(box) for box in boxes_of_piece(spec)]
 
 
 def get_tensor_shard(

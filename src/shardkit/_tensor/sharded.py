@@ -7,7 +7,6 @@ operators do on it is in `_tensor.ops`.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,205 +16,13 @@ from shardkit import _compat
 from shardkit._tensor import dcp_protocol
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable
 
-    from shardkit._layout.flat import FlatLayout
     from shardkit._mesh import DeviceMesh
+    from shardkit._tensor.spec import ShardSpec
 
 
-@dataclass(frozen=True)
-class Replicate:
-    """Every rank of the mesh axis holds the same."""
-
-
-@dataclass(frozen=True)
-class FlatShard:
-    """Along the mesh axis each rank holds a contiguous range of the flattened tensor, maybe none.
-
-    Not torch's ``Shard(0)``: a cut may fall inside a row.
-    """
-
-
-class ShardSpec:
-    """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
-
-    Attributes:
-        layout: The bucket's layout.
-        index: The parameter's position in it.
-        mesh: The mesh.
-        axis: Communicates along the shard axis (`shardkit.backends.AxisComm`).
-        name: The parameter's name, for errors; the root's first forward sets the full one.
-        start: First owned element of the flattened tensor on this rank.
-        stop: Its end; equal to `start` where this rank owns nothing.
-        piece_range: [start, stop) of this rank's piece in its shard.
-        state_allocator: Open flats of the bucket (`_tensor.ops.FlatMaker`).
-        shard_device: Device of the pieces; None: the mesh's.
-        subclass: How it is gathered, if it says so itself (`_params.subclass_bucket.Subclass`).
-        tensor_parallel: How it is split over axes of another mesh before it is cut here
-            (`shardkit.backends.dtensor.TensorParallel`); the layout, `start` and `stop`
-            are those of this rank's part. None: not at all.
-        axes: The axes over which ranks hold different elements.
-        is_written_here: Whether this rank offers its piece to checkpoints. Not where ranks hold
-            the same elements, cut in another way: then one of them does.
-        entry: Weak: the parameter and every place that its group found it in (`ParamEntry`).
-    """
-
-    __slots__ = (
-        "axes",
-        "axis",
-        "entry",
-        "index",
-        "is_written_here",
-        "layout",
-        "mesh",
-        "name",
-        "piece_range",
-        "shard_device",
-        "start",
-        "state_allocator",
-        "stop",
-        "subclass",
-        "tensor_parallel",
-    )
-
-    def __init__(  # noqa: PLR0913 - a record, made in one place
-        self,
-        layout: FlatLayout,
-        index: int,
-        *,
-        mesh: DeviceMesh,
-        axis: Any,
-        name: str,
-        state_allocator: Any = None,
-        shard_device: torch.device | None = None,
-        tensor_parallel: Any = None,
-        subclass: Any = None,
-    ) -> None:
-        self.state_allocator = state_allocator
-        self.shard_device = shard_device
-        self.entry: weakref.ref[Any] | None = None
-        self.layout = layout
-        self.index = index
-        self.mesh = mesh if tensor_parallel is None else tensor_parallel.join(mesh)
-        self.axis = axis
-        self.tensor_parallel = tensor_parallel
-        self.subclass = subclass
-        self.axes = (axis,) if tensor_parallel is None else (axis, *tensor_parallel.axes)
-        self.is_written_here = True
-        self.name = name
-        self.start, self.stop = layout.owned_range(index, axis.rank)
-        self.piece_range = layout.shard_range(index, axis.rank)
-
-    is_traced = False
-    """Operators on pieces are traced, and there may be padding behind the pieces."""
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements of this rank's piece."""
-        return self.stop - self.start
-
-    def trim(self, piece: Tensor) -> Tensor:
-        """Return a piece without padding behind it; there is none here."""
-        return piece
-
-    def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
-        """Return a piece for a reduction, to which elements of value `neutral` do nothing."""
-        del neutral
-        return self.trim(piece)
-
-    def gather(self, piece: Tensor) -> Tensor:
-        """Return the whole tensor of which `piece` is this rank's. Collective."""
-        full = self._gather_part(piece)
-        if self.tensor_parallel is None:
-            return full
-        whole: Tensor = self.tensor_parallel.to_whole(full)
-        return whole
-
-    def _gather_part(self, piece: Tensor) -> Tensor:
-        layout, index, axis = self.layout, self.index, self.axis
-        owners = layout.owners(index)
-        full = piece.new_empty(layout.numels[index])
-        if len(owners) * 2 < axis.size:
-            for owner in owners:
-                start, stop = layout.owned_range(index, owner)
-                if owner == axis.rank:
-                    full[start:stop] = piece
-                axis.broadcast(full[start:stop], src=owner)
-        elif len(owners) > 0:
-            ranges = [layout.owned_range(index, rank) for rank in range(axis.size)]
-            longest = max(stop - start for start, stop in ranges)
-            pieces = piece.new_zeros(axis.size, longest)
-            pieces[axis.rank, : piece.numel()] = piece
-            axis.all_gather(pieces.view(-1), pieces[axis.rank])
-            for rank, (start, stop) in enumerate(ranges):
-                full[start:stop] = pieces[rank, : stop - start]
-        return full.view(layout.shapes[index])
-
-    def annotate_sharding(self, piece: Tensor) -> None:
-        """Have a piece spread over devices of this process; there is only one here."""
-
-    def check_saved(self) -> None:
-        """Raise if this rank's piece cannot be written to a file of its own."""
-
-    def __deepcopy__(self, memo: object) -> ShardSpec:
-        """Return itself: copies of a tensor are cut alike, on the same mesh."""
-        del memo
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        if self.tensor_parallel is not None:
-            shape: tuple[int, ...] = self.tensor_parallel.shape
-            return shape
-        return self.layout.shapes[self.index]
-
-    @property
-    def placements(self) -> tuple[Any, ...]:
-        """One placement per mesh axis: the last of the axes sharded here is sharded.
-
-        Those of a DTensor follow, as torch's.
-        """
-        inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
-        replicated = self.mesh.ndim - len(inner) - 1
-        return (*(Replicate() for _ in range(replicated)), FlatShard(), *inner)
-
-    @property
-    def device(self) -> torch.device:
-        """Where pieces are: the mesh's device, or the host if they are offloaded."""
-        device: torch.device = (
-            self.shard_device if self.shard_device is not None else self.mesh.backend.device
-        )
-        return device
-
-    def same_cut(self, other: ShardSpec) -> bool:
-        """Whether pieces of both line up on every rank."""
-        return self is other or (
-            self.shape == other.shape
-            and (self.axis is other.axis or self.mesh == other.mesh)
-            and self.tensor_parallel == other.tensor_parallel
-            and self.layout.cut(self.index) == other.layout.cut(other.index)
-        )
-
-    def slice_full(self, full: Tensor) -> Tensor:
-        """Return this rank's piece of a tensor of the global shape: 1-D, a view if it can be."""
-        if self.tensor_parallel is not None:
-            full = self.tensor_parallel.to_part(full)
-        return full.reshape(-1)[self.start : self.stop]
-
-    def local_indices(self, places: Tensor) -> Tensor:
-        """Return where elements of the flattened whole lie in this rank's piece.
-
-        What is not in it is below 0 or beyond its end.
-        """
-        if self.tensor_parallel is not None:
-            places = self.tensor_parallel.part_indices(places)
-        return places - self.start
-
-
-_PIECE_ATTRIBUTES = ("local_piece", "flat", "flat_start")
-_OWN_ATTRIBUTES = ("spec", "put_off", *_PIECE_ATTRIBUTES)
+_OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start")
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -223,11 +30,7 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
     return {k: v for k, v in tensor.__dict__.items() if k not in (*_OWN_ATTRIBUTES, "_is_param")}
 
 
-def _no_dispatcher(func: Any, args: Any, kwargs: Any) -> Any:
-    raise NotImplementedError(func, args, kwargs)
-
-
-_dispatcher: Callable[[Any, Any, Any], Any] = _no_dispatcher
+_dispatcher: Callable[[Any, Any, Any], Any]
 
 
 def set_dispatcher(dispatcher: Callable[[Any, Any, Any], Any]) -> None:
@@ -253,8 +56,6 @@ class ShardedTensor(Tensor):
     spec: ShardSpec
     flat: Tensor | None
     flat_start: int
-    put_off: Any = None
-    """What computes the piece when it is asked for (`ops.put_off.PutOff`), if it is not there."""
     __torch_function__ = _compat.disabled_torch_function
 
     @staticmethod
@@ -280,32 +81,6 @@ class ShardedTensor(Tensor):
         self.flat = flat
         self.flat_start = flat_start
         return self
-
-    def __init__(
-        self, local: Tensor, spec: ShardSpec, flat: Tensor | None = None, flat_start: int = 0
-    ) -> None:
-        """Nothing is left to do after `__new__`."""
-
-    @classmethod
-    def without_piece(cls, like: ShardedTensor, put_off: Any) -> Self:
-        """Return a tensor like another, whose piece is computed when somebody asks for it."""
-        self: Self = _compat.make_wrapper(cls, like, like.spec.shape)
-        self.spec = like.spec
-        self.put_off = put_off
-        return self
-
-    def settle(self, piece: Tensor, flat: Tensor | None, flat_start: int) -> None:
-        """Take the piece that was put off."""
-        self.local_piece, self.flat, self.flat_start = piece, flat, flat_start
-        del self.put_off
-
-    def __getattr__(self, name: str) -> Any:
-        """Have a piece that was put off computed; called for attributes that are missing."""
-        if name in _PIECE_ATTRIBUTES and self.put_off is not None:
-            self.put_off.settle()
-            return self.__dict__[name]
-        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(msg)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""
@@ -434,7 +209,7 @@ class ShardedTensor(Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Tell a distributed checkpoint what this rank wants to load; see `dcp_protocol`."""
-        return dcp_protocol.create_chunk_list(self)
+        return dcp_protocol.create_chunk_list(self.spec, self.local_piece)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Give a distributed checkpoint the memory to read or write; see `dcp_protocol`."""

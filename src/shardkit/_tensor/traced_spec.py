@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from shardkit._errors import ShardedTensorError
 from shardkit._layout.flat import FlatLayout
-from shardkit._tensor.sharded import ShardSpec
+from shardkit._tensor.spec import Axis, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,12 @@ class WholeSpec(ShardSpec):
         self.mesh.backend.annotate_sharding(piece)
 
 
+class ReplicaAxis(Axis, Protocol):
+    """A mesh axis of ranks that trace one graph: each rank's number is data."""
+
+    rank_on_device: Tensor
+
+
 class PaddedSpec(ShardSpec):
     """By each of several ranks that trace: its own piece, as long as the others'.
 
@@ -71,6 +77,8 @@ class PaddedSpec(ShardSpec):
 
     __slots__ = ()
     is_traced = True
+    layout: EvenLayout  # type: ignore[assignment]
+    axis: ReplicaAxis
 
     def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
         super().__init__(layout, index, **rest)  # type: ignore[arg-type]
@@ -79,8 +87,7 @@ class PaddedSpec(ShardSpec):
     @property
     def piece_numel(self) -> int:
         """Elements of the piece, padding included."""
-        size: int = self.layout.sizes[self.index]  # type: ignore[attr-defined]
-        return size
+        return self.layout.sizes[self.index]
 
     def check_saved(self) -> None:
         """Raise: these ranks have no process group to agree about files by.
@@ -118,8 +125,7 @@ class PaddedSpec(ShardSpec):
 
     @property
     def _padded_numel(self) -> int:
-        padded_numel: int = self.layout.padded_part_numel(self.index)  # type: ignore[attr-defined]
-        return padded_numel
+        return self.layout.padded_part_numel(self.index)
 
     def _own_row(self, flat: Tensor) -> Tensor:
         rows, rank = flat.view(self.axis.size, -1), self.axis.rank_on_device

@@ -11,7 +11,7 @@ from shardkit._errors import ShardedTensorError
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from shardkit._tensor.sharded import ShardSpec
+    from shardkit._tensor.spec import ShardSpec
 
 
 def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:

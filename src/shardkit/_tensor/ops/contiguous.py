@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._tensor.sharded import ShardSpec
+    from shardkit._tensor.spec import ShardSpec
 
 
 @dataclass(slots=True)
@@ -105,12 +105,6 @@ def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[Ru
         return all(len({items[i] for i in run.positions}) == 1 for run in runs)
     if set(map(type, items)) != {ShardedTensor} or tuple([item.spec for item in items]) != specs:
         return False
-    put_off = items[0].put_off
-    if put_off is not None and put_off.stands_for(items, runs):
-        return True
-    for item in items:
-        if item.put_off is not None:
-            item.put_off.settle()  # Another list than the one that was put off.
     for run in runs:
         if len(run.positions) > 1:
             flat = items[run.positions[0]].flat

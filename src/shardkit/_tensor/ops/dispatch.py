@@ -11,7 +11,6 @@ from shardkit._tensor.ops.common import first_sharded, refuse
 from shardkit._tensor.ops.lists import foreach
 from shardkit._tensor.ops.norms import foreach_norm, unscale, vector_norm
 from shardkit._tensor.ops.pointwise import mutating, pointwise, pointwise_mutating
-from shardkit._tensor.ops.put_off import settle_readers
 from shardkit._tensor.ops.reductions import agree, extreme, item, mean, reduce_by, truth
 from shardkit._tensor.ops.structural import (
     copy_into,
@@ -34,8 +33,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     if handler is None:
         handler = _HANDLERS[func] = _classify(func)
-    if handler is not foreach:
-        settle_readers()
     return handler(func, args, kwargs)
 
 

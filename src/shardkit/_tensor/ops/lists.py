@@ -13,13 +13,10 @@ from torch import Tensor
 from shardkit import _compat
 from shardkit._tensor.ops.common import local_operand, note_write, refuse
 from shardkit._tensor.ops.contiguous import find_runs, join, pieces_of
-from shardkit._tensor.ops.put_off import PutOff, can_put_off, run_by_parts, settle_readers
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from shardkit._tensor.ops.contiguous import Run
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -30,89 +27,28 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for arg in (*args, *kwargs.values()):
         if type(arg) is ShardedTensor:
             raise refuse(func, arg, "it stands where one number for all is wanted.")
+    first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
     runs = find_runs(args)
     if runs is None:
-        return _foreach_pieces(func, args, kwargs)
-    return _foreach_runs(func, args, kwargs, runs)
-
-
-def _foreach_runs(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runs: Sequence[Run]
-) -> Any:
+        result = func(*(_local_list(func, arg, first) for arg in args), **kwargs)
+        written = [item for item in first if type(item) is ShardedTensor]
+    else:
+        result = func(*(join(arg, runs) for arg in args), **kwargs)
+        written = [first[run.positions[0]] for run in runs]
     if _compat.is_mutable_op(func):
-        return _change_runs(func, args, kwargs, runs)
-    first: Sequence[ShardedTensor] = _first_list(args)
-    if can_put_off(func, first):
-        return PutOff(first, runs).hand_out()
-    result = func(*(join(arg, runs) for arg in args), **kwargs)
+        note_write(*written)
+        return result
     if not isinstance(result, (list, tuple)):
         return result
+    if runs is None:
+        return [
+            ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
+            for item, of in zip(result, first, strict=True)
+        ]
     found = pieces_of(result, runs, [item.spec for item in first])
     return [
         ShardedTensor(piece, item.spec, flat, start)
         for item, (piece, flat, start) in zip(first, found, strict=True)
-    ]
-
-
-def _change_runs(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runs: Sequence[Run]
-) -> Any:
-    first, *others = args
-    roots = first[0].put_off
-    if roots is not None and not kwargs and all(map(_is_number, others)):
-        roots.add(func, [join(arg, runs) for arg in others])
-        return None
-    changed = join(first, runs)
-    if _writes_only_first(func):
-        settle_readers(changed)
-        joined = [_roots_of(arg) or join(arg, runs) for arg in others]
-    else:
-        settle_readers()
-        joined = [join(arg, runs) for arg in others]
-    if any(isinstance(arg, PutOff) for arg in joined):
-        run_by_parts(func, [changed, *joined], kwargs, runs)
-        result = None
-    else:
-        result = func(changed, *joined, **kwargs)
-    note_write(*(first[run.positions[0]] for run in runs))
-    return result
-
-
-def _writes_only_first(func: Any) -> bool:
-    return str(func.name()).startswith("aten::_foreach_")
-
-
-def _roots_of(arg: Any) -> PutOff | None:
-    return arg[0].put_off if _has_tensors(arg) else None
-
-
-def _first_list(args: tuple[Any, ...]) -> Any:
-    return next(arg for arg in args if isinstance(arg, (list, tuple)))
-
-
-def _has_tensors(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and isinstance(arg[0], Tensor)
-
-
-def _is_number(arg: Any) -> bool:
-    """Whether an argument is a number or a list of them: nobody can change it later."""
-    return not isinstance(arg, Tensor) and not _has_tensors(arg)
-
-
-def _foreach_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = _first_list(args)
-    pieces = [_local_list(func, arg, first) for arg in args]
-    if _compat.is_mutable_op(func):
-        settle_readers()
-        result = func(*pieces, **kwargs)
-        note_write(*(item for item in first if type(item) is ShardedTensor))
-        return result
-    result = func(*pieces, **kwargs)
-    if not isinstance(result, (list, tuple)):
-        return result
-    return [
-        ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
-        for item, of in zip(result, first, strict=True)
     ]
 
 

@@ -15,6 +15,8 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardkit._tensor.spec import Axis
+
 
 _INF = float("inf")
 
@@ -30,14 +32,11 @@ def sharded_norms(
     Cost: one all-reduce of 8 bytes per tensor (16 for max and min) per process group: one, as a
     rule.
     """
-    pieces = [t.local_piece if type(t) is ShardedTensor else t for t in tensors]
     neutral = _INF if order < 0 else 0.0
-    first = next((t for t in tensors if type(t) is ShardedTensor), None)
-    if first is not None and first.spec.is_traced:
-        pieces = [
-            t.spec.without_padding(piece, neutral) if type(t) is ShardedTensor else piece
-            for t, piece in zip(tensors, pieces, strict=True)
-        ]
+    pieces = [
+        t.spec.without_padding(t.local_piece, neutral) if type(t) is ShardedTensor else t
+        for t in tensors
+    ]
     norms = _local_norms(pieces, order, dtype)
     is_power = order not in (0.0, _INF, -_INF)
     if is_power:
@@ -87,9 +86,9 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
     return torch.stack(list(values)).to(torch.float64)
 
 
-def by_axis(tensors: Sequence[Tensor]) -> dict[Any, list[int]]:
+def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
     """Return the indices of the sharded tensors by each process group they are cut over."""
-    by_axis: dict[Any, list[int]] = {}
+    by_axis: dict[Axis, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if type(tensor) is ShardedTensor:
             for axis in tensor.spec.axes:

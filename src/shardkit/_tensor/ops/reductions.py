@@ -16,6 +16,8 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardkit._tensor.spec import Axis
+
     Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -76,7 +78,7 @@ def _identity(op: str, dtype: torch.dtype) -> Any:
     return limits.min if op == "max" else limits.max
 
 
-def reduce_extremes(values: Tensor, axis: Any, op: str) -> None:
+def reduce_extremes(values: Tensor, axis: Axis, op: str) -> None:
     """All-reduce `values` by max or min, in place; gloo forgets NaN, so it travels beside them."""
     if axis.size == 1:
         return

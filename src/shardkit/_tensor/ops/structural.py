@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +12,9 @@ from shardkit import _compat
 from shardkit._tensor.ops.common import local_operand, note_write, refuse
 from shardkit._tensor.sharded import ShardedTensor
 
+if TYPE_CHECKING:
+    from shardkit._tensor.spec import ShardSpec
+
 _aten = torch.ops.aten
 
 
@@ -21,10 +22,11 @@ def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that makes one tensor of the same shape from one."""
     tensor = args[0]
     kwargs.pop("memory_format", None)
-    piece = func(tensor.local_piece, *args[1:], **kwargs)
-    if tensor.spec.is_traced:
-        piece = _compat.track_views(piece)
-    return ShardedTensor(piece, tensor.spec)
+    return _wrap_new(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
+
+
+def _wrap_new(piece: Tensor, spec: ShardSpec) -> ShardedTensor:
+    return ShardedTensor(_compat.track_views(piece) if spec.is_traced else piece, spec)
 
 
 def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,62 +40,20 @@ def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return ShardedTensor(tensor.local_piece, tensor.spec, tensor.flat, tensor.flat_start)
 
 
-@dataclass(slots=True)
-class _OpenFlat:
-    flat: Any
-    taken: set[int]
-
-
-class FlatMaker:
-    """Lays new tensors of a bucket's parameters end to end, as optimizer state is made one by one.
-
-    Memory for the whole bucket is taken with the first of them, so a flat that dies with one piece
-    taken was a temporary: then no more are made.
-    """
-
-    def __init__(self) -> None:
-        self._open: list[_OpenFlat] = []
-        self._is_off = False
-
-    def allocate(self, like: ShardedTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return (flat, piece) for a new tensor like `like`, or None to make it apart."""
-        spec = like.spec
-        layout, index = spec.layout, spec.index
-        if self._is_off or len(layout.shapes) == 1 or spec.start == spec.stop:
-            return None
-        start, stop = spec.piece_range
-        for entry in self._open:
-            flat = entry.flat()
-            if flat is None or index in entry.taken:
-                continue
-            if flat.dtype == dtype and flat.device == like.device:
-                entry.taken.add(index)
-                return flat, flat[start:stop]
-        flat = torch.zeros(layout.shard_numel, dtype=dtype, device=like.device)
-        entry = _OpenFlat(None, {index})
-        entry.flat = weakref.ref(flat, lambda _: self._closed(entry))
-        self._open.append(entry)
-        return flat, flat[start:stop]
-
-    def _closed(self, entry: _OpenFlat) -> None:
-        self._open.remove(entry)
-        if len(entry.taken) == 1:
-            self._is_off = True
-
-
 def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make ``zeros_like`` and kin, end to end with those of the bucket's other parameters."""
     tensor = args[0]
     kwargs.pop("memory_format", None)
-    maker: FlatMaker | None = tensor.spec.state_allocator
+    allocator = tensor.spec.state_allocator
     is_plain = (
         kwargs.get("device") in (None, tensor.device)
         and kwargs.get("layout") in (None, torch.strided)
         and not kwargs.get("pin_memory")
     )
     placed = None
-    if maker is not None and is_plain:
-        placed = maker.allocate(tensor, kwargs.get("dtype") or tensor.dtype)
+    if allocator is not None and is_plain:
+        dtype = kwargs.get("dtype") or tensor.dtype
+        placed = allocator.allocate(tensor.spec, dtype, tensor.device)
     if placed is None:
         return structural(func, args, kwargs)
     flat, piece = placed
@@ -121,9 +81,7 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tuple(size) != tuple(tensor.shape):
         return func(tensor.local_piece, size, *rest, **kwargs)
     piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
-    if tensor.spec.is_traced:
-        piece = _compat.track_views(piece)
-    return ShardedTensor(piece, tensor.spec)
+    return _wrap_new(piece, tensor.spec)
 
 
 def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -147,8 +105,7 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         source = local_operand(func, source, target)
     func(target.local_piece, source, *args[2:], **kwargs)
-    if target.spec.is_traced:
-        target.spec.annotate_sharding(target.local_piece)
+    target.spec.annotate_sharding(target.local_piece)
     note_write(target)
     return target
 

@@ -42,9 +42,6 @@ class ShardedView(Tensor):
         self.geometry = geometry
         return self
 
-    def __init__(self, base: ShardedTensor, geometry: Tensor) -> None:
-        pass
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedView(shape={tuple(self.shape)}, of={self.base!r})"
 

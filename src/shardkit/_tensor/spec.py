@@ -1,0 +1,234 @@
+"""How a tensor is cut: what a `ShardedTensor` knows of the tensor that its piece belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import weakref
+
+    import torch
+    from torch import Tensor, nn
+
+    from shardkit._layout.flat import FlatLayout
+    from shardkit._mesh import DeviceMesh
+
+
+class Axis(Protocol):
+    """The mesh axis that a tensor is cut over; its collectives (`backends.base.AxisComm`)."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None: ...
+    def all_reduce(self, tensor: Tensor, op: str) -> None: ...
+    def broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+
+class TensorParallel(Protocol):
+    """How a tensor is split over another mesh before it is cut (`backends.dtensor`).
+
+    The piece is a range of this rank's part, which begins at `offsets` in the whole.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def placements(self) -> tuple[Any, ...]: ...
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
+    def join(self, mesh: DeviceMesh) -> DeviceMesh: ...
+    def to_part(self, whole: Tensor) -> Tensor: ...
+    def to_whole(self, part: Tensor) -> Tensor: ...
+    def part_indices(self, places: Tensor) -> Tensor: ...
+    def retire(self, param: Tensor, name: str) -> None: ...
+
+
+class Subclass(Protocol):
+    """A tensor subclass that gathers itself (`_params.subclass_store`)."""
+
+    cls: type[Tensor]
+
+
+class Allocator(Protocol):
+    """Memory of optimizer state (`_tensor.ops.state_allocator`)."""
+
+    def allocate(
+        self, spec: ShardSpec, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None: ...
+
+
+class Entry(Protocol):
+    """A parameter and every (module, attribute) that holds it (`_params.sites`)."""
+
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]]
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the mesh axis holds the same."""
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """Along the mesh axis each rank holds a contiguous range of the flattened tensor, maybe none.
+
+    Not torch's ``Shard(0)``: a cut may fall inside a row.
+    """
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ShardSpec:
+    """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
+
+    Attributes:
+        layout: The bucket's layout.
+        index: The parameter's position in it.
+        mesh: The mesh.
+        axis: The shard axis.
+        name: The parameter's name, for errors; the root's first forward sets the full one.
+        start: First owned element of the flattened tensor on this rank.
+        stop: Its end; equal to `start` where this rank owns nothing.
+        piece_range: [start, stop) of this rank's piece in its shard.
+        state_allocator: Lays optimizer state of the bucket end to end; None: each apart.
+        shard_device: Device of the pieces; None: the device of the mesh.
+        subclass: The parameter's class, if that gathers itself.
+        tensor_parallel: How it is split over another mesh before it is cut here: then the layout,
+            `start` and `stop` are those of this rank's part. None: not at all.
+        axes: The axes over which ranks hold different elements.
+        is_written_here: Whether this rank offers its piece to checkpoints. Where several ranks hold
+            the same elements, cut in different ways, one of them does.
+        entry: Weak: the parameter, and where its group found it.
+    """
+
+    layout: FlatLayout
+    index: int
+    _: KW_ONLY
+    mesh: DeviceMesh
+    axis: Axis
+    name: str
+    state_allocator: Allocator | None = None
+    shard_device: torch.device | None = None
+    tensor_parallel: TensorParallel | None = None
+    subclass: Subclass | None = None
+    axes: tuple[Axis, ...] = field(init=False)
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    piece_range: tuple[int, int] = field(init=False)
+    is_written_here: bool = field(init=False, default=True)
+    entry: weakref.ref[Entry] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Find this rank's range."""
+        outer = self.tensor_parallel
+        if outer is not None:
+            self.mesh = outer.join(self.mesh)
+        self.axes = (self.axis,) if outer is None else (self.axis, *outer.axes)
+        self.start, self.stop = self.layout.owned_range(self.index, self.axis.rank)
+        self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
+
+    is_traced = False
+    """Operators on pieces are traced, and there may be padding behind the pieces."""
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of this rank's piece."""
+        return self.stop - self.start
+
+    def trim(self, piece: Tensor) -> Tensor:
+        """Return a piece without padding behind it; there is none here."""
+        return piece
+
+    def without_padding(self, piece: Tensor, neutral: Any) -> Tensor:
+        """Return a piece for a reduction, to which elements of value `neutral` do nothing."""
+        del neutral
+        return self.trim(piece)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """Return the whole tensor of which `piece` is this rank's. Collective."""
+        full = self._gather_part(piece)
+        return full if self.tensor_parallel is None else self.tensor_parallel.to_whole(full)
+
+    def _gather_part(self, piece: Tensor) -> Tensor:
+        layout, index, axis = self.layout, self.index, self.axis
+        owners = layout.owners(index)
+        full = piece.new_empty(layout.numels[index])
+        if len(owners) * 2 < axis.size:
+            for owner in owners:
+                start, stop = layout.owned_range(index, owner)
+                if owner == axis.rank:
+                    full[start:stop] = piece
+                axis.broadcast(full[start:stop], src=owner)
+        elif len(owners) > 0:
+            ranges = [layout.owned_range(index, rank) for rank in range(axis.size)]
+            longest = max(stop - start for start, stop in ranges)
+            pieces = piece.new_zeros(axis.size, longest)
+            pieces[axis.rank, : piece.numel()] = piece
+            axis.all_gather(pieces.view(-1), pieces[axis.rank])
+            for rank, (start, stop) in enumerate(ranges):
+                full[start:stop] = pieces[rank, : stop - start]
+        return full.view(layout.shapes[index])
+
+    def annotate_sharding(self, piece: Tensor) -> None:
+        """Have a piece spread over devices of this process; there is only one here."""
+
+    def check_saved(self) -> None:
+        """Raise if this rank's piece cannot be written to a file of its own."""
+
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        """Return itself: copies of a tensor are cut alike, on the same mesh."""
+        del memo
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.shape
+        return self.layout.shapes[self.index]
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """One placement per mesh axis: the last of the axes sharded here is sharded.
+
+        Those of a DTensor follow, as torch's.
+        """
+        inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
+        replicated = self.mesh.ndim - len(inner) - 1
+        return (*(Replicate() for _ in range(replicated)), FlatShard(), *inner)
+
+    @property
+    def device(self) -> torch.device:
+        """Where pieces are: the mesh's device, or the host if they are offloaded."""
+        device: torch.device = (
+            self.shard_device if self.shard_device is not None else self.mesh.backend.device
+        )
+        return device
+
+    def same_cut(self, other: ShardSpec) -> bool:
+        """Whether pieces of both line up on every rank."""
+        return self is other or (
+            self.shape == other.shape
+            and (self.axis is other.axis or self.mesh == other.mesh)
+            and self.tensor_parallel == other.tensor_parallel
+            and self.layout.cut(self.index) == other.layout.cut(other.index)
+        )
+
+    def slice_full(self, full: Tensor) -> Tensor:
+        """Return this rank's piece of a tensor of the global shape: 1-D, a view if it can be."""
+        if self.tensor_parallel is not None:
+            full = self.tensor_parallel.to_part(full)
+        return full.reshape(-1)[self.start : self.stop]
+
+    def local_indices(self, places: Tensor) -> Tensor:
+        """Return where elements of the flattened whole lie in this rank's piece.
+
+        What is not in it is below 0 or beyond its end.
+        """
+        if self.tensor_parallel is not None:
+            places = self.tensor_parallel.part_indices(places)
+        return places - self.start
