@@ -20,10 +20,15 @@ ORDERING = re.compile(
 )
 """What lines that order things look like, in the modules below."""
 
-WATCHED = ("backends.accelerator", "_params.memory", "_params.gradients")
+WATCHED = (
+    "backends.accelerator_streams",
+    "backends.accelerator_sums",
+    "_params.memory",
+    "_params.gradients",
+)
 
 NEEDLESS = {
-    "backends.accelerator": {
+    "backends.accelerator_streams": {
         # Definitions, or what others are told by that are taken away themselves.
         "def ": "a definition",
         "return self._device.record(self._device.current_stream())": "fences are taken away",
@@ -36,6 +41,7 @@ NEEDLESS = {
         "return DeviceCheckHandle(": "an event; its wait is taken away",
         "self._pinned": "a definition",
     },
+    "backends.accelerator_sums": {},
     "_params.memory": {
         "def ": "a definition",
         "return self._streams.fence()": "fences are taken away where they are used",
@@ -76,7 +82,8 @@ def test_modules_imported_anew_work_as_before(spawn: Callable[..., typing.Any]) 
         return spawn(complaints_without, NUM_RANKS.get(mutation.scenario, 2), mutation)
 
     for module in (
-        "backends.accelerator",
+        "backends.accelerator_streams",
+        "backends.accelerator_sums",
         "_params.memory",
         "_params.gradients",
         "_runtime.runtime",

@@ -29,7 +29,7 @@ from shardkit._runtime.agreement import REDUCE, StepCheck
 from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor, ShardSpec
 from shardkit.backends import process_group
-from shardkit.backends.accelerator import DeviceCheckHandle, HostCheckHandle
+from shardkit.backends.accelerator_streams import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
 
 if typing.TYPE_CHECKING:

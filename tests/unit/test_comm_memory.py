@@ -10,7 +10,8 @@ import torch
 from recorded import Recorded
 
 from shardkit import _compat
-from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorStreams
+from shardkit.backends.accelerator_axis import AcceleratorAxis
+from shardkit.backends.accelerator_streams import AcceleratorStreams
 from shardkit.backends.recording import RecordingStreams
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit._custom_comm import AllGather, ReduceScatter
     from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
-    from shardkit.backends.base import AllGather, ReduceScatter
 
 _sharded_classes: dict[type, type] = {}
 

@@ -26,13 +26,14 @@ from shardkit._params.freed import NAME_ATTRIBUTE
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor, ShardSpec, user_attributes
 from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec, padded
-from shardkit.backends.base import TracedGather
+from shardkit.backends.traced import TracedGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardkit._custom_comm import AllGather
     from shardkit._params.memory import SlotPool
-    from shardkit.backends.base import AllGather, AxisComm, CommStreams
+    from shardkit.backends.base import AxisComm, CommStreams
 
 
 class TracedBucket(Bucket):

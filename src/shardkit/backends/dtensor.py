@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardkit import _compat
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import DeviceMesh
+from shardkit.backends.base import MeshBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -273,39 +274,28 @@ def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple
     return tuple(ranks[at[a] + at[b] - at[outer.rank]] for a in outer.ranks for b in inner.ranks)
 
 
-class JoinedBackend:
-    """`Backend` of a mesh whose axes belong to several backends."""
+class JoinedBackend(MeshBackend):
+    """`MeshBackend` of a mesh whose axes belong to several backends, none of which is traced."""
 
-    is_traced = False
-
-    def __init__(self, axes: Sequence[tuple[Any, int]]) -> None:
+    def __init__(self, axes: Sequence[tuple[MeshBackend, int]]) -> None:
         self._axes = list(axes)
-        self._first = self._axes[0][0]
-        self.device = self._first.device
-        self.is_host_synchronous = self._first.is_host_synchronous
-
-    def receive_chunks(self, axis: AxisComm) -> int:
-        """See `Backend.receive_chunks`."""
-        chunks: int = self._first.receive_chunks(axis)
-        return chunks
+        first = self._axes[0][0]
+        self.device = first.device
+        self.is_host_synchronous = first.is_host_synchronous
 
     def process_group(self, axis: int) -> Any:
-        """See `Backend.process_group`."""
+        """See `MeshBackend.process_group`."""
         backend, index = self._axes[axis]
         return backend.process_group(index)
 
-    def axis(self, axis: int) -> Any:
-        """See `Backend.axis`."""
+    def axis(self, axis: int) -> AxisComm:
+        """See `MeshBackend.axis`."""
         backend, index = self._axes[axis]
         return backend.axis(index)
 
     def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
-        """See `Backend.for_axes`."""
+        """See `MeshBackend.for_axes`."""
         return JoinedBackend([self._axes[axis] for axis in axes])
-
-    def make_streams(self, axes: Sequence[AxisComm]) -> Any:
-        """See `Backend.make_streams`."""
-        return self._first.make_streams(axes)
 
 
 class ReplacedDTensor(DTensor):

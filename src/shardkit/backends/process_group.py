@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from torch.distributed import device_mesh as torch_mesh
 from shardkit import _compat
 from shardkit._errors import MeshError
 from shardkit._mesh import DeviceMesh
+from shardkit.backends.base import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,13 +161,7 @@ class CustomGather:
 class CustomReduceScatter:
     """A reduce-scatter by the user's own function, in buffers of its own choice."""
 
-    def __init__(
-        self,
-        reduction: Reduction,
-        group: dist.ProcessGroup,
-        *,
-        async_op: bool,
-    ) -> None:
+    def __init__(self, reduction: Reduction, group: dist.ProcessGroup, *, async_op: bool) -> None:
         assert reduction.comm is not None
         send = reduction.send
         place = functools.partial(reduction.comm.allocate, dtype=send.dtype, device=send.device)
@@ -184,17 +181,8 @@ _split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
 _axes: dict[tuple[str, type[ProcessGroupBackend]], ProcessGroupAxis] = {}
 
 
-class ProcessGroupBackend:
-    """What `Backend` asks for, over a torch DeviceMesh; subclasses add the streams."""
-
-    is_traced = False
-    is_spmd = False
-    gradient_weight = 1.0
-    batches_small_groups = True
-
-    is_host_synchronous = True
-    has_own_memory = False
-    copies_gradients_together = False
+class ProcessGroupBackend(Backend):
+    """A backend over a torch DeviceMesh; subclasses add the streams."""
 
     def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
         self._mesh = mesh
@@ -211,25 +199,15 @@ class ProcessGroupBackend:
         if axis not in self._comms:
             group = self.process_group(axis)
             key = (group.group_name, type(self))
-            if (
-                key not in _axes or _axes[key].group is not group
-            ):  # After a restart names come again.
-                _axes[key] = self.make_axis(group)
-            self._comms[axis] = _axes[key]
+            known = _axes.get(key)
+            if known is None or known.group is not group:  # After a restart names come again.
+                known = _axes[key] = self.make_axis(group)
+            self._comms[axis] = known
         return self._comms[axis]
 
+    @abstractmethod
     def make_axis(self, group: dist.ProcessGroup) -> ProcessGroupAxis:
         """Return the communicator over a process group."""
-        return ProcessGroupAxis(group)
-
-    def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Never called: the host's memory is the device's."""
-        raise NotImplementedError(numel, dtype, pinned)
-
-    def receive_chunks(self, axis: ProcessGroupAxis) -> int:
-        """The engine needs no room of ours."""
-        del axis
-        return 0
 
     def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
         """Return the communicator of `size` neighbours on one axis."""
@@ -267,9 +245,7 @@ def make_torch_mesh(
         )
         raise MeshError(msg)
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    wanted = 1
-    for size in shape:
-        wanted *= size
+    wanted = math.prod(shape)
     if wanted != world_size:
         msg = (
             f"a mesh of shape {shape} needs {wanted} ranks, the world has {world_size}. "

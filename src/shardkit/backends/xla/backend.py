@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import MeshError
+from shardkit.backends.base import Backend
 from shardkit.backends.xla.comm_streams import XlaStreams
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, CommStreams
 
 
-class XlaBackend:
+class XlaBackend(Backend):
     """`Backend` whose collectives are traced.
 
     Args:
@@ -26,8 +27,6 @@ class XlaBackend:
     """
 
     is_host_synchronous = False
-    has_own_memory = False
-    copies_gradients_together = False
     is_traced = True
     batches_small_groups = False
     """Batched gathers come before the compute that they are meant to run beside: more memory."""
@@ -42,11 +41,6 @@ class XlaBackend:
     def next_bucket_id(self) -> int:
         """Return a number for a bucket: equal in equal programs, so that they compile once."""
         return next(self._keys)
-
-    def receive_chunks(self, axis: AxisComm) -> int:
-        """The compiler allocates."""
-        del axis
-        return 0
 
     def process_group(self, axis: int) -> Any:
         """Refuse: there is none that could be handed out."""

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
+from shardkit.backends.base import CommStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Reduction, TracedGather
+    from shardkit.backends.base import AxisComm, Reduction
+    from shardkit.backends.traced import TracedGather
 
 
 class Traced:
@@ -37,50 +39,17 @@ class Traced:
         """Nothing is on a wire."""
 
 
-class XlaStreams:
+class XlaStreams(CommStreams):
     """`CommStreams` that trace.
 
     Args:
         region: Does the collectives.
     """
 
+    region: Any
+
     def __init__(self, region: Any) -> None:
         self.region = region
-
-    def watch(self, progress: Any) -> None:
-        """One process does not wait for another."""
-
-    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
-        """The compiler allocates."""
-
-    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
-        """The compiler has no queues."""
-
-    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
-        """Never called: nothing that is traced has a storage."""
-        raise NotImplementedError(nbytes)
-
-    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Never called: nothing that is traced has a storage."""
-        raise NotImplementedError(storage, nbytes)
-
-    def after_optimizer(self, event: Any) -> None:
-        """The graph knows what depends on what."""
-
-    def follow_compute(self) -> None:
-        """The graph knows what depends on what."""
-
-    def fence(self) -> None:
-        """The graph knows what depends on what."""
-
-    def wait_fence(self, fence: Any) -> None:
-        """The graph knows what depends on what."""
-
-    def join(self) -> None:
-        """The graph knows what depends on what."""
-
-    def settle_host_reads(self, *, compute: bool) -> None:
-        """Nothing is offloaded."""
 
     @_compat.without_dispatch_modes
     @torch.no_grad()
