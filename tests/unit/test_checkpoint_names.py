@@ -22,8 +22,8 @@ from shardkit.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.model_and_optimizer import (
-    TensorInfo,
     optimizer_template,
     put_optimizer_state,
 )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint import api
 
+    from shardkit._mesh import DeviceMesh
+
 T = TypeVar("T")
 
 
@@ -78,6 +80,17 @@ def agreed(
         )
         raise CheckpointError(msg)
     return result
+
+
+def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
+    """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    for axis in range(mesh.ndim):
+        reasons = mesh.backend.axis(axis).exchange(reason)
+        reason = next((r for r in reasons if r is not None), None)
+    if reason is not None:
+        msg = f"rank {mesh.ranks[0]} {what}: {reason}"
+        raise CheckpointError(msg) from error
 
 
 def error_of(what: str, exception: api.CheckpointException) -> BaseException:

@@ -19,13 +19,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from shardkit._errors import CheckpointError
 from shardkit._state.full import check_shape, cut_whole, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.broadcast import FromRank0
 from shardkit.checkpoint._state.names import plain_name
 from shardkit.checkpoint._state.optimizer import (
-    TensorInfo,
     flatten,
     named_state,
-    optimizer_template,
     parameters_by_name,
     put_optimizer_state,
     room_for,
@@ -38,18 +37,6 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
 
     from shardkit.checkpoint._state.optimizer import Optimizers
-
-__all__ = [
-    "TensorInfo",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "optimizer_template",
-    "put_optimizer_state",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
 
 
 # --- get ------------------------------------------------------------------------------------------
