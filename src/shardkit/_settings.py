@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkit._policy import BackwardPrefetch
@@ -97,14 +97,8 @@ class GroupSettings:
 
     def copy(self) -> GroupSettings:
         """Return independent settings for a copy of the group; it prefetches no group of ours."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        comm = {name: getattr(self.comm, name) for name in self.comm.__dataclass_fields__}
-        values |= {
-            "next_in_forward": None,
-            "next_in_backward": None,
-            "comm": CommSettings(**comm),
-        }
-        return GroupSettings(**values)
+        comm = replace(self.comm)
+        return replace(self, next_in_forward=None, next_in_backward=None, comm=comm)
 
 
 @dataclass(slots=True)

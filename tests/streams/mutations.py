@@ -62,7 +62,6 @@ class Mutation:
 
 
 STREAMS = "backends.accelerator_streams"
-SUMS = "backends.accelerator_sums"
 OLDER = ("older_torch",)
 
 MUTATIONS = (
@@ -103,12 +102,6 @@ MUTATIONS = (
         "        with self._device.on(self._gather):\n            for gather",
         "        if True:\n            for gather",
         "zero3",
-    ),
-    Mutation(
-        STREAMS,
-        "            custom = CustomGather(gather, axis, async_op=False)\n            if custom.work is not None:\n                custom.work.wait()",
-        "            custom = CustomGather(gather, axis, async_op=False)",
-        "custom_collectives",
     ),
     # --- reductions ---
     Mutation(
@@ -181,12 +174,6 @@ MUTATIONS = (
         "recovery",
     ),
     Mutation(
-        SUMS,
-        "            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)\n            if custom.work is not None:\n                custom.work.wait()",
-        "            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)",
-        "custom_collectives",
-    ),
-    Mutation(
         STREAMS,
         "        self._device.wait(self._device.current_stream(), self.fence)",
         "        pass",
@@ -229,8 +216,8 @@ MUTATIONS = (
     # --- process groups ---
     Mutation(
         "backends.process_group",
-        "        self._sent = sent = place((own.numel(),))",
-        "        sent = place((own.numel(),))",
+        "        if self.work is not None and not async_op:\n            self.work.wait()\n",
+        "",
         "custom_collectives",
     ),
     Mutation(

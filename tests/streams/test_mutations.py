@@ -83,7 +83,6 @@ def test_modules_imported_anew_work_as_before(spawn: Callable[..., typing.Any]) 
 
     for module in (
         "backends.accelerator_streams",
-        "backends.accelerator_sums",
         "_params.memory",
         "_params.gradients",
         "_runtime.runtime",

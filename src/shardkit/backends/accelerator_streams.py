@@ -16,7 +16,7 @@ from shardkit import _compat
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 from shardkit.backends.accelerator_sums import Sums
 from shardkit.backends.base import CommStreams
-from shardkit.backends.process_group import CustomGather, all_gather_single
+from shardkit.backends.process_group import all_gather_single, custom_all_gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -321,10 +321,8 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
     own = [gather for gather in gathers if gather.comm is None]
     for gather in gathers:
         if gather.comm is not None:
-            custom = CustomGather(gather, axis, async_op=False)
-            if custom.work is not None:
-                custom.work.wait()
-            custom.finish()
+            custom = custom_all_gather(gather, axis.group, async_op=False)
+            gather.full.copy_(custom.received)
     if len(own) > 1 and axis.coalesces:
         with _compat.coalesced(axis.group):
             for gather in own:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backends.accelerator_axis import AcceleratorAxis
-from shardkit.backends.process_group import CustomReduceScatter, reduce_scatter_single
+from shardkit.backends.process_group import custom_reduce_scatter, reduce_scatter_single
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +66,8 @@ class Sums:
         own = send.view(axis.size, -1)[axis.rank]
         total = own if into is None else into
         if axis.size > 1 and reduction.comm is not None:
-            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)
-            if custom.work is not None:
-                custom.work.wait()
-            total.copy_(custom.total)
+            custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=False)
+            total.copy_(custom.received)
         elif axis.size > 1:
             reduce_scatter_single(
                 _as_real(total), _as_real(send), op=self._op, group=axis.reduce_group

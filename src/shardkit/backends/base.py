@@ -227,13 +227,11 @@ class MeshBackend(ABC):
 
     Attributes:
         device: Where parameters are.
-        is_host_synchronous: The host is in step with the device.
         is_traced: Operators are traced into a graph, which runs later; buckets are `TracedBucket`.
         is_spmd: One process traces the program of all ranks, and has all their pieces.
     """
 
     device: torch.device
-    is_host_synchronous: bool = True
     is_traced: bool = False
     is_spmd: bool = False
 
@@ -254,6 +252,7 @@ class Backend(MeshBackend):
     """A `MeshBackend` over whose mesh modules can be sharded.
 
     Attributes:
+        is_host_synchronous: The host is in step with the device.
         has_own_memory: The device's memory is not the host's: shards may be offloaded.
         copies_gradients_together: A kernel costs more than memory. A layer's gradients are held
             until all have come, and then copied by one kernel.
@@ -262,6 +261,7 @@ class Backend(MeshBackend):
         batches_small_groups: Small groups had better travel together.
     """
 
+    is_host_synchronous: bool = True
     has_own_memory: bool = False
     copies_gradients_together: bool = False
     gradient_weight: float = 1.0

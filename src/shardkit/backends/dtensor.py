@@ -279,9 +279,7 @@ class JoinedBackend(MeshBackend):
 
     def __init__(self, axes: Sequence[tuple[MeshBackend, int]]) -> None:
         self._axes = list(axes)
-        first = self._axes[0][0]
-        self.device = first.device
-        self.is_host_synchronous = first.is_host_synchronous
+        self.device = self._axes[0][0].device
 
     def process_group(self, axis: int) -> Any:
         """See `MeshBackend.process_group`."""

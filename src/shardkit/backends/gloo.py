@@ -21,7 +21,11 @@ from shardkit.backends.base import CommStreams, Gather
 from shardkit.backends.gloo_axis import GlooAxis, WorkHandle
 from shardkit.backends.gloo_exchange import ExchangeHandle, is_small, sends_own
 from shardkit.backends.hang_watch import HangWatch
-from shardkit.backends.process_group import CustomGather, ProcessGroupBackend, all_gather_single
+from shardkit.backends.process_group import (
+    ProcessGroupBackend,
+    all_gather_single,
+    custom_all_gather,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
     from shardkit.backends.base import AxisComm, Handle, Reduction
     from shardkit.backends.hang_watch import Progress
+    from shardkit.backends.process_group import CustomCollective
 
 
 _MAX_BROADCASTS = 8
@@ -52,6 +57,29 @@ def _start_all_gather(gather: Gather, axis: GlooAxis) -> list[dist.Work | None]:
         dist.broadcast(part, group=group, group_src=rank, async_op=True)
         for rank, part in enumerate(full.view(axis.size, -1))
     ]
+
+
+class GatherHandle:
+    """Gathers in collectives of their own, or by the user's own functions."""
+
+    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, hang_watch: HangWatch) -> None:
+        self._customs: list[tuple[Gather, CustomCollective]] = []
+        works: list[dist.Work | None] = []
+        for gather in gathers:
+            if gather.comm is not None and axis.size > 1:
+                custom = custom_all_gather(gather, axis.group, async_op=True)
+                self._customs.append((gather, custom))
+                works.append(custom.work)
+            else:
+                works += _start_all_gather(gather, axis)
+        self._handle = WorkHandle(works, axis.group, hang_watch)
+
+    def wait(self) -> None:
+        """Block until they are done, and copy from the user's buffers; again is free."""
+        self._handle.wait()
+        for gather, custom in self._customs:
+            gather.full.copy_(custom.received)
+        self._customs = []
 
 
 class StagedGather:
@@ -78,33 +106,6 @@ class StagedGather:
         self._gathers = ()
 
 
-class HandleList:
-    """Several handles as one."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        """Wait for each."""
-        for handle in self._handles:
-            handle.wait()
-
-
-class CustomGatherHandle:
-    """A gather by the user's own function."""
-
-    def __init__(self, gather: Gather, axis: GlooAxis, hang_watch: HangWatch) -> None:
-        self._gather: CustomGather | None = CustomGather(gather, axis, async_op=True)
-        self._handle = WorkHandle([self._gather.work], axis.group, hang_watch)
-
-    def wait(self) -> None:
-        """Block until it is done; again is free."""
-        self._handle.wait()
-        if self._gather is not None:
-            self._gather.finish()
-            self._gather = None
-
-
 class HostStreams(CommStreams):
     """gloo has no streams: order comes from waiting."""
 
@@ -127,17 +128,11 @@ class HostStreams(CommStreams):
         assert isinstance(axis, GlooAxis)
         for gather in gathers:
             gather.own.copy_(gather.shard)
-        if axis.size > 1 and any(gather.comm is not None for gather in gathers):
-            return HandleList([self._start_one(gather, axis) for gather in gathers])
-        if len(gathers) > 1 and is_small(sum(g.full.nbytes for g in gathers), axis):
+        is_plain = all(gather.comm is None for gather in gathers)
+        nbytes = sum(gather.full.nbytes for gather in gathers)
+        if len(gathers) > 1 and is_plain and is_small(nbytes, axis):
             return StagedGather(gathers, axis, self._hang_watch)
-        works = [work for gather in gathers for work in _start_all_gather(gather, axis)]
-        return WorkHandle(works, axis.group, self._hang_watch)
-
-    def _start_one(self, gather: Gather, axis: GlooAxis) -> Handle:
-        if gather.comm is not None:
-            return CustomGatherHandle(gather, axis, self._hang_watch)
-        return WorkHandle(_start_all_gather(gather, axis), axis.group, self._hang_watch)
+        return GatherHandle(gathers, axis, self._hang_watch)
 
     def start_reduce(self, reductions: Sequence[Reduction]) -> ExchangeHandle:
         """Exchange the pieces; waiting adds them."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backends.gloo_axis import GlooAxis, WorkHandle
-from shardkit.backends.process_group import CustomReduceScatter
+from shardkit.backends.process_group import custom_reduce_scatter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from shardkit.backends.base import AxisComm, Reduction
     from shardkit.backends.hang_watch import HangWatch
+    from shardkit.backends.process_group import CustomCollective
 
 _MAX_STAGED_NBYTES = 2 << 20
 
@@ -70,7 +71,7 @@ class Exchange:
 
     def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
         self._reductions = reductions
-        self._custom: dict[int, CustomReduceScatter] = {}
+        self._custom: dict[int, CustomCollective] = {}
         self._works = []
         for i, reduction in enumerate(reductions):
             axis = reduction.shard_axis
@@ -79,7 +80,7 @@ class Exchange:
                 continue
             if reduction.comm is not None:
                 assert axis.reduce_group is not None
-                custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=True)
+                custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
                 self._custom[i] = custom
                 self._works.append(WorkHandle([custom.work], axis.reduce_group, hang_watch))
             else:
@@ -97,7 +98,7 @@ class Exchange:
         for work in self._works:
             work.wait()
         return [
-            [self._custom[i].total]
+            [self._custom[i].received]
             if i in self._custom
             else _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
             for i, r in enumerate(self._reductions)

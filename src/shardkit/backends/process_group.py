@@ -138,43 +138,50 @@ class ProcessGroupAxis:
         return items
 
 
-class CustomGather:
-    """An all-gather by the user's own function, in buffers of its own choice."""
+class CustomCollective:
+    """A collective by the user's own function, in buffers of its own choice.
 
-    def __init__(self, gather: Gather, axis: ProcessGroupAxis, *, async_op: bool) -> None:
-        assert gather.comm is not None
-        full, own = gather.full, gather.own
-        place = functools.partial(gather.comm.allocate, dtype=full.dtype, device=full.device)
-        self._sent = sent = place((own.numel(),))  # Kept: the work may still read it.
-        sent.copy_(own)
-        self._full = full
-        self._received = place((full.numel(),))
-        self.work = gather.comm(
-            output_tensor=self._received, input_tensor=sent, group=axis.group, async_op=async_op
-        )
+    Args:
+        comm: The function.
+        send: What is sent.
+        receive_numel: Elements that come.
+        async_op: Let `work` be waited for by whoever uses `received`.
+        options: What else the function takes.
 
-    def finish(self) -> None:
-        """Copy what came to where it belongs, once the work is done."""
-        self._full.copy_(self._received)
+    Attributes:
+        received: What comes.
+        work: To wait for; None: there is nothing to wait for.
+    """
 
-
-class CustomReduceScatter:
-    """A reduce-scatter by the user's own function, in buffers of its own choice."""
-
-    def __init__(self, reduction: Reduction, group: dist.ProcessGroup, *, async_op: bool) -> None:
-        assert reduction.comm is not None
-        send = reduction.send
-        place = functools.partial(reduction.comm.allocate, dtype=send.dtype, device=send.device)
+    def __init__(
+        self, comm: Any, send: Tensor, receive_numel: int, *, async_op: bool, **options: Any
+    ) -> None:
+        place = functools.partial(comm.allocate, dtype=send.dtype, device=send.device)
         self._sent = sent = place((send.numel(),))  # Kept: the work may still read it.
         sent.copy_(send)
-        self.total = place((reduction.out_numel,))
-        self.work = reduction.comm(
-            output_tensor=self.total,
-            input_tensor=sent,
-            group=group,
-            op=dist.ReduceOp.SUM,
-            async_op=async_op,
+        self.received: Tensor = place((receive_numel,))
+        self.work: dist.Work | None = comm(
+            output_tensor=self.received, input_tensor=sent, async_op=async_op, **options
         )
+        if self.work is not None and not async_op:
+            self.work.wait()
+
+
+def custom_all_gather(
+    gather: Gather, group: dist.ProcessGroup, *, async_op: bool
+) -> CustomCollective:
+    """Start a gather by the user's own function."""
+    numel = gather.full.numel()
+    return CustomCollective(gather.comm, gather.own, numel, group=group, async_op=async_op)
+
+
+def custom_reduce_scatter(
+    reduction: Reduction, group: dist.ProcessGroup, *, async_op: bool
+) -> CustomCollective:
+    """Start a reduce-scatter by the user's own function."""
+    options = {"group": group, "op": dist.ReduceOp.SUM}
+    comm, send, numel = reduction.comm, reduction.send, reduction.out_numel
+    return CustomCollective(comm, send, numel, async_op=async_op, **options)
 
 
 _split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
@@ -235,16 +242,13 @@ def make_torch_mesh(
     if not dist.is_available():
         msg = "this build of torch has no torch.distributed; install one that has."
         raise MeshError(msg)
-    if not dist.is_initialized() and "RANK" not in os.environ:
-        msg = _NO_PROCESS_GROUP.format(script=_script())
-        raise MeshError(msg)
+    world_size = world_size_or_raise()
     if names is not None and len(names) != len(shape):
         msg = (
             f"mesh_dim_names must name every axis: got {names} for a mesh of shape {shape} with "
             f"{len(shape)} axes."
         )
         raise MeshError(msg)
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     wanted = math.prod(shape)
     if wanted != world_size:
         msg = (
@@ -274,9 +278,19 @@ def _script() -> str:
     return name if name.endswith(".py") else "train.py"
 
 
+def is_distributed() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def current_world_size() -> int | None:
     """Return the number of ranks of the default process group; None if there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    return dist.get_world_size() if is_distributed() else None
+
+
+def group_rank(group: Any) -> int:
+    """Return this process' rank in a process group of torch; None is the default group."""
+    return dist.get_rank(group) if is_distributed() else 0
 
 
 def world_size_or_raise() -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from shardkit._errors import CheckpointError
+from shardkit.backends.process_group import group_rank, is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,18 +20,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def is_distributed() -> bool:
-    """Whether there are other ranks to agree with."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def rank_of(group: Any) -> int:
     """Return this process' rank in a process group, None for the default one.
 
     Raises:
         CheckpointError: It is not in the group.
     """
-    rank = dist.get_rank(group) if is_distributed() else 0
+    rank = group_rank(group)
     if rank < 0:
         msg = "this rank is not in process_group. Call it on the ranks of the group only."
         raise CheckpointError(msg)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardkit.backends.process_group import new_group
-from shardkit.checkpoint._agreement import is_distributed, quote, rank_of
+from shardkit.backends.process_group import is_distributed, new_group
+from shardkit.checkpoint._agreement import quote, rank_of
 from shardkit.checkpoint._dcp.staging import Staging
 from shardkit.checkpoint._job import Job, write
 from shardkit.checkpoint._progress import Meter

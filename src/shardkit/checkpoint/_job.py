@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardkit._errors import CheckpointError
 from shardkit._state.full import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._agreement import error_of, is_distributed, quote, rank_of
+from shardkit.backends.process_group import is_distributed
+from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.planners import SavePlanner, Whole
 from shardkit.checkpoint._dcp.writer import CheckpointWriter

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Reduction
+    from shardkit.backends.base import AxisComm, CheckHandle, Reduction
     from shardkit.backends.traced import TracedGather
 
 
@@ -22,7 +22,6 @@ class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
     fence = "traced"
-    is_of_host = True
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)
@@ -30,10 +29,6 @@ class Traced:
     def wait(self) -> list[Tensor]:
         """Return the results."""
         return self._outs
-
-    def is_done(self) -> bool:
-        """What is part of the graph needs no waiting."""
-        return True
 
     def wait_sent(self) -> None:
         """Nothing is on a wire."""
@@ -84,6 +79,6 @@ class XlaStreams(CommStreams):
             outs.append(out.to(reduction.out_dtype))
         return Traced(outs)
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> Traced:
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
         """Never called: steps are not compared, since a graph is the same on all ranks."""
         raise NotImplementedError(tensor, axes)
