@@ -239,9 +239,6 @@ def make_torch_mesh(
     Raises:
         MeshError: Not started by a launcher, or the world has another size than the mesh.
     """
-    if not dist.is_available():
-        msg = "this build of torch has no torch.distributed; install one that has."
-        raise MeshError(msg)
     world_size = world_size_or_raise()
     if names is not None and len(names) != len(shape):
         msg = (
@@ -278,19 +275,14 @@ def _script() -> str:
     return name if name.endswith(".py") else "train.py"
 
 
-def is_distributed() -> bool:
-    """Whether there is a default process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def current_world_size() -> int | None:
     """Return the number of ranks of the default process group; None if there is none."""
-    return dist.get_world_size() if is_distributed() else None
+    return dist.get_world_size() if dist.is_initialized() else None
 
 
 def group_rank(group: Any) -> int:
     """Return this process' rank in a process group of torch; None is the default group."""
-    return dist.get_rank(group) if is_distributed() else 0
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def world_size_or_raise() -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from shardkit._errors import CheckpointError
-from shardkit.backends.process_group import group_rank, is_distributed
+from shardkit.backends.process_group import group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ def agreed(
         identity(result) if identity is not None and error is None else None,
     )
     all_of_them: list[tuple[str | None, str, object]] = [mine]
-    if is_distributed():
+    if dist.is_initialized():
         all_of_them *= dist.get_world_size(group)
         dist.all_gather_object(all_of_them, mine, group=group)
     failed = {rank: reason for rank, (reason, *_) in enumerate(all_of_them) if reason is not None}
@@ -123,7 +123,7 @@ def _message(what: str, failed: Mapping[int, str]) -> str:
 
 
 def _of_ranks(ranks: list[int]) -> str:
-    if not is_distributed():
+    if not dist.is_initialized():
         return ""
     return f"[rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}] "
 
