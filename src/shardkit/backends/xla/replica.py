@@ -208,8 +208,6 @@ class ReplicaBackend(XlaBackend):
         rank: Of this replica.
     """
 
-    is_spmd = False
-    gradient_weight = 1.0
     why_no_groups = "collectives are part of the graph"
 
     def __init__(self, shape: Sequence[int], rank: int) -> None:
