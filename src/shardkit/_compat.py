@@ -61,8 +61,8 @@ def named_group(name: str) -> Iterator[None]:
     """Let the process group that this thread makes by local synchronization have this name.
 
     Torch names it by its ranks and by the number of groups that the process is in. That differs
-    between ranks of which one is in another group as well: each then waits, under a name of its
-    own, for the others. Where a torch has not got the function, it is left to do so.
+    between ranks of which one is in another group as well: each then waits for the others under a
+    name of its own. A torch without the function that is wrapped here names its groups itself.
     """
     _wrap_naming()
     _group_names.name = name
@@ -91,7 +91,6 @@ item_op = torch.ops.aten._local_scalar_dense.default
 foreach_sqrt_op = torch.ops.aten._foreach_sqrt.default
 foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
 propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
 
 # On lists of tensors, by few kernels on an accelerator.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.dtensor import TensorParallel
+    from shardkit.backends.process_group import ProcessGroupBackend
 
 __all__ = [
     "TorchDeviceMesh",
@@ -126,7 +127,7 @@ def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> 
     return init_xla_mesh(shape, names)
 
 
-def _backend_class(device_type: str) -> type[Any]:
+def _backend_class(device_type: str) -> type[ProcessGroupBackend]:
     if device_type == "cpu":
         from shardkit.backends.gloo import GlooBackend
 

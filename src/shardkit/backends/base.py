@@ -115,9 +115,9 @@ class Reduction:
         scale: Multiplies the sum.
         shard_axis: Reduce-scatter over it.
         replicate_axis: Then all-reduce over it; None: do not.
-        carry: 1-D, `out_numel`, fp32 or wider, a partial sum over the shard axis of earlier
-            backwards that is added before the all-reduce, in its dtype; may be written. None:
-            nothing.
+        carry: Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or
+            wider. It is added before the all-reduce, in its dtype, and may be written. None: there
+            is none.
         is_to_host: The result is wanted on the host, and the device has memory of its own.
         is_pinned: There in page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
@@ -160,9 +160,9 @@ class CommStreams(ABC):
         """Take what can explain a hang; may be ignored."""
 
     def allocate_from(self, axes: Sequence[AxisComm]) -> None:
-        """Take the memory of buffers from an engine that serves one of `axes` and offers any.
+        """Take the memory of buffers from an engine of one of `axes`, if one offers any.
 
-        Of none: ordinary memory, from now on.
+        Without axes: ordinary memory, from now on.
         """
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:

@@ -2,8 +2,8 @@
 
 ``parallelize_module`` leaves parameters that are DTensors on a ``tp`` mesh. A DTensor's local
 tensor is what `fully_shard` cuts flat over its own mesh; between a gather and the freeing modules
-see a DTensor over the unsharded memory, with the placements that it had. Everything that has to be
-known of this is here, in `TensorParallel`; other modules ask it for the local part and the whole.
+see a DTensor over the unsharded memory, with the placements that it had. `TensorParallel` knows all
+of this; other modules ask it for the local part and the whole.
 
 Imported when the first such parameter is found (`shardkit.backends.tensor_parallel_of`):
 ``torch.distributed.tensor`` takes long to import.
@@ -260,10 +260,10 @@ class TensorParallel:
 
 
 def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple[int, ...]:
-    """Return the ranks of two meshes through this rank: the shift to each of one from each other.
+    """Return the ranks of the joint mesh: this rank, shifted along `outer` and along `inner`.
 
-    Shifts are taken in the mesh that `torch_mesh` is a part of; where it does not hold all ranks,
-    in the order of ranks.
+    Shifts are taken in the mesh that `torch_mesh` is a part of. Where that does not hold all ranks,
+    a shift is a difference of ranks.
     """
     root = _compat.root_mesh(torch_mesh).mesh
     at = {rank: place for place, rank in enumerate(root.flatten().tolist())}

@@ -50,10 +50,10 @@ _made_in: Any = None
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group; called by these ranks, and by no others need it be.
+    """Make a process group. Only its own ranks have to call this.
 
-    Each of them must make the groups of these same ranks in the same order. Which other groups a
-    rank is in makes no difference.
+    They must make all groups of the same ranks in the same order. Other groups of a rank make no
+    difference.
     """
     with _named_group(ranks):
         group: dist.ProcessGroup = dist.new_group(
@@ -76,11 +76,11 @@ def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
 def sub_group(
     parent: dist.ProcessGroup, splits: Sequence[Sequence[int]], backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks of another; called by all ranks of that.
+    """Make a process group of some ranks of another. All ranks of `parent` must call this.
 
     Args:
         parent: The other one.
-        splits: Positions in it, without overlaps; each rank gets the group of those it is among.
+        splits: Positions in `parent`, without overlaps. A rank gets the group that it is in.
         backend: The engine; None: as the parent's.
     """
     mine = next(split for split in splits if parent.rank() in split)
@@ -97,7 +97,7 @@ def sub_group(
 
 
 def _must_be_split(parent: dist.ProcessGroup) -> bool:
-    """Whether groups come from others: the world was made with ``device_id``, the engine can."""
+    """Whether groups must be split from others: the world is bound to devices, the engine can."""
     device = getattr(dist.group.WORLD, "bound_device_id", None)
     if device is None:
         return False
@@ -260,9 +260,9 @@ def make_torch_mesh(
 
 
 def _engines_for(device_type: str) -> str | None:
-    """Return what process groups are to communicate by; None: torch's choice.
+    """Return the engines of the default process group; None: torch's choice.
 
-    On an accelerator also an engine for the host, so that small numbers need not pass the device.
+    An accelerator gets one for the host as well, so that small numbers need not pass the device.
     """
     library = dist.Backend.default_device_backend_map.get(device_type)
     if device_type == "cpu" or library is None:
@@ -296,7 +296,9 @@ def world_size_or_raise() -> int:
     raise MeshError(msg)
 
 
-def from_torch_mesh(mesh: torch_mesh.DeviceMesh, backend_class: type[Any]) -> DeviceMesh:
+def from_torch_mesh(
+    mesh: torch_mesh.DeviceMesh, backend_class: type[ProcessGroupBackend]
+) -> DeviceMesh:
     """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
     return DeviceMesh(
         device_type=mesh.device_type,

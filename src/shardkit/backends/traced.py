@@ -1,4 +1,4 @@
-"""What only backends have that trace: regions, and gathers that are part of a graph."""
+"""What only tracing backends have: regions, and gathers that are part of a graph."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class TracedGather:
 class Region(Protocol):
     """What is traced for each rank.
 
-    Where one process has all ranks' tensors (`is_spmd`), outside a tensor is whole; inside
-    it is what one rank has of it. `enter` and `leave` of a batch, of something shared and of a
-    mean are differentiable. Elsewhere a process is a rank, and nothing is entered or left.
+    Where one process has all ranks' tensors (`is_spmd`), a tensor is whole outside of the region.
+    Inside it is what one rank has. `enter` and `leave` of a batch, of something shared and of a
+    mean are differentiable. On other meshes a process is a rank, and nothing is entered or left.
     """
 
     is_spmd: bool
     num_ranks: int
-    """As many parts is a batch split into when it enters."""
+    """Number of parts that a batch is split into when it enters."""
     device: torch.device
     drawing: Any
     """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
@@ -76,10 +76,10 @@ class Region(Protocol):
         """Let gathers from now on come after `tensor` in the graph; None: after nothing."""
 
     def forget_collectives(self) -> None:
-        """Do not order what comes after the collectives traced before.
+        """Do not order later collectives after those that were traced before.
 
-        Those may have been run by now, because the host read a result; what comes would run them
-        again, and be another graph each time.
+        The earlier ones may have run by now, because the host read a result. An order would run
+        them again, and make another graph each time.
         """
 
     def draw_apart(self) -> Any:

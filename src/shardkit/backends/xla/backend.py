@@ -32,7 +32,7 @@ class XlaBackend(Backend):
     """Batched gathers come before the compute that they are meant to run beside: more memory."""
     why_no_groups: str
 
-    def __init__(self, region: Any, axes: Sequence[Any]) -> None:
+    def __init__(self, region: Any, axes: Sequence[AxisComm]) -> None:
         self.region = region
         self.device = region.device
         self._axes = list(axes)
@@ -48,7 +48,7 @@ class XlaBackend(Backend):
         msg = f"meshes of XLA devices have no process groups: {self.why_no_groups}."
         raise MeshError(msg)
 
-    def axis(self, axis: int) -> Any:
+    def axis(self, axis: int) -> AxisComm:
         """Return the communicator of one axis."""
         return self._axes[axis]
 
@@ -68,7 +68,9 @@ class XlaBackend(Backend):
         )
         raise MeshError(msg)
 
-    def make_streams(self, axes: Sequence[AxisComm], share: CommStreams | None = None) -> Any:
+    def make_streams(
+        self, axes: Sequence[AxisComm], share: CommStreams | None = None
+    ) -> XlaStreams:
         """Return streams; roots need not share them."""
         del axes, share
         return XlaStreams(self.region)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
-"""Random bits that a dtype holds; of more, rounding would make 1.0, which a draw never is."""
+"""Random bits that a dtype holds. With more, rounding could give 1.0, which no draw returns."""
 _MOST_BITS = 24
 _FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 - 1
 """Of the generator of states: Knuth's (MMIX)."""
@@ -36,8 +36,8 @@ _FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 
 def draw_seeds(num: int) -> Tensor:
     """Return 1-D int32 on the host, drawn from the device's generator, which moves on.
 
-    By the host: XLA's own draws are in the graph one after another until the next sync, so that
-    each evaluation without one would be another graph.
+    The host draws. XLA's own draws would follow each other in the graph until the next sync: each
+    evaluation without a sync would be another graph.
     """
     state = xm.get_rng_state()
     xm.set_rng_state((state * _FACTOR + _SUMMAND) & _MAX_STATE)

@@ -21,7 +21,7 @@ from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
 from shardkit.backends.xla.threads import run_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -116,16 +116,14 @@ class ReplicaAxis:
             for row, numel in zip(rows, numels.tolist(), strict=True)
         ]
 
-    def _run(self, like: Tensor, trace: Any) -> Tensor:
+    def _run(self, like: Tensor, trace: Callable[[], Tensor]) -> Tensor:
         """Trace a collective, in a graph of its own if its operand lies on the host."""
         if like.device.type == "xla":
-            result: Tensor = trace()
-            return result
+            return trace()
         run_graph()
         traced = trace()
         run_graph()
-        on_host: Tensor = traced.cpu()
-        return on_host
+        return traced.cpu()
 
 
 class ReplicaRegion(GraphOrder):
