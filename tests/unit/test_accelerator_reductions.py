@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recording import RecordingBackend, RecordingStreams, recording_mesh
 from shardkit import fully_shard
 from shardkit._layout.flat import FlatLayout
 from shardkit._module.hooks import get_state
@@ -25,7 +26,6 @@ from shardkit.backends import accelerator_sums
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 from shardkit.backends.accelerator_sums import Sums
 from shardkit.backends.base import Reduction
-from shardkit.backends.recording import RecordingBackend, RecordingStreams, recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence

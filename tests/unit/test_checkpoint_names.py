@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from models import TiedMLP
+from recording import recording_mesh
 from shardkit import ShardedTensor, fully_shard
 from shardkit._errors import CheckpointError
-from shardkit.backends.recording import recording_mesh
 from shardkit.checkpoint import (
     StateDictOptions,
     get_model_state_dict,

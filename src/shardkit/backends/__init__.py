@@ -1,9 +1,9 @@
 """Backends: how ranks of a mesh communicate.
 
 `base` says what a backend is, `traced` what those have besides that trace operators. There are
-`gloo` (CPU), `accelerator` (any device with streams), `xla`, and `recording` (one process, which
-logs the collectives). `dtensor` knows parameters that tensor parallelism has split. Elsewhere
-only `_compat` and code for checkpoints import `torch.distributed`.
+`gloo` (CPU), `accelerator` (any device with streams) and `xla`. `dtensor` knows parameters that
+tensor parallelism has split. Elsewhere only `_compat` and code for checkpoints import
+`torch.distributed`.
 """
 
 from __future__ import annotations
