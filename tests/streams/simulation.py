@@ -128,7 +128,7 @@ def _replaced(owner: typing.Any, name: str, value: typing.Any) -> Iterator[None]
 def _watched_pool(sim: Simulation, *, keeps_memory: bool) -> Iterator[None]:
     """Tell the simulation of memory that goes to the pool of slots and comes from there."""
     pool = memory.SlotPool
-    attach, detach, make = pool.attach, pool.detach, pool.__init__
+    attach, detach, make = pool.acquire, pool.release, pool.__init__
 
     def made(self: typing.Any, streams: typing.Any) -> None:
         make(self, streams)
@@ -157,8 +157,8 @@ def _watched_pool(sim: Simulation, *, keeps_memory: bool) -> Iterator[None]:
             sim.returned(block, fence)
 
     with (
-        _replaced(pool, "attach", attached),
-        _replaced(pool, "detach", detached),
+        _replaced(pool, "acquire", attached),
+        _replaced(pool, "release", detached),
         _replaced(pool, "__init__", made),
     ):
         yield
