@@ -220,12 +220,6 @@ MUTATIONS = (
         "",
         "custom_collectives",
     ),
-    Mutation(
-        "backends.process_group",
-        "        self._sent = sent = place((send.numel(),))",
-        "        sent = place((send.numel(),))",
-        "custom_collectives",
-    ),
     # --- the pool of slots ---
     Mutation(
         "_params.memory",
