@@ -1,5 +1,6 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
+from shardkit._custom_comm import AllGather, Comm, ReduceScatter
 from shardkit._errors import (
     CheckpointError,
     FreedParameterError,
@@ -22,7 +23,6 @@ from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
 from shardkit.backends import init_device_mesh
-from shardkit.backends.base import AllGather, Comm, ReduceScatter
 
 __version__ = "0.1.0"
 

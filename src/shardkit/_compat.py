@@ -61,8 +61,8 @@ def named_group(name: str) -> Iterator[None]:
     """Let the process group that this thread makes by local synchronization have this name.
 
     Torch names it by its ranks and by the number of groups that the process is in. That differs
-    between ranks of which one is in another group as well: each then waits, under a name of its
-    own, for the others. Where a torch has not got the function, it is left to do so.
+    between ranks of which one is in another group as well: each then waits for the others under a
+    name of its own. A torch without the function that is wrapped here names its groups itself.
     """
     _wrap_naming()
     _group_names.name = name
@@ -90,16 +90,12 @@ unsafe_view_op = torch.ops.aten._unsafe_view.default
 item_op = torch.ops.aten._local_scalar_dense.default
 foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
 propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
 
-
-def foreach_norm(
-    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
-) -> Sequence[Tensor]:
-    """Return the norm of each tensor, 0-dim."""
-    return torch._foreach_norm(list(tensors), order, dtype)
+# On lists of tensors, by few kernels on an accelerator.
+foreach_norm: Any = torch._foreach_norm
+foreach_copy: Any = torch._foreach_copy_
+foreach_add: Any = torch._foreach_add_
 
 
 def make_wrapper(
@@ -151,16 +147,6 @@ def process_group_backend(group: Any, device: torch.device) -> Any:
 def coalesced(group: Any) -> Any:
     """Return a context whose all-gathers travel as one collective; no public way in 2.13."""
     return c10d._coalescing_manager(group)
-
-
-def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in place, each from its source, by few kernels on an accelerator."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def foreach_add(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Add to tensors in place, to each its source, by few kernels on an accelerator."""
-    torch._foreach_add_(list(targets), list(sources))
 
 
 def register_foreach_class(cls: type[Tensor]) -> None:
@@ -394,10 +380,3 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
-
-
-def group_rank(group: Any) -> int:
-    """Return this process's rank in a process group of torch; None is the default group."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():  # noqa: TID251
-        return 0
-    return torch.distributed.get_rank(group)  # noqa: TID251

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkit._policy import BackwardPrefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from shardkit._runtime.group import ParamGroup
-    from shardkit.backends.base import AllGather, ReduceScatter
+    from shardkit._custom_comm import AllGather, ReduceScatter
 
 
 _RENAMED_OF_GROUP = {
@@ -25,6 +24,14 @@ _RENAMED_OF_ROOT = {
     "backward_prefetch": "prefetch_in_backward",
 }
 """Names in files of earlier versions, and what they are now."""
+
+
+class PrefetchedGroup(Protocol):
+    """What another group prefetches: a `ParamGroup` of the same root."""
+
+    name: str
+    index: int
+    listener: Any
 
 
 @dataclass(slots=True)
@@ -79,8 +86,8 @@ class GroupSettings:
     comm_memory: bool = False
     separate_reduce: bool = False
     max_send_buffers: int = 1
-    next_in_forward: list[ParamGroup] | None = None
-    next_in_backward: list[ParamGroup] | None = None
+    next_in_forward: Sequence[PrefetchedGroup] | None = None
+    next_in_backward: Sequence[PrefetchedGroup] | None = None
     comm: CommSettings = field(default_factory=CommSettings)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
@@ -90,14 +97,8 @@ class GroupSettings:
 
     def copy(self) -> GroupSettings:
         """Return independent settings for a copy of the group; it prefetches no group of ours."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        comm = {name: getattr(self.comm, name) for name in self.comm.__dataclass_fields__}
-        values |= {
-            "next_in_forward": None,
-            "next_in_backward": None,
-            "comm": CommSettings(**comm),
-        }
-        return GroupSettings(**values)
+        comm = replace(self.comm)
+        return replace(self, next_in_forward=None, next_in_backward=None, comm=comm)
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from recording import recording_mesh
 from reference import Differences, assert_within, full_grads, full_parameters, make_mesh
 from shardkit import WrapError, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import strategies
+from recording import recording_mesh
 from shardkit import ShardedTensor, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 Shape = tuple[int, ...]
 Entry = tuple[Shape, torch.dtype]

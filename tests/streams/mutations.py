@@ -61,165 +61,153 @@ class Mutation:
         }
 
 
-ACCELERATOR = "backends.accelerator"
+STREAMS = "backends.accelerator_streams"
 OLDER = ("older_torch",)
 
 MUTATIONS = (
     # --- gathers ---
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            if event is not None:\n                self._device.wait(self._gather, event)",
         "            pass",
         "zero3",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(self._gather, self.fence())",
         "        pass",
         "by_hand",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(self._gather, event)\n\n    def join",
         "        pass\n\n    def join",
         "optimizer_event",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(self._device.current_stream(), self._event)",
         "        pass",
         "zero3",
     ),
-    Mutation(ACCELERATOR, "            self._host_read = event", "            pass", "offload"),
+    Mutation(STREAMS, "            self._host_read = event", "            pass", "offload"),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        if event is not None:\n            self._device.synchronize(event)\n\n    # --- coll",
         "        pass\n\n    # --- coll",
         "offload",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        with self._device.on(self._gather):\n            for gather",
         "        if True:\n            for gather",
         "zero3",
     ),
-    Mutation(
-        ACCELERATOR,
-        "            custom = CustomGather(gather, axis, async_op=False)\n            if custom.work is not None:\n                custom.work.wait()",
-        "            custom = CustomGather(gather, axis, async_op=False)",
-        "custom_collectives",
-    ),
     # --- reductions ---
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(self._reduce, self.fence())\n        try",
         "        try",
         "zero3",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(stream, self._device.record(before))\n",
         "",
         "hybrid",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(stream, self._device.record(before))\n",
         "",
         "hook_on_a_stream",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        for event in self._ends:\n            self._device.wait(stream, event)\n",
         "        for event in self._ends:\n",
         "zero3",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        events = [self._device.record(stream) for stream in dict.fromkeys(ends)]",
         "        events = [self._device.record(stream) for stream in dict.fromkeys(ends)][:1]",
         "hybrid",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            ends = [self._reduce]",
         "            ends = [self._gather]",
         "zero3",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            if self._is_on_host:\n                self._device.synchronize(event)\n",
         "",
         "offload",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._kept.append(tensor)\n",
         "",
         "hybrid",
     ),
     Mutation(
-        ACCELERATOR, "            handle.keep(reduction.carry)", "            pass", "partial_sums"
+        STREAMS, "            handle.keep(reduction.carry)", "            pass", "partial_sums"
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))",
         "            result = self._device.empty(reduction.out_numel, reduction.out_dtype)",
         "offload",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))",
         "            into = self._device.empty(reduction.out_numel, reduction.send.dtype)",
         "hybrid",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            self.join()  # What was issued still writes memory that nobody will wait for.",
         "            pass",
         "recovery",
     ),
     Mutation(
-        ACCELERATOR,
-        "            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)\n            if custom.work is not None:\n                custom.work.wait()",
-        "            custom = CustomReduceScatter(reduction, axis.reduce_group, async_op=False)",
-        "custom_collectives",
-    ),
-    Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.wait(self._device.current_stream(), self.fence)",
         "        pass",
         "zero3",
         OLDER,
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            self._device.wait(self._device.current_stream(), fence)",
         "            pass",
         "kept_slots",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            self._device.wait(compute, self._device.record(stream))",
         "            pass",
         "recovery",
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "                self._hook_streams.setdefault(reduction.hook_stream)\n",
         "",
         "recovery_on_a_stream",
     ),
     # --- comparisons ---
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "        self._device.synchronize(self._event)\n",
         "",
         "zero3",
         ("no_host_engine",),
     ),
     Mutation(
-        ACCELERATOR,
+        STREAMS,
         "            on_device = self._device.empty(tensor.numel(), tensor.dtype)\n            on_device.copy_",
         "            with self._device.on(self._gather):\n                on_device = self._device.empty(tensor.numel(), tensor.dtype)\n            on_device.copy_",
         "dropped",
@@ -228,14 +216,8 @@ MUTATIONS = (
     # --- process groups ---
     Mutation(
         "backends.process_group",
-        "        self._sent = sent = place((own.numel(),))",
-        "        sent = place((own.numel(),))",
-        "custom_collectives",
-    ),
-    Mutation(
-        "backends.process_group",
-        "        self._sent = sent = place((send.numel(),))",
-        "        sent = place((send.numel(),))",
+        "        if self.work is not None and not async_op:\n            self.work.wait()\n",
+        "",
         "custom_collectives",
     ),
     # --- the pool of slots ---

@@ -17,7 +17,8 @@ from watching import Watch
 import shardkit.backends
 from shardkit._params import memory
 from shardkit.backends import process_group
-from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
+from shardkit.backends.accelerator import AcceleratorBackend
+from shardkit.backends.accelerator_axis import AcceleratorAxis
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

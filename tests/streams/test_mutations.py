@@ -21,7 +21,8 @@ ORDERING = re.compile(
 """What lines that order things look like, in the modules below."""
 
 WATCHED = (
-    "backends.accelerator",
+    "backends.accelerator_streams",
+    "backends.accelerator_sums",
     "_params.memory",
     "_params.send_buffer",
     "_params.bucket_gradients",
@@ -30,7 +31,7 @@ WATCHED = (
 )
 
 NEEDLESS = {
-    "backends.accelerator": {
+    "backends.accelerator_streams": {
         # Definitions, or what others are told by that are taken away themselves.
         "def ": "a definition",
         "return self._device.record(self._device.current_stream())": "fences are taken away",
@@ -43,6 +44,7 @@ NEEDLESS = {
         "return DeviceCheckHandle(": "an event; its wait is taken away",
         "self._pinned": "a definition",
     },
+    "backends.accelerator_sums": {},
     "_params.memory": {
         "def ": "a definition",
         "return self._streams.fence()": "fences are taken away where they are used",
@@ -91,7 +93,7 @@ def test_modules_imported_anew_work_as_before(spawn: Callable[..., typing.Any]) 
         return spawn(complaints_without, NUM_RANKS.get(mutation.scenario, 2), mutation)
 
     for module in (
-        "backends.accelerator",
+        "backends.accelerator_streams",
         "_params.memory",
         "_params.gradients",
         "_runtime.runtime",

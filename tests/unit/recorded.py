@@ -12,8 +12,8 @@ import typing
 import torch
 from torch import Tensor, nn
 
+from recording import recording_mesh
 from shardkit import fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence

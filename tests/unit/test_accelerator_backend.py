@@ -31,7 +31,7 @@ from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import process_group
-from shardkit.backends.accelerator import DeviceCheckHandle, HostCheckHandle
+from shardkit.backends.accelerator_streams import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
 
 if typing.TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from recording import recording_mesh
 from shardkit import StateError, checkpoint_module, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 
 class Counting(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from recorded import Recorded
 from torch import Tensor, nn
 
+from recording import recording_mesh
 from shardkit import (
     ShardedTensorError,
     ShardkitError,
@@ -19,7 +20,6 @@ from shardkit import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from models import TiedMLP
+from recording import recording_mesh
 from shardkit import ShardedTensor, fully_shard
 from shardkit._errors import CheckpointError
-from shardkit.backends.recording import recording_mesh
 from shardkit.checkpoint import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,12 +22,9 @@ from shardkit.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from shardkit.checkpoint._state.model_and_optimizer import (
-    TensorInfo,
-    optimizer_template,
-    put_optimizer_state,
-)
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.names import names_of_parameters, plain_name
+from shardkit.checkpoint._state.optimizer import optimizer_template, put_optimizer_state
 
 State = dict[str, typing.Any]
 

@@ -14,9 +14,9 @@ from recorded import Recorded, listed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
 from shardkit._schedule import unshard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,10 @@ import pytest
 import torch
 from recorded import Recorded
 
+from recording import RecordingStreams
 from shardkit import _compat
-from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorStreams
-from shardkit.backends.recording import RecordingStreams
+from shardkit.backends.accelerator_axis import AcceleratorAxis
+from shardkit.backends.accelerator_streams import AcceleratorStreams
 
 
 class Offers:

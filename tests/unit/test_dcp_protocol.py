@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from models import Parameters
+from recording import recording_mesh
 from shardkit import ShardedTensorError, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 Shapes = dict[str, tuple[int, ...]]
 

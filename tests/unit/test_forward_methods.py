@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recording import recording_mesh
 from shardkit import (
     ShardedTensor,
     ShardedTensorError,
@@ -18,7 +19,6 @@ from shardkit import (
     register_fsdp_forward_method,
 )
 from shardkit._module.forward_methods import ForwardMethod
-from shardkit.backends.recording import recording_mesh
 
 Log = list[tuple[str, typing.Any]]
 

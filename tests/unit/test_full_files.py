@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import FullFile
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._files.full import FullWriter, parse_size, write_full
-from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

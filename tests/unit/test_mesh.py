@@ -8,8 +8,8 @@ import typing
 
 import pytest
 
+from recording import recording_mesh
 from shardkit import DeviceMesh, MeshError
-from shardkit.backends.recording import recording_mesh
 
 SHAPE = (2, 3, 4)
 NAMES = ("pipeline", "replicate", "shard")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recording import recording_mesh
 from shardkit import ShardedTensor, StateError, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable

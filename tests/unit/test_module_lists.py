@@ -8,8 +8,8 @@ import typing
 import torch
 from torch import nn
 
+from recording import recording_mesh
 from shardkit import fully_shard
-from shardkit.backends.recording import recording_mesh
 
 GATHER = "start all_gather"
 

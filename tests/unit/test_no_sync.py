@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import models
+from recording import recording_mesh
 from shardkit import fully_shard
-from shardkit.backends.recording import recording_mesh
 
 
 def sharded_mlp() -> tuple[models.MLP, list[tuple[str, int]]]:

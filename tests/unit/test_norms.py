@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recording import RecordingAxis, recording_mesh
 from shardkit import fully_shard
 from shardkit._tensor.ops.norms import sharded_norms
-from shardkit.backends.recording import RecordingAxis, recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

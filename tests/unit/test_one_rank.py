@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from recording import recording_mesh
 from shardkit import (
     FSDPModule,
     MeshError,
@@ -26,7 +27,6 @@ from shardkit import (
     fully_shard,
 )
 from shardkit._pickling import SavedPiece, reduce_for_process, reduce_tensor
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed import fsdp
 
 import shardkit
+from recording import recording_mesh
 from shardkit import FSDPModule, MixedPrecisionPolicy, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from recording import RecordingAxis
 from shardkit.backends.dtensor import Split
-from shardkit.backends.recording import RecordingAxis
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recording import recording_mesh
 from shardkit import ShardedTensorError, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardkit.backends.base import Region
+    from shardkit.backends.traced import Region
 
 
 class CheckpointedForward:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit.backends.base import Region
+    from shardkit.backends.traced import Region
 
 _deferred = threading.local()
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit._custom_comm import AllGather, ReduceScatter
     from shardkit._settings import RootSettings
-    from shardkit.backends.base import AllGather, ReduceScatter
 
 
 def update_options(self: Any) -> None:

@@ -32,10 +32,11 @@ from shardkit.backends.base import Gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardkit._custom_comm import AllGather
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
-    from shardkit.backends.base import AllGather, AxisComm
+    from shardkit.backends.base import AxisComm
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,13 +18,14 @@ from shardkit._tensor.sharded import user_attributes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardkit._custom_comm import AllGather
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.send_buffer import GradientBuffer
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.sharded import ShardedTensor
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AllGather, AxisComm
+    from shardkit.backends.base import AxisComm
 
 
 class Store(ABC):

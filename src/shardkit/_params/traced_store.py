@@ -26,16 +26,17 @@ from shardkit._policy import CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec, padded
 from shardkit.backends import tensor_parallel_of
-from shardkit.backends.base import TracedGather
+from shardkit.backends.traced import TracedGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from shardkit._custom_comm import AllGather
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AllGather, CommStreams
+    from shardkit.backends.base import CommStreams
 
 
 class TracedStore(Store):

@@ -12,7 +12,7 @@ from shardkit import _compat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit.backends.base import Region
+    from shardkit.backends.traced import Region
 
 
 class RegionBuffers:

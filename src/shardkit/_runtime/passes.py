@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
-    from shardkit.backends.base import Region
+    from shardkit.backends.traced import Region
 
 _SHARED = "_shardkit_shared"
 _local = threading.local()

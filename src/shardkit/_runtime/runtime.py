@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import RootSettings
+    from shardkit._settings import PrefetchedGroup, RootSettings
     from shardkit.backends.base import AxisComm, CommStreams
 
 
@@ -173,7 +173,7 @@ class Runtime:
             self.streams.allocate_from(memory_axes)
             self.slots.trim()  # What is free now is of the other kind.
 
-    def _indices_of(self, wanted: Sequence[ParamGroup], by: ParamGroup) -> list[int]:
+    def _indices_of(self, wanted: Sequence[PrefetchedGroup], by: ParamGroup) -> list[int]:
         for group in wanted:
             if group.listener is not self.backward:
                 msg = (

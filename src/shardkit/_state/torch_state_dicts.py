@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardkit import _compat
 from shardkit._state.full import check_shape, cut_whole, holds_sharded, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.process_group import group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ def gather_state_dict(original: Callable[..., Any], state_dict: Any, **kwargs: A
     if not holds_sharded(state_dict):
         return original(state_dict, **kwargs)
     ranks = kwargs.get("ranks_only") or ()
-    keep = not ranks or _compat.group_rank(kwargs.get("pg")) in ranks
+    keep = not ranks or group_rank(kwargs.get("pg")) in ranks
     to_cpu = bool(kwargs.get("cpu_offload"))
 
     def gather(leaf: Any) -> Any:

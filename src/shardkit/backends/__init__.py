@@ -1,9 +1,9 @@
 """Backends: how ranks of a mesh communicate.
 
-`base` says what a backend is; `gloo` (CPU), `accelerator` (any device with streams), `xla` and
-`recording` (no process at all, logs the collectives) are the ones there are. `tensor_parallel`
-knows DTensors. Only this package
-imports `torch.distributed`.
+`base` says what a backend is, `traced` what those have besides that trace operators. There are
+`gloo` (CPU), `accelerator` (any device with streams) and `xla`. `dtensor` knows parameters that
+tensor parallelism has split. Elsewhere only `_compat` and code for checkpoints import
+`torch.distributed`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.dtensor import TensorParallel
+    from shardkit.backends.process_group import ProcessGroupBackend
 
 __all__ = [
     "TorchDeviceMesh",
@@ -126,7 +127,7 @@ def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> 
     return init_xla_mesh(shape, names)
 
 
-def _backend_class(device_type: str) -> type[Any]:
+def _backend_class(device_type: str) -> type[ProcessGroupBackend]:
     if device_type == "cpu":
         from shardkit.backends.gloo import GlooBackend
 

@@ -1,15 +1,22 @@
 """What a backend gives the rest of the library; nothing above knows which one it has."""
+# ruff: noqa: B027 - what has an empty body does nothing where there are no streams
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
+
+    from shardkit._custom_comm import AllGather, ReduceScatter
+    from shardkit.backends.hang_watch import Progress
+    from shardkit.backends.traced import Region
 
 
 class AxisComm(Protocol):
@@ -37,7 +44,7 @@ class AxisComm(Protocol):
 class Handle(Protocol):
     """Work that has been started."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when work issued from now on sees the result.
 
         On CPU that is when the work is done; on CUDA the compute stream waits, not the host.
@@ -108,9 +115,9 @@ class Reduction:
         scale: Multiplies the sum.
         shard_axis: Reduce-scatter over it.
         replicate_axis: Then all-reduce over it; None: do not.
-        carry: 1-D, `out_numel`, fp32 or wider, a partial sum over the shard axis of earlier
-            backwards that is added before the all-reduce, in its dtype; may be written. None:
-            nothing.
+        carry: Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or
+            wider. It is added before the all-reduce, in its dtype, and may be written. None: there
+            is none.
         is_to_host: The result is wanted on the host, and the device has memory of its own.
         is_pinned: There in page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
@@ -137,76 +144,25 @@ class Reduction:
     force_sum: bool = False
 
 
-@dataclass(slots=True)
-class TracedGather:
-    """One bucket to gather on a backend that traces (`Backend.is_traced`).
-
-    Attributes:
-        pieces: 1-D, storage dtype, one per parameter, as the bucket keeps them.
-        dtype: Cast to it before they travel.
-        tail_numel: Elements to put behind the pieces of every rank, if they travel as one.
-        bucket_id: Number of the bucket, equal in every step.
-        wholes: Result: 1-D, all ranks' parts of each piece, end to end; none shares memory with
-            another.
-    """
-
-    pieces: list[Tensor]
-    dtype: torch.dtype
-    tail_numel: int
-    bucket_id: int
-    wholes: list[Tensor] | None = None
-
-
-class Comm(Protocol):
-    """Where a user's own collective has its buffers: as FSDP2's ``Comm``."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a buffer that is sent or received."""
-
-
-class AllGather(Comm, Protocol):
-    """A user's own all-gather: as FSDP2's ``AllGather``."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
-    ) -> Any:
-        """Gather 1-D `input_tensor` of all ranks of a process group; return the work, or None."""
-
-
-class ReduceScatter(Comm, Protocol):
-    """A user's own reduce-scatter: as FSDP2's ``ReduceScatter``."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
-    ) -> Any:
-        """Sum `input_tensor` over a process group, scatter it; return the work, or None."""
-
-
-class CommStreams(Protocol):
+class CommStreams(ABC):
     """The streams that all groups of one root share: one per kind of collective.
+
+    Methods with a body here are those of a backend without streams: the host runs everything in
+    order, in ordinary memory.
 
     Attributes:
         region: Where the ranks' forwards and backwards are traced; None: they are run.
     """
 
-    region: Region | None
+    region: Region | None = None
 
-    def watch(self, progress: Any) -> None:
-        """Take what can explain a hang (`hang_watch.Progress`); may be ignored."""
+    def watch(self, progress: Progress) -> None:
+        """Take what can explain a hang; may be ignored."""
 
     def allocate_from(self, axes: Sequence[AxisComm]) -> None:
-        """Take the memory of buffers from an engine that serves one of `axes` and offers any.
+        """Take the memory of buffers from an engine of one of `axes`, if one offers any.
 
-        Of none: ordinary memory, from now on.
+        Without axes: ordinary memory, from now on.
         """
 
     def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
@@ -214,9 +170,11 @@ class CommStreams(Protocol):
 
     def new_storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory for a buffer."""
+        return torch.UntypedStorage(nbytes)
 
     def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Put other memory behind a buffer's storage, or none."""
+        storage.resize_(nbytes)
 
     def after_optimizer(self, event: Any) -> None:
         """Let gathers issued from now on wait for a user's event as well."""
@@ -237,129 +195,91 @@ class CommStreams(Protocol):
             compute: The compute stream reads some of them as well.
         """
 
-    def start_gather(
-        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
-    ) -> Handle:
-        """Cast and all-gather buckets, not before the fences `after`.
-
-        Cost: one all-gather per bucket.
-        """
-
     def wait_fence(self, fence: Any) -> None:
         """Let the compute stream wait for a fence; None is nothing to wait for."""
 
+    @abstractmethod
+    def start_gather(self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Any]) -> Handle:
+        """Cast and all-gather buckets, not before the fences `after`.
+
+        Cost: one all-gather per bucket.
+
+        Args:
+            gathers: `Gather`; where operators are traced `TracedGather`.
+            axis: Gather over it.
+            after: Fences.
+        """
+
+    @abstractmethod
     def start_reduce(self, reductions: Sequence[Reduction]) -> ReduceHandle:
         """Reduce-scatter buckets after all compute issued so far.
 
         Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
         """
 
+    @abstractmethod
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
         """MAX all-reduce of a small host tensor over every axis, one after another."""
 
 
-class Region(Protocol):
-    """What is traced for each rank.
-
-    Where one process has all ranks' tensors (`is_spmd`), outside a tensor is whole; inside
-    it is what one rank has of it. `enter` and `leave` of a batch, of something shared and of a
-    mean are differentiable. Elsewhere a process is a rank, and nothing is entered or left.
-    """
-
-    is_spmd: bool
-    num_ranks: int
-    """As many parts is a batch split into when it enters."""
-    device: torch.device
-    drawing: Any
-    """The last context of `draw_apart`; its `again()` repeats what is drawn from now on."""
-
-    gathers_wait: bool
-    """Gathers come after `progress` in the graph."""
-
-    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return copies that are there only when `progress` is; the compiler cannot merge them."""
-
-    def enter_batch(self, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of `tensor`, of all ranks' axes together."""
-
-    def leave_batch(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' rows."""
-
-    def enter_shared(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, equal on all ranks; its gradient is the sum of theirs."""
-
-    def leave_shared(self, tensor: Tensor) -> Tensor:
-        """Return what all ranks have alike. Not differentiable."""
-
-    def leave_mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over the ranks of a 0-dim floating-point tensor."""
-
-    def agree(self, tensor: Tensor) -> Tensor:
-        """Return the mean over the ranks, the maximum of integers, on every rank. In the region.
-
-        Cost: one all-reduce.
-        """
-
-    def progress(self, tensor: Tensor | None) -> None:
-        """Let gathers from now on come after `tensor` in the graph; None: after nothing."""
-
-    def forget_collectives(self) -> None:
-        """Do not order what comes after the collectives traced before.
-
-        Those may have been run by now, because the host read a result; what comes would run them
-        again, and be another graph each time.
-        """
-
-    def draw_apart(self) -> Any:
-        """Return a context in which every rank draws random numbers of its own."""
-
-    def finish_graph(self) -> None:
-        """Run what has been traced."""
-
-
-class Backend(Protocol):
-    """One mesh's way to communicate.
+class MeshBackend(ABC):
+    """What communicates along the axes of a mesh.
 
     Attributes:
         device: Where parameters are.
-        is_host_synchronous: The host is in step with the device.
-        has_own_memory: The device's memory is not the host's: shards may be offloaded.
-        copies_gradients_together: A kernel more costs more than memory: a layer's gradients are
-            held until all have come, and then copied by one.
         is_traced: Operators are traced into a graph, which runs later; buckets are `TracedBucket`.
         is_spmd: One process traces the program of all ranks, and has all their pieces.
-        gradient_weight: See `GroupGradients`: where one loss is computed of all ranks' outputs, the
-            gradients on a rank are those of its part of the mean.
-        batches_small_groups: Small groups had better travel together.
     """
 
     device: torch.device
-    is_host_synchronous: bool
-    has_own_memory: bool
-    copies_gradients_together: bool
-    is_traced: bool
-    is_spmd: bool
-    gradient_weight: float
-    batches_small_groups: bool
+    is_traced: bool = False
+    is_spmd: bool = False
 
-    def receive_chunks(self, axis: AxisComm) -> int:
-        """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
-
-    def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Return zeros on the host, 1-D, where `has_own_memory`."""
-
+    @abstractmethod
     def process_group(self, axis: int) -> Any:
         """Return the engine's handle of one mesh axis."""
 
+    @abstractmethod
     def axis(self, axis: int) -> AxisComm:
         """Return the communicator of one mesh axis through this rank; always the same object."""
 
-    def for_axes(self, axes: Sequence[int]) -> Backend:
+    @abstractmethod
+    def for_axes(self, axes: Sequence[int]) -> MeshBackend:
         """Return the backend of the submesh made of `axes`."""
 
+
+class Backend(MeshBackend):
+    """A `MeshBackend` over whose mesh modules can be sharded.
+
+    Attributes:
+        is_host_synchronous: The host is in step with the device.
+        has_own_memory: The device's memory is not the host's: shards may be offloaded.
+        copies_gradients_together: A kernel costs more than memory. A layer's gradients are held
+            until all have come, and then copied by one kernel.
+        gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
+            this rank's local-mean loss.
+        batches_small_groups: Small groups had better travel together.
+    """
+
+    is_host_synchronous: bool = True
+    has_own_memory: bool = False
+    copies_gradients_together: bool = False
+    gradient_weight: float = 1.0
+    batches_small_groups: bool = True
+
+    def receive_chunks(self, axis: AxisComm) -> int:  # noqa: ARG002 - for those that need room
+        """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
+        return 0
+
+    def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return zeros on the host, 1-D; called only where `has_own_memory`."""
+        raise NotImplementedError(numel, dtype, pinned)
+
+    @abstractmethod
     def split_axis(self, axis: int, size: int) -> AxisComm:
         """Return the communicator of `size` neighbours on one mesh axis. Collective over it."""
 
+    @abstractmethod
     def make_streams(
         self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> CommStreams:
@@ -367,5 +287,5 @@ class Backend(Protocol):
 
         Args:
             axes: All axes in use.
-            share: CommStreams of another root whose streams are to be used.
+            share: Streams of another root that are to be used.
         """

@@ -2,8 +2,8 @@
 
 ``parallelize_module`` leaves parameters that are DTensors on a ``tp`` mesh. A DTensor's local
 tensor is what `fully_shard` cuts flat over its own mesh; between a gather and the freeing modules
-see a DTensor over the unsharded memory, with the placements that it had. Everything that has to be
-known of this is here, in `TensorParallel`; other modules ask it for the local part and the whole.
+see a DTensor over the unsharded memory, with the placements that it had. `TensorParallel` knows all
+of this; other modules ask it for the local part and the whole.
 
 Imported when the first such parameter is found (`shardkit.backends.tensor_parallel_of`):
 ``torch.distributed.tensor`` takes long to import.
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardkit import _compat
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import DeviceMesh
+from shardkit.backends.base import MeshBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -259,10 +260,10 @@ class TensorParallel:
 
 
 def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple[int, ...]:
-    """Return the ranks of two meshes through this rank: the shift to each of one from each other.
+    """Return the ranks of the joint mesh: this rank, shifted along `outer` and along `inner`.
 
-    Shifts are taken in the mesh that `torch_mesh` is a part of; where it does not hold all ranks,
-    in the order of ranks.
+    Shifts are taken in the mesh that `torch_mesh` is a part of. Where that does not hold all ranks,
+    a shift is a difference of ranks.
     """
     root = _compat.root_mesh(torch_mesh).mesh
     at = {rank: place for place, rank in enumerate(root.flatten().tolist())}
@@ -273,39 +274,26 @@ def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple
     return tuple(ranks[at[a] + at[b] - at[outer.rank]] for a in outer.ranks for b in inner.ranks)
 
 
-class JoinedBackend:
-    """`Backend` of a mesh whose axes belong to several backends."""
+class JoinedBackend(MeshBackend):
+    """`MeshBackend` of a mesh whose axes belong to several backends, none of which is traced."""
 
-    is_traced = False
-
-    def __init__(self, axes: Sequence[tuple[Any, int]]) -> None:
+    def __init__(self, axes: Sequence[tuple[MeshBackend, int]]) -> None:
         self._axes = list(axes)
-        self._first = self._axes[0][0]
-        self.device = self._first.device
-        self.is_host_synchronous = self._first.is_host_synchronous
-
-    def receive_chunks(self, axis: AxisComm) -> int:
-        """See `Backend.receive_chunks`."""
-        chunks: int = self._first.receive_chunks(axis)
-        return chunks
+        self.device = self._axes[0][0].device
 
     def process_group(self, axis: int) -> Any:
-        """See `Backend.process_group`."""
+        """See `MeshBackend.process_group`."""
         backend, index = self._axes[axis]
         return backend.process_group(index)
 
-    def axis(self, axis: int) -> Any:
-        """See `Backend.axis`."""
+    def axis(self, axis: int) -> AxisComm:
+        """See `MeshBackend.axis`."""
         backend, index = self._axes[axis]
         return backend.axis(index)
 
     def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
-        """See `Backend.for_axes`."""
+        """See `MeshBackend.for_axes`."""
         return JoinedBackend([self._axes[axis] for axis in axes])
-
-    def make_streams(self, axes: Sequence[AxisComm]) -> Any:
-        """See `Backend.make_streams`."""
-        return self._first.make_streams(axes)
 
 
 class ReplacedDTensor(DTensor):

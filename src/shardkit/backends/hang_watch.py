@@ -1,8 +1,8 @@
-"""A name instead of a hang: finds out why a wait on gloo does not end.
+"""An error instead of a hang: finds out why a wait on gloo does not end.
 
-Ranks that issue different collectives wait for each other for ever. A rank that has waited long
-publishes what it has issued in the process group's store and reads what the others published. If
-they differ, the wait is ended with an error that names both sides, on all of them.
+Ranks that issue different collectives wait for each other forever. A rank that has waited long
+publishes what it has issued in the process group's store, and reads what the others published. If
+they differ, all ranks end the wait with an error that names both sides.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HangWatch:
             self._group = None
 
     def _ask_after_error(self, group: dist.ProcessGroup) -> str | None:
-        """Pairs of unequal size end in an error of gloo's: see whether the ranks disagree."""
+        """Find out whether the ranks disagree: unequal sizes make gloo raise an error."""
         if self.progress is None:
             return None
         deadline = time.monotonic() + PATIENCE_S

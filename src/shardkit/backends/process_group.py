@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from torch.distributed import device_mesh as torch_mesh
 from shardkit import _compat
 from shardkit._errors import MeshError
 from shardkit._mesh import DeviceMesh
+from shardkit.backends.base import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +50,10 @@ _made_in: Any = None
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group; called by these ranks, and by no others need it be.
+    """Make a process group. Only its own ranks have to call this.
 
-    Each of them must make the groups of these same ranks in the same order. Which other groups a
-    rank is in makes no difference.
+    They must make all groups of the same ranks in the same order. Other groups of a rank make no
+    difference.
     """
     with _named_group(ranks):
         group: dist.ProcessGroup = dist.new_group(
@@ -73,11 +76,11 @@ def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
 def sub_group(
     parent: dist.ProcessGroup, splits: Sequence[Sequence[int]], backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks of another; called by all ranks of that.
+    """Make a process group of some ranks of another. All ranks of `parent` must call this.
 
     Args:
         parent: The other one.
-        splits: Positions in it, without overlaps; each rank gets the group of those it is among.
+        splits: Positions in `parent`, without overlaps. A rank gets the group that it is in.
         backend: The engine; None: as the parent's.
     """
     mine = next(split for split in splits if parent.rank() in split)
@@ -94,7 +97,7 @@ def sub_group(
 
 
 def _must_be_split(parent: dist.ProcessGroup) -> bool:
-    """Whether groups come from others: the world was made with ``device_id``, the engine can."""
+    """Whether groups must be split from others: the world is bound to devices, the engine can."""
     device = getattr(dist.group.WORLD, "bound_device_id", None)
     if device is None:
         return False
@@ -135,66 +138,58 @@ class ProcessGroupAxis:
         return items
 
 
-class CustomGather:
-    """An all-gather by the user's own function, in buffers of its own choice."""
+class CustomCollective:
+    """A collective by the user's own function, in buffers of its own choice.
 
-    def __init__(self, gather: Gather, axis: ProcessGroupAxis, *, async_op: bool) -> None:
-        assert gather.comm is not None
-        full, own = gather.full, gather.own
-        place = functools.partial(gather.comm.allocate, dtype=full.dtype, device=full.device)
-        self._sent = sent = place((own.numel(),))  # Kept: the work may still read it.
-        sent.copy_(own)
-        self._full = full
-        self._received = place((full.numel(),))
-        self.work = gather.comm(
-            output_tensor=self._received, input_tensor=sent, group=axis.group, async_op=async_op
-        )
+    Args:
+        comm: The function.
+        send: What is sent.
+        receive_numel: Elements that come.
+        async_op: Let `work` be waited for by whoever uses `received`.
+        options: What else the function takes.
 
-    def finish(self) -> None:
-        """Copy what came to where it belongs, once the work is done."""
-        self._full.copy_(self._received)
-
-
-class CustomReduceScatter:
-    """A reduce-scatter by the user's own function, in buffers of its own choice."""
+    Attributes:
+        received: What comes.
+        work: To wait for; None: there is nothing to wait for.
+    """
 
     def __init__(
-        self,
-        reduction: Reduction,
-        group: dist.ProcessGroup,
-        *,
-        async_op: bool,
+        self, comm: Any, send: Tensor, receive_numel: int, *, async_op: bool, **options: Any
     ) -> None:
-        assert reduction.comm is not None
-        send = reduction.send
-        place = functools.partial(reduction.comm.allocate, dtype=send.dtype, device=send.device)
+        place = functools.partial(comm.allocate, dtype=send.dtype, device=send.device)
         self._sent = sent = place((send.numel(),))  # Kept: the work may still read it.
         sent.copy_(send)
-        self.total = place((reduction.out_numel,))
-        self.work = reduction.comm(
-            output_tensor=self.total,
-            input_tensor=sent,
-            group=group,
-            op=dist.ReduceOp.SUM,
-            async_op=async_op,
+        self.received: Tensor = place((receive_numel,))
+        self.work: dist.Work | None = comm(
+            output_tensor=self.received, input_tensor=sent, async_op=async_op, **options
         )
+        if self.work is not None and not async_op:
+            self.work.wait()
+
+
+def custom_all_gather(
+    gather: Gather, group: dist.ProcessGroup, *, async_op: bool
+) -> CustomCollective:
+    """Start a gather by the user's own function."""
+    numel = gather.full.numel()
+    return CustomCollective(gather.comm, gather.own, numel, group=group, async_op=async_op)
+
+
+def custom_reduce_scatter(
+    reduction: Reduction, group: dist.ProcessGroup, *, async_op: bool
+) -> CustomCollective:
+    """Start a reduce-scatter by the user's own function."""
+    options = {"group": group, "op": dist.ReduceOp.SUM}
+    comm, send, numel = reduction.comm, reduction.send, reduction.out_numel
+    return CustomCollective(comm, send, numel, async_op=async_op, **options)
 
 
 _split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
 _axes: dict[tuple[str, type[ProcessGroupBackend]], ProcessGroupAxis] = {}
 
 
-class ProcessGroupBackend:
-    """What `Backend` asks for, over a torch DeviceMesh; subclasses add the streams."""
-
-    is_traced = False
-    is_spmd = False
-    gradient_weight = 1.0
-    batches_small_groups = True
-
-    is_host_synchronous = True
-    has_own_memory = False
-    copies_gradients_together = False
+class ProcessGroupBackend(Backend):
+    """A backend over a torch DeviceMesh; subclasses add the streams."""
 
     def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
         self._mesh = mesh
@@ -211,25 +206,15 @@ class ProcessGroupBackend:
         if axis not in self._comms:
             group = self.process_group(axis)
             key = (group.group_name, type(self))
-            if (
-                key not in _axes or _axes[key].group is not group
-            ):  # After a restart names come again.
-                _axes[key] = self.make_axis(group)
-            self._comms[axis] = _axes[key]
+            known = _axes.get(key)
+            if known is None or known.group is not group:  # After a restart names come again.
+                known = _axes[key] = self.make_axis(group)
+            self._comms[axis] = known
         return self._comms[axis]
 
+    @abstractmethod
     def make_axis(self, group: dist.ProcessGroup) -> ProcessGroupAxis:
         """Return the communicator over a process group."""
-        return ProcessGroupAxis(group)
-
-    def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Never called: the host's memory is the device's."""
-        raise NotImplementedError(numel, dtype, pinned)
-
-    def receive_chunks(self, axis: ProcessGroupAxis) -> int:
-        """The engine needs no room of ours."""
-        del axis
-        return 0
 
     def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
         """Return the communicator of `size` neighbours on one axis."""
@@ -254,22 +239,14 @@ def make_torch_mesh(
     Raises:
         MeshError: Not started by a launcher, or the world has another size than the mesh.
     """
-    if not dist.is_available():
-        msg = "this build of torch has no torch.distributed; install one that has."
-        raise MeshError(msg)
-    if not dist.is_initialized() and "RANK" not in os.environ:
-        msg = _NO_PROCESS_GROUP.format(script=_script())
-        raise MeshError(msg)
+    world_size = world_size_or_raise()
     if names is not None and len(names) != len(shape):
         msg = (
             f"mesh_dim_names must name every axis: got {names} for a mesh of shape {shape} with "
             f"{len(shape)} axes."
         )
         raise MeshError(msg)
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    wanted = 1
-    for size in shape:
-        wanted *= size
+    wanted = math.prod(shape)
     if wanted != world_size:
         msg = (
             f"a mesh of shape {shape} needs {wanted} ranks, the world has {world_size}. "
@@ -283,9 +260,9 @@ def make_torch_mesh(
 
 
 def _engines_for(device_type: str) -> str | None:
-    """Return what process groups are to communicate by; None: torch's choice.
+    """Return the engines of the default process group; None: torch's choice.
 
-    On an accelerator also an engine for the host, so that small numbers need not pass the device.
+    An accelerator gets one for the host as well, so that small numbers need not pass the device.
     """
     library = dist.Backend.default_device_backend_map.get(device_type)
     if device_type == "cpu" or library is None:
@@ -300,7 +277,12 @@ def _script() -> str:
 
 def current_world_size() -> int | None:
     """Return the number of ranks of the default process group; None if there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
+def group_rank(group: Any) -> int:
+    """Return this process' rank in a process group of torch; None is the default group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def world_size_or_raise() -> int:
@@ -314,7 +296,9 @@ def world_size_or_raise() -> int:
     raise MeshError(msg)
 
 
-def from_torch_mesh(mesh: torch_mesh.DeviceMesh, backend_class: type[Any]) -> DeviceMesh:
+def from_torch_mesh(
+    mesh: torch_mesh.DeviceMesh, backend_class: type[ProcessGroupBackend]
+) -> DeviceMesh:
     """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
     return DeviceMesh(
         device_type=mesh.device_type,

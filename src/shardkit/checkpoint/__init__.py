@@ -9,7 +9,7 @@ from shardkit.checkpoint._dcp.directory import latest
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._dcp.writer import CheckpointWriter
 from shardkit.checkpoint._files.full import FullFile
-from shardkit.checkpoint._full_models import LoadedNames, load_full
+from shardkit.checkpoint._full_load import LoadedNames, load_full
 from shardkit.checkpoint._full_save import save_full
 from shardkit.checkpoint._load import load
 from shardkit.checkpoint._local import load_local_state_dict, local_state_dict

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from shardkit._errors import CheckpointError
+from shardkit.backends.process_group import group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -14,12 +15,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint import api
 
+    from shardkit._mesh import DeviceMesh
+
 T = TypeVar("T")
-
-
-def is_distributed() -> bool:
-    """Whether there are other ranks to agree with."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def rank_of(group: Any) -> int:
@@ -28,7 +26,7 @@ def rank_of(group: Any) -> int:
     Raises:
         CheckpointError: It is not in the group.
     """
-    rank = dist.get_rank(group) if is_distributed() else 0
+    rank = group_rank(group)
     if rank < 0:
         msg = "this rank is not in process_group. Call it on the ranks of the group only."
         raise CheckpointError(msg)
@@ -63,7 +61,7 @@ def agreed(
         identity(result) if identity is not None and error is None else None,
     )
     all_of_them: list[tuple[str | None, str, object]] = [mine]
-    if is_distributed():
+    if dist.is_initialized():
         all_of_them *= dist.get_world_size(group)
         dist.all_gather_object(all_of_them, mine, group=group)
     failed = {rank: reason for rank, (reason, *_) in enumerate(all_of_them) if reason is not None}
@@ -78,6 +76,17 @@ def agreed(
         )
         raise CheckpointError(msg)
     return result
+
+
+def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
+    """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    for axis in range(mesh.ndim):
+        reasons = mesh.backend.axis(axis).exchange(reason)
+        reason = next((r for r in reasons if r is not None), None)
+    if reason is not None:
+        msg = f"rank {mesh.ranks[0]} {what}: {reason}"
+        raise CheckpointError(msg) from error
 
 
 def error_of(what: str, exception: api.CheckpointException) -> BaseException:
@@ -114,7 +123,7 @@ def _message(what: str, failed: Mapping[int, str]) -> str:
 
 
 def _of_ranks(ranks: list[int]) -> str:
-    if not is_distributed():
+    if not dist.is_initialized():
         return ""
     return f"[rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}] "
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardkit.backends.process_group import new_group
-from shardkit.checkpoint._agreement import is_distributed, quote, rank_of
+from shardkit.checkpoint._agreement import quote, rank_of
 from shardkit.checkpoint._dcp.staging import Staging
 from shardkit.checkpoint._job import Job, write
 from shardkit.checkpoint._progress import Meter
@@ -125,7 +125,7 @@ class Background:
         The background thread needs one of its own: collectives of one group that two threads issue
         come in another order on each rank.
         """
-        if not is_distributed():
+        if not dist.is_initialized():
             return None
         if self._groups_in is not dist.group.WORLD:
             self._groups.clear()

@@ -13,11 +13,10 @@ import torch
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
-from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, info_nbytes
+from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, TensorInfo, info_nbytes
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
 from shardkit.checkpoint._state.sections import nested
 
 if TYPE_CHECKING:

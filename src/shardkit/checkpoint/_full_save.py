@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.checkpoint._agreement import raise_on_all
 from shardkit.checkpoint._files import bytes_io
-from shardkit.checkpoint._files.bytes_io import info_nbytes
+from shardkit.checkpoint._files.bytes_io import TensorInfo, info_nbytes
 from shardkit.checkpoint._files.full import Format, FullWriter
-from shardkit.checkpoint._full_models import by_identity, mesh_of, raise_on_all, state_of
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
 
 if TYPE_CHECKING:
     import os

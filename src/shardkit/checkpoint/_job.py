@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardkit._errors import CheckpointError
 from shardkit._state.full import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._agreement import error_of, is_distributed, quote, rank_of
+from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.planners import SavePlanner, Whole
 from shardkit.checkpoint._dcp.writer import CheckpointWriter
@@ -140,7 +141,7 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Me
 
     planner = SavePlanner(make_state, meter.expect)
     try:
-        if is_distributed():
+        if dist.is_initialized():
             dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
         else:
             _write_alone(writer, planner)

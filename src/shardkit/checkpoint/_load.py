@@ -10,7 +10,7 @@ from shardkit.checkpoint._agreement import agreed, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import CheckpointReader
-from shardkit.checkpoint._full_models import load_full
+from shardkit.checkpoint._full_load import load_full
 from shardkit.checkpoint._job import check_arguments
 from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._save import wait_for_last_save

@@ -26,13 +26,22 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._files.bytes_io import dtype_name
-from shardkit.checkpoint._full_models import by_identity, mesh_of, state_of
-from shardkit.checkpoint._state.model_and_optimizer import (
-    TensorInfo,
+from shardkit.checkpoint._files.local import (
+    FORMAT,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    VERSION,
+    info_of,
+    metadata_of,
+)
+from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
+from shardkit.checkpoint._state.names import EXTRA_STATE
+from shardkit.checkpoint._state.optimizer import (
+    named_state,
     optimizer_template,
     put_optimizer_state,
 )
-from shardkit.checkpoint._state.optimizer import named_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,12 +49,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardkit._mesh import DeviceMesh
-
-FORMAT = "shardkit local"
-VERSION = 1
-MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
-"""Keys of such a file."""
-
 
 # --- get ------------------------------------------------------------------------------------------
 
@@ -189,28 +192,11 @@ def load_local_state_dict(
     for entry in by_identity(mine):
         _copy(entry.tensor, state[MODEL][entry.names[-1]])
     for name, module in model.named_modules():
-        key = f"{name}._extra_state".removeprefix(".")
+        key = f"{name}.{EXTRA_STATE}".removeprefix(".")
         if key in mine and not isinstance(mine[key], Tensor):
             module.set_extra_state(state[MODEL][key])
     if optimizer is not None and room is not None:
         put_optimizer_state(model, optimizer, room)
-
-
-def metadata_of(state: Any, what: object) -> dict[str, Any]:
-    metadata = state.get(METADATA) if isinstance(state, dict) else None
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        msg = (
-            f"{what} is not what shardkit.checkpoint.local_state_dict returns: it has no "
-            f"{METADATA!r} of format {FORMAT!r}. Other files are read by load_full and load."
-        )
-        raise CheckpointError(msg)
-    if metadata.get("version") != VERSION:
-        msg = (
-            f"{what} has version {metadata.get('version')} of the format {FORMAT!r}; this shardkit "
-            f"reads version {VERSION}. Read it by the shardkit that wrote it."
-        )
-        raise CheckpointError(msg)
-    return metadata
 
 
 def _misfits(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any]) -> Any:
@@ -268,7 +254,3 @@ def _optimizer_room(
             else:
                 entries[key] = value
     return {**room, "param_groups": state["param_groups"]}
-
-
-def info_of(described: dict[str, Any]) -> TensorInfo:
-    return TensorInfo(tuple(described["shape"]), getattr(torch, described["dtype"]))

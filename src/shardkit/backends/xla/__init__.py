@@ -1,8 +1,11 @@
 """XLA devices (TPU, and CPU in tests): one process traces the program of all ranks.
 
-The only package that imports torch_xla, and private names of it: `mesh` makes meshes, `streams` the
-collectives, `region` what is traced for each rank, `random_numbers` those that differ between
-ranks, `host_reads` what is refused inside. Tried with torch_xla 2.9.0 on the CPU; private names are
+The only package that imports torch_xla, and private names of it. `mesh` makes meshes: `spmd` and
+`spmd_region` for one process with all devices, `replica` and `threads` where each replica traces
+for itself. `comm_streams` traces collectives in the order of `graph_order`, `random_numbers` draws
+numbers that differ between ranks, `host_reads` refuses what the host cannot read.
+
+Tried with torch_xla 2.9.0 on the CPU. Private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),
 ``_XLAC._spmd_full_to_shard_shape`` (the public one marks its input, see `SpmdRegion.enter`),
 ``_XLAC._get_xla_tensors_hlo``, ``_XLAC._set_all_reduce_token``, ``_XLAC._get_xla_sharding_spec``

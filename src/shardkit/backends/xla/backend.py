@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import MeshError
+from shardkit.backends.base import Backend
 from shardkit.backends.xla.comm_streams import XlaStreams
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, CommStreams
 
 
-class XlaBackend:
+class XlaBackend(Backend):
     """`Backend` whose collectives are traced.
 
     Args:
@@ -26,14 +27,12 @@ class XlaBackend:
     """
 
     is_host_synchronous = False
-    has_own_memory = False
-    copies_gradients_together = False
     is_traced = True
     batches_small_groups = False
     """Batched gathers come before the compute that they are meant to run beside: more memory."""
     why_no_groups: str
 
-    def __init__(self, region: Any, axes: Sequence[Any]) -> None:
+    def __init__(self, region: Any, axes: Sequence[AxisComm]) -> None:
         self.region = region
         self.device = region.device
         self._axes = list(axes)
@@ -43,18 +42,13 @@ class XlaBackend:
         """Return a number for a bucket: equal in equal programs, so that they compile once."""
         return next(self._keys)
 
-    def receive_chunks(self, axis: AxisComm) -> int:
-        """The compiler allocates."""
-        del axis
-        return 0
-
     def process_group(self, axis: int) -> Any:
         """Refuse: there is none that could be handed out."""
         del axis
         msg = f"meshes of XLA devices have no process groups: {self.why_no_groups}."
         raise MeshError(msg)
 
-    def axis(self, axis: int) -> Any:
+    def axis(self, axis: int) -> AxisComm:
         """Return the communicator of one axis."""
         return self._axes[axis]
 
@@ -74,7 +68,9 @@ class XlaBackend:
         )
         raise MeshError(msg)
 
-    def make_streams(self, axes: Sequence[AxisComm], share: CommStreams | None = None) -> Any:
+    def make_streams(
+        self, axes: Sequence[AxisComm], share: CommStreams | None = None
+    ) -> XlaStreams:
         """Return streams; roots need not share them."""
         del axes, share
         return XlaStreams(self.region)

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
+from shardkit.backends.base import CommStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Reduction, TracedGather
+    from shardkit.backends.base import AxisComm, CheckHandle, Reduction
+    from shardkit.backends.traced import TracedGather
 
 
 class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
     fence = "traced"
-    is_of_host = True
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)
@@ -29,58 +30,21 @@ class Traced:
         """Return the results."""
         return self._outs
 
-    def is_done(self) -> bool:
-        """What is part of the graph needs no waiting."""
-        return True
-
     def wait_sent(self) -> None:
         """Nothing is on a wire."""
 
 
-class XlaStreams:
+class XlaStreams(CommStreams):
     """`CommStreams` that trace.
 
     Args:
         region: Does the collectives.
     """
 
+    region: Any
+
     def __init__(self, region: Any) -> None:
         self.region = region
-
-    def watch(self, progress: Any) -> None:
-        """One process does not wait for another."""
-
-    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
-        """The compiler allocates."""
-
-    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
-        """The compiler has no queues."""
-
-    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
-        """Never called: nothing that is traced has a storage."""
-        raise NotImplementedError(nbytes)
-
-    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Never called: nothing that is traced has a storage."""
-        raise NotImplementedError(storage, nbytes)
-
-    def after_optimizer(self, event: Any) -> None:
-        """The graph knows what depends on what."""
-
-    def follow_compute(self) -> None:
-        """The graph knows what depends on what."""
-
-    def fence(self) -> None:
-        """The graph knows what depends on what."""
-
-    def wait_fence(self, fence: Any) -> None:
-        """The graph knows what depends on what."""
-
-    def join(self) -> None:
-        """The graph knows what depends on what."""
-
-    def settle_host_reads(self, *, compute: bool) -> None:
-        """Nothing is offloaded."""
 
     @_compat.without_dispatch_modes
     @torch.no_grad()
@@ -115,6 +79,6 @@ class XlaStreams:
             outs.append(out.to(reduction.out_dtype))
         return Traced(outs)
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> Traced:
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
         """Never called: steps are not compared, since a graph is the same on all ranks."""
         raise NotImplementedError(tensor, axes)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
-"""Random bits that a dtype holds; of more, rounding would make 1.0, which a draw never is."""
+"""Random bits that a dtype holds. With more, rounding could give 1.0, which no draw returns."""
 _MOST_BITS = 24
 _FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 - 1
 """Of the generator of states: Knuth's (MMIX)."""
@@ -36,8 +36,8 @@ _FACTOR, _SUMMAND, _MAX_STATE = 6364136223846793005, 1442695040888963407, 2**63 
 def draw_seeds(num: int) -> Tensor:
     """Return 1-D int32 on the host, drawn from the device's generator, which moves on.
 
-    By the host: XLA's own draws are in the graph one after another until the next sync, so that
-    each evaluation without one would be another graph.
+    The host draws. XLA's own draws would follow each other in the graph until the next sync: each
+    evaluation without a sync would be another graph.
     """
     state = xm.get_rng_state()
     xm.set_rng_state((state * _FACTOR + _SUMMAND) & _MAX_STATE)
@@ -137,11 +137,18 @@ def _mix(words: Tensor) -> Tensor:
 # --- operators ----------------------------------------------------------------------------------
 
 
-def _dtype_of(like: Tensor | None, kwargs: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype | None = kwargs.get("dtype")
-    if dtype is not None:
-        return dtype
-    return torch.get_default_dtype() if like is None else like.dtype
+def _new(numbers: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a draw of a new tensor, of a size or like another."""
+
+    def draw(self: DrawApart, like: Tensor | Sequence[int], **kwargs: Any) -> Tensor:
+        if isinstance(like, Tensor):
+            shape, dtype = like.shape, like.dtype
+        else:
+            shape, dtype = torch.Size(like), torch.get_default_dtype()
+        dtype = kwargs.get("dtype") or dtype
+        return numbers(self, shape, dtype).to(dtype)
+
+    return draw
 
 
 def _bernoulli(self: DrawApart, like: Tensor, p: float = 0.5, **_: Any) -> Tensor:
@@ -152,30 +159,10 @@ def _bernoulli_of(self: DrawApart, p: Tensor, **_: Any) -> Tensor:
     return (self.uniform(p.shape, torch.float32) < p).to(p.dtype)
 
 
-def _rand(self: DrawApart, size: Sequence[int], **kwargs: Any) -> Tensor:
-    dtype = _dtype_of(None, kwargs)
-    return self.uniform(size, dtype).to(dtype)
-
-
-def _rand_like(self: DrawApart, like: Tensor, **kwargs: Any) -> Tensor:
-    dtype = _dtype_of(like, kwargs)
-    return self.uniform(like.shape, dtype).to(dtype)
-
-
 def _uniform(
     self: DrawApart, like: Tensor, low: float = 0.0, high: float = 1.0, **_: Any
 ) -> Tensor:
     return (self.uniform(like.shape, like.dtype) * (high - low) + low).to(like.dtype)
-
-
-def _randn(self: DrawApart, size: Sequence[int], **kwargs: Any) -> Tensor:
-    dtype = _dtype_of(None, kwargs)
-    return self.normal(size, dtype).to(dtype)
-
-
-def _randn_like(self: DrawApart, like: Tensor, **kwargs: Any) -> Tensor:
-    dtype = _dtype_of(like, kwargs)
-    return self.normal(like.shape, dtype).to(dtype)
 
 
 def _normal(self: DrawApart, like: Tensor, mean: float = 0, std: float = 1, **_: Any) -> Tensor:
@@ -206,12 +193,12 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     _aten.bernoulli.p: _bernoulli,
     _aten.bernoulli.default: _bernoulli_of,
     _aten.bernoulli_.float: _in_place(_bernoulli),
-    _aten.rand.default: _rand,
-    _aten.rand_like.default: _rand_like,
+    _aten.rand.default: _new(DrawApart.uniform),
+    _aten.rand_like.default: _new(DrawApart.uniform),
     _aten.uniform.default: _uniform,
     _aten.uniform_.default: _in_place(_uniform),
-    _aten.randn.default: _randn,
-    _aten.randn_like.default: _randn_like,
+    _aten.randn.default: _new(DrawApart.normal),
+    _aten.randn_like.default: _new(DrawApart.normal),
     _aten.normal_functional.default: _normal,
     _aten.normal_.default: _in_place(_normal),
     _aten.exponential.default: _exponential,

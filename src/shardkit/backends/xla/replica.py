@@ -8,22 +8,20 @@ the device, never a number in the graph.
 from __future__ import annotations
 
 import pickle
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
 
-from shardkit._errors import StateError
 from shardkit.backends.xla.backend import XlaBackend
+from shardkit.backends.xla.graph_order import GraphOrder
 from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
-from shardkit.backends.xla.region_base import GraphOrder
+from shardkit.backends.xla.threads import run_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -33,7 +31,6 @@ _REDUCE_TYPES = {
     "min": xm.REDUCE_MIN,
     "product": xm.REDUCE_MUL,
 }
-_WAIT_SECONDS = 300
 
 
 class ReplicaAxis:
@@ -119,16 +116,14 @@ class ReplicaAxis:
             for row, numel in zip(rows, numels.tolist(), strict=True)
         ]
 
-    def _run(self, like: Tensor, trace: Any) -> Tensor:
+    def _run(self, like: Tensor, trace: Callable[[], Tensor]) -> Tensor:
         """Trace a collective, in a graph of its own if its operand lies on the host."""
         if like.device.type == "xla":
-            result: Tensor = trace()
-            return result
+            return trace()
         run_graph()
         traced = trace()
         run_graph()
-        on_host: Tensor = traced.cpu()
-        return on_host
+        return traced.cpu()
 
 
 class ReplicaRegion(GraphOrder):
@@ -211,8 +206,6 @@ class ReplicaBackend(XlaBackend):
         rank: Of this replica.
     """
 
-    is_spmd = False
-    gradient_weight = 1.0
     why_no_groups = "collectives are part of the graph"
 
     def __init__(self, shape: Sequence[int], rank: int) -> None:
@@ -223,49 +216,3 @@ class ReplicaBackend(XlaBackend):
         replicate = ReplicaAxis(grid.T.tolist(), row, device) if len(shape) > 1 else None
         axes = [shard] if replicate is None else [replicate, shard]
         super().__init__(ReplicaRegion(shard, replicate, grid.size, rank), axes)
-
-
-# --- replicas that are threads of one process -----------------------------------------------------
-
-_lock = threading.Lock()
-_gate: threading.Barrier | None = None
-
-
-def run_graph() -> None:
-    """Run what this replica has traced; wherever graphs hold collectives, call it on all replicas.
-
-    On the CPU replicas are threads, whose collectives meet only if they come from one compiled
-    program: so one thread compiles, the others find it, and nobody traces meanwhile.
-
-    Raises:
-        StateError: On the CPU: another replica did not come.
-    """
-    num_threads = xr.addressable_device_count()
-    if xr.device_type() != "CPU" or num_threads == 1 or xr.world_size() == 1:
-        torch_xla.sync()
-        return
-    gate = _gate_of(num_threads)
-    try:
-        gate.wait(_WAIT_SECONDS)
-        with _lock:
-            torch_xla.sync()
-        gate.wait(_WAIT_SECONDS)
-        xm.wait_device_ops()
-        gate.wait(_WAIT_SECONDS)
-    except threading.BrokenBarrierError as error:
-        msg = (
-            f"another replica has not come to run its graph within {_WAIT_SECONDS} s, or has "
-            f"failed there: look for its error. All replicas must take the same steps."
-        )
-        raise StateError(msg) from error
-    except BaseException:
-        gate.abort()  # The others would wait in vain.
-        raise
-
-
-def _gate_of(num_threads: int) -> threading.Barrier:
-    global _gate  # noqa: PLW0603 - one for all threads
-    with _lock:
-        if _gate is None or _gate.broken:
-            _gate = threading.Barrier(num_threads)
-        return _gate

@@ -13,11 +13,13 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
 from shardkit.backends.xla import host_reads
+from shardkit.backends.xla.graph_order import GraphOrder
 from shardkit.backends.xla.random_numbers import DrawApart, draw_seeds
-from shardkit.backends.xla.region_base import GraphOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    _Function = Callable[[Tensor], Tensor]
 
 _XLAC: Any = torch_xla._XLAC
 _REPLICATE, _SHARD = "replicate", "shard"
@@ -80,18 +82,30 @@ class SpmdRegion(GraphOrder):
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        result: Tensor = _EnterBatch.apply(self, tensor.to(self.device))  # type: ignore[no-untyped-call]
-        return result
+        return _move(self._enter_rows, self.leave_batch, tensor.to(self.device))
 
     def leave_batch(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        result: Tensor = _LeaveBatch.apply(self, tensor)  # type: ignore[no-untyped-call]
-        return result
+        return _move(self._leave_rows, self.enter_batch, tensor)
+
+    def _enter_rows(self, tensor: Tensor) -> Tensor:
+        return self.enter(tensor, self._all)
+
+    def _leave_rows(self, tensor: Tensor) -> Tensor:
+        return self.leave(tensor, self._all, self.num_ranks)
 
     def enter_shared(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        result: Tensor = _EnterShared.apply(self, tensor.to(self.device))  # type: ignore[no-untyped-call]
-        return result
+        return _move(self._enter_whole, self._leave_sum, tensor.to(self.device))
+
+    def _enter_whole(self, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            return self.enter(tensor.reshape(1), None).reshape(())
+        return self.enter(tensor, None)
+
+    def _leave_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of what ranks have; its derivative is `enter_shared`."""
+        return _move(lambda t: self.leave_shared(self.sum_of_all(t)), self.enter_shared, tensor)
 
     def leave_shared(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
@@ -102,11 +116,6 @@ class SpmdRegion(GraphOrder):
     def leave_mean(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
         return self.leave_batch(tensor.reshape(1)).mean()
-
-    @property
-    def batch_axes(self) -> Any:
-        """The axes that dim 0 of a batch is split over: all of them."""
-        return self._all
 
     def enter_piece(self, piece: Tensor) -> Tensor:
         """Return a rank's part of a piece."""
@@ -191,48 +200,19 @@ class SpmdRegion(GraphOrder):
         torch_xla.sync()
 
 
-class _EnterBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
-        ctx.region = region
-        return region.enter(tensor, region.batch_axes)
+class _Move(torch.autograd.Function):
+    """Calls `there`. Its derivative is `back`, which has a derivative of its own."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        # Not `leave`: this has a derivative of its own, for backwards of backwards.
-        return None, ctx.region.leave_batch(grad)
-
-
-class _LeaveBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
-        ctx.region = region
-        return region.leave(tensor, region.batch_axes, region.num_ranks)
+    def forward(ctx: Any, there: _Function, back: _Function, tensor: Tensor) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.region.enter_batch(grad)
+        return None, None, ctx.back(grad)
 
 
-class _EnterShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
-        ctx.region = region
-        if tensor.ndim == 0:
-            return region.enter(tensor.reshape(1), None).reshape(())
-        return region.enter(tensor, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, _LeaveSum.apply(ctx.region, grad)  # type: ignore[no-untyped-call]
-
-
-class _LeaveSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, region: SpmdRegion, tensor: Tensor) -> Tensor:
-        ctx.region = region
-        return region.leave_shared(region.sum_of_all(tensor))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.region.enter_shared(grad)
+def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
+    moved: Tensor = _Move.apply(there, back, tensor)  # type: ignore[no-untyped-call]
+    return moved

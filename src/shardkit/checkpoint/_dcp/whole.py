@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.reader import CheckpointReader
-from shardkit.checkpoint._files.bytes_io import read_new
-from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+from shardkit.checkpoint._files.bytes_io import TensorInfo, read_new
 
 if TYPE_CHECKING:
     import os

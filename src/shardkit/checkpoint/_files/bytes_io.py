@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,10 +16,21 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
-
 PART_NBYTES = 2**24
 """Of tensors that come part after part."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a saved tensor before it is read.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Of its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class TensorSource(Protocol):
@@ -108,6 +120,11 @@ def write_at(fd: int, offset: int, flat: Tensor) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """Order kinds of dtypes so that converting to a higher one loses nothing but precision."""
+    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
 def fsync_directory(path: Path) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+    from shardkit.checkpoint._files.bytes_io import TensorInfo
 
 Format = Literal["torch", "safetensors"]
 

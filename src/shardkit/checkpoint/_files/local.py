@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import read_new
+from shardkit.checkpoint._files.bytes_io import TensorInfo, read_new
 from shardkit.checkpoint._files.torch_zip import TorchFile
-from shardkit.checkpoint._local import MODEL, OPTIMIZER, info_of, metadata_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +16,37 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+FORMAT = "shardkit local"
+VERSION = 1
+MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
+"""Keys of such a file."""
+
+
+def metadata_of(state: Any, what: object) -> dict[str, Any]:
+    """Return the description in a local state dict.
+
+    Raises:
+        CheckpointError: It is none, or of another version.
+    """
+    metadata = state.get(METADATA) if isinstance(state, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        msg = (
+            f"{what} is not what shardkit.checkpoint.local_state_dict returns: it has no "
+            f"{METADATA!r} of format {FORMAT!r}. Other files are read by load_full and load."
+        )
+        raise CheckpointError(msg)
+    if metadata.get("version") != VERSION:
+        msg = (
+            f"{what} has version {metadata.get('version')} of the format {FORMAT!r}; this shardkit "
+            f"reads version {VERSION}. Read it by the shardkit that wrote it."
+        )
+        raise CheckpointError(msg)
+    return metadata
+
+
+def info_of(described: dict[str, Any]) -> TensorInfo:
+    """Return what the description of one tensor says of the whole."""
+    return TensorInfo(tuple(described["shape"]), getattr(torch, described["dtype"]))
 
 
 class LocalFiles:

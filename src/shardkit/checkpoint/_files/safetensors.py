@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import info_nbytes, read_at, read_new, write_at
-from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+from shardkit.checkpoint._files.bytes_io import TensorInfo, info_nbytes, read_at, read_new, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

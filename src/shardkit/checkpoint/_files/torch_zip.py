@@ -26,8 +26,14 @@ from torch import Tensor
 
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._files.bytes_io import bytes_of, info_nbytes, read_at, read_new, write_at
-from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+from shardkit.checkpoint._files.bytes_io import (
+    TensorInfo,
+    bytes_of,
+    info_nbytes,
+    read_at,
+    read_new,
+    write_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

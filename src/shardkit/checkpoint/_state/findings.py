@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._full_models import kind_of
-from shardkit.checkpoint._state.optimizer import TensorInfo
+from shardkit.checkpoint._files.bytes_io import TensorInfo, kind_of
 
 
 @dataclass

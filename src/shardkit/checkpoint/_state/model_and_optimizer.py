@@ -12,20 +12,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
 from shardkit._state.full import check_shape, cut_whole, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.process_group import group_rank
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.broadcast import FromRank0
 from shardkit.checkpoint._state.names import plain_name
 from shardkit.checkpoint._state.optimizer import (
-    TensorInfo,
     flatten,
     named_state,
-    optimizer_template,
     parameters_by_name,
     put_optimizer_state,
     room_for,
@@ -38,18 +37,6 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
 
     from shardkit.checkpoint._state.optimizer import Optimizers
-
-__all__ = [
-    "TensorInfo",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "optimizer_template",
-    "put_optimizer_state",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
 
 
 # --- get ------------------------------------------------------------------------------------------
@@ -111,7 +98,7 @@ def get_state_dict(
 
 def _as_wanted(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     if options.full_state_dict:
-        keep = not options.cpu_offload or _rank() == 0
+        keep = not options.cpu_offload or group_rank(None) == 0
         state = map_leaves(state, lambda leaf: _whole(leaf, options, keep=keep))
         return state if keep else {}
     if options.cpu_offload:
@@ -123,10 +110,6 @@ def _whole(leaf: Any, options: StateDictOptions, *, keep: bool) -> Any:
     if isinstance(leaf, Tensor):
         return whole_tensor(leaf, keep=keep, to_cpu=options.cpu_offload)
     return leaf
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 # --- set ------------------------------------------------------------------------------------------

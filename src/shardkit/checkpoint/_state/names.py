@@ -23,6 +23,10 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where a compiled module and a checkpoint wrapper keep the module that they wrap."""
 
 
+EXTRA_STATE = "_extra_state"
+"""Last part of the name under which torch has a module's own state."""
+
+
 def plain_name(model: nn.Module, name: str) -> str:
     """Return a parameter's, buffer's or module's name without those of wrappers."""
     if "." not in name:

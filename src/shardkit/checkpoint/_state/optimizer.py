@@ -6,7 +6,6 @@ model sharded otherwise, in other parameter groups' order, or in another optimiz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +24,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from shardkit.checkpoint._files.bytes_io import TensorInfo
+
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of torch's optimizers that is one number for each parameter, whatever its shape."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a saved tensor before it is read.
-
-    Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

@@ -14,18 +14,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp.staging import memory_of
-from shardkit.checkpoint._full_models import EXTRA_STATE
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.findings import Findings, described
 from shardkit.checkpoint._state.model_and_optimizer import (
     device_of,
     get_model_state_dict,
     get_optimizer_state_dict,
-    optimizer_template,
-    put_optimizer_state,
     set_model_state_dict,
 )
-from shardkit.checkpoint._state.names import names_of_parameters
-from shardkit.checkpoint._state.optimizer import TensorInfo, parameters_by_name, unflatten
+from shardkit.checkpoint._state.names import EXTRA_STATE, names_of_parameters
+from shardkit.checkpoint._state.optimizer import (
+    optimizer_template,
+    parameters_by_name,
+    put_optimizer_state,
+    unflatten,
+)
 from shardkit.checkpoint._state.sections import (
     element,
     entries_of_optimizers,

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp.planners import LoadPlanner
 from shardkit.checkpoint._dcp.reader import CheckpointReader
-from shardkit.checkpoint._state.optimizer import TensorInfo
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 
 if TYPE_CHECKING:
     import pathlib

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._mesh import DeviceMesh
+from shardkit.backends.base import Backend, CommStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,47 +83,16 @@ class RecordingHandle:
         return self._outs
 
 
-class RecordingStreams:
+class RecordingStreams(CommStreams):
     """`CommStreams` that log starting and waiting apart."""
-
-    region = None
 
     def __init__(self, log: list[tuple[str, int]]) -> None:
         self._log = log
-
-    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
-        """There is no engine."""
-
-    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
-        """There are no communicators."""
-
-    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
-        """Return ordinary memory."""
-        return torch.UntypedStorage(nbytes)
-
-    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Put other memory behind a storage, or none."""
-        storage.resize_(nbytes)
 
     def after_optimizer(self, event: Any) -> None:
         """Log."""
         del event
         self._log.append(("after optimizer", 0))
-
-    def follow_compute(self) -> None:
-        """Nothing runs behind the host's back."""
-
-    def fence(self) -> None:
-        """Nothing runs behind the host's back."""
-
-    def wait_fence(self, fence: None) -> None:
-        """Nothing runs behind the host's back."""
-
-    def join(self) -> None:
-        """Nothing runs behind the host's back."""
-
-    def settle_host_reads(self, *, compute: bool) -> None:
-        """Nothing is offloaded."""
 
     def start_gather(
         self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
@@ -159,21 +129,9 @@ class RecordingStreams:
         self._log.append(("start check", tensor.numel()))
         return RecordingHandle(self._log, "wait check", tensor.numel(), [])
 
-    def watch(self, progress: Any) -> None:
-        """Nothing can hang."""
 
-
-class RecordingBackend:
+class RecordingBackend(Backend):
     """`Backend` of a mesh in one process."""
-
-    is_traced = False
-    is_spmd = False
-    gradient_weight = 1.0
-    batches_small_groups = True
-
-    is_host_synchronous = True
-    has_own_memory = False
-    copies_gradients_together = False
 
     def __init__(
         self, shape: Sequence[int], coordinate: Sequence[int], log: list[tuple[str, int]]
@@ -211,7 +169,7 @@ class RecordingBackend:
         return self._split_axes[axis, size]
 
     def make_streams(
-        self, axes: Sequence[AxisComm], share: RecordingStreams | None = None
+        self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> RecordingStreams:
         """Return streams that log."""
         del axes, share

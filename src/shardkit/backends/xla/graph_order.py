@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GraphOrder:
-    """The part of `Region` that is alike whoever traces.
+    """The part of `Region` that both modes share.
 
     Attributes:
         device: Where tensors are.

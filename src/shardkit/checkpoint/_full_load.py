@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,22 +11,23 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._agreement import rank_of
+from shardkit.checkpoint._agreement import raise_on_all, rank_of
 from shardkit.checkpoint._files import bytes_io
-from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name
+from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name, kind_of
 from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._progress import Meter
-from shardkit.checkpoint._state.names import plain_name
+from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
+from shardkit.checkpoint._state.names import EXTRA_STATE, plain_name
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
     from shardkit._mesh import DeviceMesh
+    from shardkit.checkpoint._files.bytes_io import TensorInfo
     from shardkit.checkpoint._progress import Progress
-    from shardkit.checkpoint._state.model_and_optimizer import TensorInfo
+    from shardkit.checkpoint._state.model_tensors import Entry
 
-EXTRA_STATE = "_extra_state"
 _MAX_LISTED = 50
 
 
@@ -45,14 +45,6 @@ class LoadedNames(NamedTuple):
     missing_keys: list[str]
     unexpected_keys: list[str]
     meta_keys: list[str]
-
-
-@dataclass(slots=True)
-class Entry:
-    """A tensor of the model with all its names."""
-
-    names: list[str]
-    tensor: Tensor
 
 
 @torch.no_grad()
@@ -266,32 +258,6 @@ class _Loader:
             copy_from_scratch(part, typed[: part.numel()])
 
 
-def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
-    """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
-    reason = None if error is None else f"{type(error).__name__}: {error}"
-    for axis in range(mesh.ndim):
-        reasons = mesh.backend.axis(axis).exchange(reason)
-        reason = next((r for r in reasons if r is not None), None)
-    if reason is not None:
-        msg = f"rank {mesh.ranks[0]} {what}: {reason}"
-        raise CheckpointError(msg) from error
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dict: the objects themselves, also sharded ones not shown now."""
-    state = model.state_dict(keep_vars=True)
-    return {plain_name(model, name): value for name, value in state.items()}
-
-
-def by_identity(state: dict[str, Any]) -> list[Entry]:
-    """Return the model's tensors, each once."""
-    entries: dict[int, Entry] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            entries.setdefault(id(value), Entry([], value)).names.append(name)
-    return list(entries.values())
-
-
 def _misfits(entries: list[Entry], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield what the file has under the model's names but cannot be loaded."""
     for entry in entries:
@@ -306,11 +272,6 @@ def _misfits(entries: list[Entry], infos: Mapping[str, TensorInfo]) -> Iterator[
                 yield f"of another shape: {mine} in the model; in the file {found}"
             elif kind_of(info.dtype) > kind_of(entry.tensor.dtype):
                 yield f"of another kind of dtype: {mine} in the model; in the file {found}"
-
-
-def kind_of(dtype: torch.dtype) -> int:
-    """Order kinds of dtypes so that converting to a higher one loses nothing but precision."""
-    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
 def _described(name: str, value: Any) -> str:
@@ -341,32 +302,3 @@ def _device_of(entries: list[Entry]) -> torch.device:
 def _on_meta(model: nn.Module) -> list[str]:
     named = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, tensor in named if tensor.is_meta]
-
-
-def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) -> DeviceMesh:
-    """Return the mesh of all ranks that hold the model.
-
-    Raises:
-        CheckpointError: There is none, several, or the model is on meta.
-    """
-    on_meta = [name for name, value in state.items() if getattr(value, "is_meta", False)]
-    if on_meta and not allow_meta:
-        msg = f"{on_meta[0]!r} is on the meta device and has no values to write to {path}."
-        raise CheckpointError(msg)
-    meshes = [v.spec.mesh for v in state.values() if isinstance(v, ShardedTensor)]
-    if not meshes:
-        msg = (
-            f"the model for {path} has no sharded parameters. Save a plain one by torch.save or "
-            f"safetensors; a sharded one after fully_shard."
-        )
-        raise CheckpointError(msg)
-    # Tensor-parallel parameters are on more ranks than those beside them.
-    largest: DeviceMesh = max(meshes, key=lambda mesh: len(mesh.ranks))
-    other = next((m for m in meshes if not set(m.ranks) <= set(largest.ranks)), None)
-    if other is not None:
-        msg = (
-            f"the model for {path} lies on several meshes, of ranks {largest.describe_ranks()} and "
-            f"{other.describe_ranks()}. Save its parts one by one."
-        )
-        raise CheckpointError(msg)
-    return largest

@@ -1,0 +1,74 @@
+"""A mesh axis over the collective library of an accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardkit import _compat
+from shardkit.backends.process_group import ProcessGroupAxis, sub_group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from shardkit.backends.device import AcceleratorDevice
+
+_CAPABLE_ENGINES = ("nccl", "xccl", "fake")
+"""Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
+
+
+class AcceleratorAxis(ProcessGroupAxis):
+    """An axis whose small collectives also take host tensors, as offloaded shards are.
+
+    Attributes:
+        device: Where its collectives run.
+        reduce_group: For reduce-scatters; the gathers' own unless it was separated.
+        host_group: For small host tensors, so that the device need not be waited for; None: the
+            process group was made without an engine for the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: AcceleratorDevice) -> None:
+        super().__init__(group)
+        self.device = device
+        self.reduce_group = group
+        self._separate_group: dist.ProcessGroup | None = None
+        engine = _compat.process_group_backend(group, device.device)
+        self.averages = engine is not None and engine.name() in _CAPABLE_ENGINES
+        self.coalesces = self.averages
+        has_host_engine = _compat.process_group_backend(group, torch.device("cpu")) is not None
+        self.host_group = group if has_host_engine else None
+
+    @contextlib.contextmanager
+    def _on_device(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Return a tensor, or a copy on the device that comes back when the context ends."""
+        on_device = self.device.copy(tensor)
+        yield on_device
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None:
+        """See `AxisComm.all_gather`."""
+        with self._on_device(full) as on_device:
+            super().all_gather(on_device, self.device.copy(own))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """See `AxisComm.all_reduce`."""
+        with self._on_device(tensor) as on_device:
+            super().all_reduce(on_device, op)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See `AxisComm.broadcast`."""
+        with self._on_device(tensor) as on_device:
+            super().broadcast(on_device, src)
+
+    def separate_reduce(self, *, enable: bool) -> None:
+        """Reduce on a communicator of its own, or on that of the gathers. Collective."""
+        if enable and self.size > 1 and self._separate_group is None:
+            self._separate_group = sub_group(self.group, [range(self.size)])
+        separate = self._separate_group if enable else None
+        self.reduce_group = separate or self.group

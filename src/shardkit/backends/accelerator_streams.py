@@ -1,0 +1,332 @@
+"""Three streams per root and events between them, never `record_stream`.
+
+Memory belongs to the compute stream. A side stream reads or writes it only after an event that the
+compute stream recorded, and the compute stream touches it again only after an event of that side
+stream; so no buffer is ever reused early, and peaks are the same in every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit import _compat
+from shardkit.backends.accelerator_axis import AcceleratorAxis
+from shardkit.backends.accelerator_sums import Sums
+from shardkit.backends.base import CommStreams
+from shardkit.backends.process_group import all_gather_single, custom_all_gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardkit.backends.base import AxisComm, CheckHandle, Gather, Handle, Reduction
+    from shardkit.backends.device import AcceleratorDevice
+
+
+class EventHandle:
+    """A point on a side stream."""
+
+    def __init__(self, device: AcceleratorDevice, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the compute stream wait; the host goes on."""
+        self._device.wait(self._device.current_stream(), self._event)
+
+
+class ReduceEventHandle:
+    """Reductions on side streams.
+
+    Attributes:
+        fence: After it the send buffers are free.
+    """
+
+    def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
+        self.fence: Any = None
+        self._device = device
+        self._outs = outs
+        # The compute stream's memory, used by others: not to be allocated anew before that is done.
+        self._kept: list[Tensor] = []
+        self._ends: list[Any] = []
+        self._is_on_host = False
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Let memory live until the compute stream waits for the results."""
+        self._kept.append(tensor)
+        return tensor
+
+    def started(self, fence: Any, ends: list[Any], *, is_on_host: bool) -> None:
+        """Note the event after the send buffers' last use, and those after all results."""
+        self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
+
+    def wait_sent(self) -> None:
+        """Let the compute stream wait until the send buffers are free; the host goes on."""
+        self._device.wait(self._device.current_stream(), self.fence)
+
+    def wait(self) -> list[Tensor]:
+        """Let the compute stream wait; the host goes on, unless results are offloaded to it."""
+        stream = self._device.current_stream()
+        for event in self._ends:
+            self._device.wait(stream, event)
+            if self._is_on_host:
+                self._device.synchronize(event)
+        self._kept.clear()
+        return self._outs
+
+
+class DeviceCheckHandle:
+    """Numbers on their way from the device, through pinned memory, to a host tensor."""
+
+    is_of_host = False
+
+    def __init__(
+        self, device: AcceleratorDevice, target: Tensor, pinned: Tensor, event: Any
+    ) -> None:
+        self._device = device
+        self._target = target
+        self._pinned = pinned
+        self._event = event
+
+    def is_done(self) -> bool:
+        """Whether the numbers are there."""
+        return self._device.is_done(self._event)
+
+    def wait(self) -> None:
+        """Block the host until the numbers are there."""
+        self._device.synchronize(self._event)
+        self._target.copy_(self._pinned)
+
+
+class HostCheckHandle:
+    """A collective of the host's engine; the device is not touched."""
+
+    is_of_host = True
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        """Whether all hosts have come."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Block until all hosts have come; again is free."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+class AcceleratorStreams(CommStreams):
+    """One stream each for gathers, reduce-scatters and all-reduces over the replicate axis.
+
+    A collective library runs what one communicator is given in the order of issue, so more streams
+    would not run more of them at once.
+    """
+
+    def __init__(self, device: AcceleratorDevice, share: AcceleratorStreams | None = None) -> None:
+        self._device = device
+        if share is None:
+            self._streams = [device.new_stream() for _ in range(3)]
+        else:
+            self._streams = share._streams  # noqa: SLF001 - own class
+        self._gather, self._reduce, self._all_reduce = self._streams
+        self._hook_streams: dict[Any, None] = {}
+        self._host_read: Any = None
+        self._allocator: Any = None
+
+    # --- memory ---
+
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
+        """Take the memory of buffers from the engine, which registers it with the network."""
+        device = self._device.device
+        engines = (_compat.process_group_backend(a.group, device) for a in _as_own(axes))
+        offered = (e for e in engines if e is not None and e.supports_tensor_alloc(device))
+        self._allocator = next(offered, None)
+
+    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
+        """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
+        assert isinstance(axis, AcceleratorAxis)
+        axis.separate_reduce(enable=enable)
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory of the device."""
+        if self._allocator is None:
+            return self._device.new_storage(nbytes)
+        device = self._device.device
+        buffer = self._allocator.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
+        storage: torch.UntypedStorage = buffer.untyped_storage()
+        return storage
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put other memory of the device behind a storage, or none."""
+        self._device.resize_storage(storage, nbytes)
+
+    # --- order ---
+
+    def fence(self) -> Any:
+        """Mark the compute stream."""
+        return self._device.record(self._device.current_stream())
+
+    def wait_fence(self, fence: Any) -> None:
+        """Let the compute stream wait."""
+        if fence is not None:
+            self._device.wait(self._device.current_stream(), fence)
+
+    def follow_compute(self) -> None:
+        """Let the gather stream wait for writes to shards, whatever slots it will use."""
+        self._device.wait(self._gather, self.fence())
+
+    def after_optimizer(self, event: Any) -> None:
+        """Let the gather stream wait for a user's event."""
+        self._device.wait(self._gather, event)
+
+    def join(self) -> None:
+        """Let the compute stream wait for all that was issued on others."""
+        compute = self._device.current_stream()
+        for stream in (*self._streams, *self._hook_streams):
+            self._device.wait(compute, self._device.record(stream))
+
+    def settle_host_reads(self, *, compute: bool) -> None:
+        """Block the host until copies from offloaded shards have been made."""
+        if compute:
+            self._device.synchronize(self.fence())
+        event, self._host_read = self._host_read, None
+        if event is not None:
+            self._device.synchronize(event)
+
+    # --- collectives ---
+
+    def start_gather(
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
+    ) -> Handle:
+        """Cast and gather on the gather stream, after the slots' last readers."""
+        assert isinstance(axis, AcceleratorAxis)
+        for event in after:
+            if event is not None:
+                self._device.wait(self._gather, event)
+        with self._device.on(self._gather):
+            for gather in gathers:
+                gather.own.copy_(gather.shard, non_blocking=True)
+            if axis.size > 1:
+                _gather_all(gathers, axis)
+        event = self._device.record(self._gather)
+        if any(gather.is_on_host for gather in gathers):
+            self._host_read = event
+        return EventHandle(self._device, event)
+
+    def start_reduce(self, reductions: Sequence[Reduction]) -> ReduceEventHandle:
+        """Reduce-scatter on one stream, all-reduce on the next."""
+        # All memory belongs to the compute stream: it is allocated here, not in the streams below.
+        outs = [self._new_result(reduction) for reduction in reductions]
+        handle = ReduceEventHandle(self._device, outs)
+        self._device.wait(self._reduce, self.fence())
+        try:
+            ends = [self._reduce]
+            for reduction, out in zip(reductions, outs, strict=True):
+                ends.append(self._start_one(reduction, out, handle))
+        except BaseException:
+            self.join()  # What was issued still writes memory that nobody will wait for.
+            raise
+        events = [self._device.record(stream) for stream in dict.fromkeys(ends)]
+        is_on_host = any(reduction.is_to_host for reduction in reductions)
+        handle.started(events[0], events, is_on_host=is_on_host)
+        return handle
+
+    def _new_result(self, reduction: Reduction) -> Tensor:
+        numel, dtype = reduction.out_numel, reduction.out_dtype
+        if reduction.is_to_host:
+            return self._device.empty_on_host(numel, dtype, pinned=reduction.is_pinned)
+        return self._device.empty(numel, dtype)
+
+    def _start_one(self, reduction: Reduction, out: Tensor, handle: ReduceEventHandle) -> Any:
+        """Start one reduction; return the stream that it ends on."""
+        result = out
+        if reduction.is_to_host:
+            result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))
+        if reduction.carry is not None:
+            handle.keep(reduction.carry)
+        sums = Sums(reduction)
+        into = None
+        if sums.can_be_result:
+            into = result
+        elif sums.replicate_axis is not None:
+            # Else the send buffer would be in use until the all-reduce is done.
+            into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))
+        stream = self._reduce
+        with self._device.on(stream):
+            total = sums.reduce_scatter(into)
+            if sums.replicate_axis is None:
+                sums.finish(total, result)
+        if sums.replicate_axis is not None:
+            stream = self._follow(self._all_reduce, stream)
+            with self._device.on(stream):
+                sums.all_reduce(total)
+                sums.finish(total, result)
+        if reduction.hook is not None:
+            if reduction.hook_stream is not None:
+                self._hook_streams.setdefault(reduction.hook_stream)
+                stream = self._follow(reduction.hook_stream, stream)
+            with self._device.on(stream):
+                reduction.hook(result)
+        if result is not out:
+            with self._device.on(stream):
+                out.copy_(result, non_blocking=reduction.is_pinned)
+        return stream
+
+    def _follow(self, stream: Any, before: Any) -> Any:
+        """Let a stream go on after all that was issued on another."""
+        self._device.wait(stream, self._device.record(before))
+        return stream
+
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
+        """All-reduce by the host's engine if all axes have one, else a copy on the device."""
+        own = _as_own(axes)
+        groups = [axis.host_group for axis in own]
+        if any(group is None for group in groups):
+            return self._start_max_on_device(tensor, own)
+        for group in groups[:-1]:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        last = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=groups[-1], async_op=True)
+        return HostCheckHandle(last)
+
+    def _start_max_on_device(
+        self, tensor: Tensor, axes: Sequence[AcceleratorAxis]
+    ) -> DeviceCheckHandle:
+        pinned = self._device.empty_on_host(tensor.numel(), tensor.dtype, pinned=True)
+        pinned.copy_(tensor)
+        with self._device.on(self._reduce):
+            # This stream's own memory: nobody waits for a model that is dropped.
+            on_device = self._device.empty(tensor.numel(), tensor.dtype)
+            on_device.copy_(pinned, non_blocking=True)
+            for axis in axes:
+                dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
+            pinned.copy_(on_device, non_blocking=True)
+        return DeviceCheckHandle(self._device, tensor, pinned, self._device.record(self._reduce))
+
+
+def _as_own(axes: Sequence[AxisComm]) -> list[AcceleratorAxis]:
+    """Return axes, all of which are of this backend."""
+    own = [axis for axis in axes if isinstance(axis, AcceleratorAxis)]
+    assert len(own) == len(axes)
+    return own
+
+
+def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
+    """Gather buckets over an axis of several ranks, as one collective if the engine can."""
+    own = [gather for gather in gathers if gather.comm is None]
+    for gather in gathers:
+        if gather.comm is not None:
+            custom = custom_all_gather(gather, axis.group, async_op=False)
+            gather.full.copy_(custom.received)
+    if len(own) > 1 and axis.coalesces:
+        with _compat.coalesced(axis.group):
+            for gather in own:
+                all_gather_single(gather.full, gather.own, group=axis.group)
+    else:
+        for gather in own:
+            all_gather_single(gather.full, gather.own, group=axis.group)

@@ -1,0 +1,222 @@
+"""Reduce-scatter over gloo: ranks exchange their pieces, and each adds those of its shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardkit.backends.gloo_axis import GlooAxis, WorkHandle
+from shardkit.backends.process_group import custom_reduce_scatter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardkit.backends.base import AxisComm, Reduction
+    from shardkit.backends.hang_watch import HangWatch
+    from shardkit.backends.process_group import CustomCollective
+
+_MAX_STAGED_NBYTES = 2 << 20
+
+
+class ExchangeHandle:
+    """A reduce-scatter by exchange. Whoever waits computes the sum, in two steps.
+
+    First the pieces are added where they were received. That frees the send buffer for the next
+    group; the result gets memory of its own only later. The all-reduce over the replicate axis
+    comes last: it needs the sum.
+    """
+
+    fence = None
+
+    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+        self._reductions = reductions
+        self._exchange = _start_exchange(reductions, hang_watch)
+        self._sums: list[Tensor] | None = None
+        self._outs: list[Tensor] | None = None
+
+    def wait_sent(self) -> None:
+        """Block until all pieces have come, and add them."""
+        if self._sums is None:
+            pieces = self._exchange.wait_pieces()
+            self._sums = list(map(_add_pieces, self._reductions, pieces))
+
+    def wait(self) -> list[Tensor]:
+        """Block until the results are there."""
+        if self._outs is None:
+            self.wait_sent()
+            assert self._sums is not None
+            self._outs = list(map(_finish, self._reductions, self._sums))
+            self._reductions, self._sums = (), []
+        return self._outs
+
+
+def sends_own(axis: AxisComm) -> bool:
+    """Whether this rank's own piece takes part in the exchange.
+
+    What is sent must be contiguous, so only the first and the last rank can leave their own piece
+    out. With two ranks that halves the receive buffer.
+    """
+    return axis.rank not in (0, axis.size - 1)
+
+
+class Exchange:
+    """Sends every rank its ranges of reductions, each in a collective of its own.
+
+    Where the user gave a reduce-scatter, that makes the sum: there is one piece then.
+    """
+
+    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+        self._reductions = reductions
+        self._custom: dict[int, CustomCollective] = {}
+        self._works = []
+        for i, reduction in enumerate(reductions):
+            axis = reduction.shard_axis
+            assert isinstance(axis, GlooAxis)
+            if axis.size == 1:
+                continue
+            if reduction.comm is not None:
+                assert axis.reduce_group is not None
+                custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
+                self._custom[i] = custom
+                self._works.append(WorkHandle([custom.work], axis.reduce_group, hang_watch))
+            else:
+                receive, numel = reduction.receive, reduction.out_numel
+                assert receive is not None
+                self._works.append(
+                    _start_all_to_all(receive, reduction.send, numel, axis, hang_watch)
+                )
+
+    def wait_pieces(self) -> list[list[Tensor]]:
+        """Return, for each reduction, this rank's range of every rank's gradients, in rank order.
+
+        This rank's own is in the send buffer.
+        """
+        for work in self._works:
+            work.wait()
+        return [
+            [self._custom[i].received]
+            if i in self._custom
+            else _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
+            for i, r in enumerate(self._reductions)
+        ]
+
+
+class StagedExchange:
+    """The same for several small reductions in one collective, through staging buffers."""
+
+    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+        axis = reductions[0].shard_axis
+        assert isinstance(axis, GlooAxis)
+        self._axis = axis
+        self._reductions = reductions
+        by_rank = [r.send.view(axis.size, -1).view(torch.uint8) for r in reductions]
+        self._send = torch.cat(by_rank, dim=1)
+        piece_nbytes = self._send.shape[1]
+        chunks = axis.size if sends_own(axis) else axis.size - 1
+        self._receive = self._send.new_empty(chunks * piece_nbytes)
+        self._work = _start_all_to_all(
+            self._receive, self._send.view(-1), piece_nbytes, axis, hang_watch
+        )
+
+    def wait_pieces(self) -> list[list[Tensor]]:
+        """Return, for each reduction, this rank's range of every rank's gradients."""
+        self._work.wait()
+        rows = _in_rank_order(self._receive, self._send, self._axis)
+        result, at = [], 0
+        for reduction in self._reductions:
+            dtype = reduction.send.dtype
+            nbytes = reduction.out_numel * dtype.itemsize
+            result.append([row[at : at + nbytes].view(dtype) for row in rows])
+            at += nbytes
+        return result
+
+
+def _start_exchange(
+    reductions: Sequence[Reduction], hang_watch: HangWatch
+) -> Exchange | StagedExchange:
+    is_one_axis = len({reduction.shard_axis for reduction in reductions}) == 1
+    nbytes = sum(reduction.send.nbytes for reduction in reductions)
+    is_custom = any(reduction.comm is not None for reduction in reductions)
+    if (
+        len(reductions) > 1
+        and is_one_axis
+        and not is_custom
+        and is_small(nbytes, reductions[0].shard_axis)
+    ):
+        return StagedExchange(reductions, hang_watch)
+    return Exchange(reductions, hang_watch)
+
+
+def is_small(nbytes: int, axis: AxisComm) -> bool:
+    """Whether copying through a staging buffer costs less than a collective more."""
+    return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
+
+
+def _start_all_to_all(
+    receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, hang_watch: HangWatch
+) -> WorkHandle:
+    """Send range r of `send` to rank r; a rank's own range stays where it is if it can."""
+    assert axis.reduce_group is not None
+    splits = [piece_numel] * axis.size
+    if not sends_own(axis):
+        splits[axis.rank] = 0
+        send = send[piece_numel:] if axis.rank == 0 else send[:-piece_numel]
+    work = dist.all_to_all_single(
+        receive, send, splits, splits, group=axis.reduce_group, async_op=True
+    )
+    return WorkHandle([work], axis.reduce_group, hang_watch)
+
+
+def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> list[Tensor]:
+    """Return the received rows and this rank's own, of `send`, in rank order."""
+    own = send[axis.rank]
+    if axis.size == 1:
+        return [own]
+    assert received is not None
+    rows = list(received.view(-1, own.numel()))
+    if not sends_own(axis):
+        rows.insert(axis.rank, own)
+    return rows
+
+
+def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
+    """Return the sum of the pieces, in rank order, so that replicas add to the same result.
+
+    Low-precision pieces are added in fp32.
+    """
+    if len(pieces) == 1:
+        return pieces[0].clone()  # The send buffer is about to be given away.
+    wide = torch.promote_types(pieces[0].dtype, torch.float32)
+    if wide != pieces[0].dtype:
+        total = pieces[0].to(wide)
+        total.add_(pieces[1])
+    else:
+        assert reduction.receive is not None
+        total = reduction.receive[: reduction.out_numel]
+        torch.add(pieces[0], pieces[1], out=total)
+    for piece in pieces[2:]:
+        total.add_(piece)
+    return total
+
+
+def _finish(reduction: Reduction, total: Tensor) -> Tensor:
+    """All-reduce over the replicate axis, scale."""
+    if reduction.carry is not None:
+        total = reduction.carry.add_(total)  # In its dtype: the sum of one piece is not widened.
+    if reduction.replicate_axis is not None:
+        # What crosses the axis travels in the dtype that the user chose for the wire.
+        on_wire = total.to(reduction.send.dtype)
+        reduction.replicate_axis.all_reduce(on_wire, "sum")
+        total.copy_(on_wire)
+    out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
+    if out.dtype == total.dtype:
+        torch.mul(total, reduction.scale, out=out)
+    else:
+        out.copy_(total.mul_(reduction.scale))
+    if reduction.hook is not None:
+        reduction.hook(out)
+    return out
