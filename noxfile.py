@@ -28,7 +28,21 @@ NEED_NOTHING = "not gpu and not models and not xla"  # tests that need no more t
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
     f"tests/distributed/test_{name}.py"
-    for name in ("parity", "settings", "autograd_cases", "amp", "interruptions", "compile")
+    for name in (
+        "parity",
+        "mixed_precision",
+        "batch_normalization",
+        "settings",
+        "lists_and_roots",
+        "autograd_cases",
+        "unused_parameters",
+        "changes_between_steps",
+        "recomputed_segments",
+        "containers",
+        "amp",
+        "interruptions",
+        "compile",
+    )
 ]
 
 

@@ -7,12 +7,12 @@ import typing
 
 import pytest
 import torch
-from scenarios import Model, Training
 from simulation import simulation
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import Model, Training
 
 from shardkit import MixedPrecisionPolicy
 
