@@ -8,7 +8,7 @@ import typing
 import hypothesis
 import pytest
 
-import backends
+import parity
 import workers
 
 if typing.TYPE_CHECKING:
@@ -76,6 +76,6 @@ def _on_device(
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, spawn: Callable[..., list[typing.Any]]) -> backends.Run:
-    """Run a parity case on a backend and a mesh: see `backends`, whose `on_meshes` chooses them."""
-    return backends.Run(*request.param, spawn)
+def run(request: pytest.FixtureRequest, spawn: Callable[..., list[typing.Any]]) -> parity.Run:
+    """Run a parity case on a backend and a mesh: see `parity`, whose `on_meshes` chooses them."""
+    return parity.Run(*request.param, spawn)

@@ -2,7 +2,7 @@
 
 Runs inside workers. Every rank draws the batches of all ranks and trains a plain copy of the model
 on their concatenation, so that sharded training has a reference in the same process. Parity cases
-see their ranks as `Ranks`, which `backends` has of XLA as well.
+see their ranks as `Ranks`, which `parity` has of XLA as well.
 """
 
 from __future__ import annotations

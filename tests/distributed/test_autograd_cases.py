@@ -18,8 +18,8 @@ from one_backward import (
 )
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES, MLP
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     Differences,
@@ -32,8 +32,8 @@ from shardkit import ShardedTensor
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backends import Run
     from models import Batch
+    from parity import Run
 
 Spawn = typing.Callable[..., list[typing.Any]]
 

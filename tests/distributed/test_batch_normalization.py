@@ -7,8 +7,8 @@ import typing
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from backends import on_meshes
 from models import CASES
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -22,7 +22,7 @@ from reference import (
 )
 
 if typing.TYPE_CHECKING:
-    from backends import Run
+    from parity import Run
 
 
 MESHES = ((2,), (4,), (2, 2))

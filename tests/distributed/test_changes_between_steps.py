@@ -16,8 +16,8 @@ from one_backward import (
 )
 from torch import Tensor
 
-from backends import on_meshes
 from models import CASES, MLP
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -31,7 +31,7 @@ from shardkit import ShardedTensor
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backends import Run
+    from parity import Run
 
 
 # --- interruptions ------------------------------------------------------------------------------

@@ -17,15 +17,15 @@ from one_backward import (
 )
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES
+from parity import on_meshes
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backends import Run
     from models import Batch
+    from parity import Run
     from reference import (
         Differences,
         Ranks,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     STEPS,
@@ -34,7 +34,7 @@ from shardkit import (
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from backends import Run
+    from parity import Run
 
 
 Spawn = typing.Callable[..., list[typing.Any]]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES, Case
+from parity import on_meshes
 from reference import (
     OPTIMIZERS,
     STEPS,
@@ -23,7 +23,7 @@ from reference import (
 from shardkit import MixedPrecisionPolicy, fully_shard
 
 if typing.TYPE_CHECKING:
-    from backends import Run
+    from parity import Run
 
 
 MESHES = ((2,), (4,), (2, 2))

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from backends import on_meshes
 from models import CASES
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -29,7 +29,7 @@ from reference import (
 from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
-    from backends import Run
+    from parity import Run
 
 Spawn = typing.Callable[..., list[typing.Any]]
 

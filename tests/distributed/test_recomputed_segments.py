@@ -16,8 +16,8 @@ from one_backward import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backends import on_meshes
 from models import CASES
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -30,7 +30,7 @@ from reference import (
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
-    from backends import Run
+    from parity import Run
 
 
 # --- checkpointing ------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
-    from backends import Run
+    from parity import Run
 
 Spawn = typing.Callable[..., list[typing.Any]]
 Errors = typing.Callable[..., "list[workers.Raised | None]"]

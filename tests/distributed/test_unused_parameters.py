@@ -17,8 +17,8 @@ from one_backward import (
 )
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES
+from parity import on_meshes
 from reference import (
     LOSS_TOLERANCE,
     Differences,
@@ -30,7 +30,7 @@ from reference import (
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
-    from backends import Run
+    from parity import Run
 
 
 Spawn = typing.Callable[..., list[typing.Any]]
