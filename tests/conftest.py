@@ -12,7 +12,7 @@ import parity
 import workers
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 # Examples that start or import things take long the first time only.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -46,22 +46,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> Callable[..., list[typing.Any]]:
+def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> workers.Spawn:
     """``spawn(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` returned, by rank."""
     return _on_device(request, pools.spawn)
 
 
 @pytest.fixture
-def spawn_errors(
-    request: pytest.FixtureRequest, pools: workers.Pools
-) -> Callable[..., list[workers.Raised | None]]:
+def spawn_errors(request: pytest.FixtureRequest, pools: workers.Pools) -> workers.Spawn:
     """``spawn_errors(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` raised, by rank."""
     return _on_device(request, pools.spawn_errors)
 
 
-def _on_device(
-    request: pytest.FixtureRequest, spawn: Callable[..., typing.Any]
-) -> Callable[..., typing.Any]:
+def _on_device(request: pytest.FixtureRequest, spawn: workers.Spawn) -> workers.Spawn:
     """Return what runs a function in every rank, on a simulated accelerator if that was asked."""
     if not request.config.getoption("--simulated"):
         return spawn
@@ -76,6 +72,6 @@ def _on_device(
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, spawn: Callable[..., list[typing.Any]]) -> parity.Run:
+def run(request: pytest.FixtureRequest, spawn: workers.Spawn) -> parity.Run:
     """Run a parity case on a backend and a mesh: see `parity`, whose `on_meshes` chooses them."""
     return parity.Run(*request.param, spawn)

@@ -26,6 +26,8 @@ from reference import Ranks, make_mesh
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from workers import Spawn
+
 NUM_XLA_DEVICES = 4
 XLA_MARKS = (
     pytest.mark.xla,
@@ -59,7 +61,7 @@ class Run:
 
     backend: str
     mesh_shape: tuple[int, ...]
-    spawn: Callable[..., list[typing.Any]]
+    spawn: Spawn
 
     def __call__(self, case: Callable[..., typing.Any], *args: typing.Any) -> list[typing.Any]:
         if self.backend == "gloo":

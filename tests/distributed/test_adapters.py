@@ -28,8 +28,8 @@ from reference import (
 )
 from shardkit import MixedPrecisionPolicy
 
-Spawn = typing.Callable[..., list[typing.Any]]
-
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- adapters on a frozen base --------------------------------------------------------------------
 

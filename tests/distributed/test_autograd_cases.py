@@ -35,7 +35,6 @@ if typing.TYPE_CHECKING:
     from models import Batch
     from parity import Run
 
-Spawn = typing.Callable[..., list[typing.Any]]
 
 # --- forwards and backwards, combined -----------------------------------------------------------
 

@@ -23,8 +23,8 @@ from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
 from shardkit.checkpoint._dcp import stream
 
-Spawn = typing.Callable[..., list[typing.Any]]
-
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- one rank fails -------------------------------------------------------------------------------
 

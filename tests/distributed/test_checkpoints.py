@@ -34,7 +34,8 @@ from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
 from shardkit.checkpoint._dcp import stream
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 
 def load(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:

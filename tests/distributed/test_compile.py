@@ -24,7 +24,8 @@ from reference import (
 )
 from shardkit import MixedPrecisionPolicy, fully_shard
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # Compilation of one graph takes seconds, more where other processes compile.
 TIMEOUT_S = 240

@@ -16,8 +16,8 @@ from reference import full, make_mesh, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, save_full
 
-Spawn = typing.Callable[..., list[typing.Any]]
-
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- errors ---------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from reference import make_mesh
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, save_full
 
-Spawn = typing.Callable[..., list[typing.Any]]
-
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- memory ---------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from shardkit import fully_shard
 from shardkit.checkpoint import FullFile, load_full, save_full
 from shardkit.checkpoint._files import bytes_io
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- there and back -------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from reference import (
 )
 from shardkit import ShardedTensor
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 EXCEPTIONS: dict[str, tuple[type[BaseException], str]] = {
     "memory": (RuntimeError, "DefaultCPUAllocator: can't allocate memory"),

@@ -24,8 +24,7 @@ from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 class Images(nn.Module):

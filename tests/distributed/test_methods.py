@@ -24,8 +24,7 @@ from shardkit import register_fsdp_forward_method
 
 if typing.TYPE_CHECKING:
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 # The gradient of the temperature is about 4: some units in its last place, over ten steps of SGD.
 TOLERANCE = 3e-6

@@ -30,8 +30,7 @@ from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from parity import Run
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 MESHES = ((2,), (4,), (2, 2))
 

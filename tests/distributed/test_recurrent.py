@@ -25,8 +25,7 @@ from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 LENGTHS = torch.tensor([5, 2, 4])
 KINDS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}

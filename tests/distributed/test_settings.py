@@ -33,8 +33,8 @@ if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
     from parity import Run
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
 TOLERANCE = 1e-6
 
 

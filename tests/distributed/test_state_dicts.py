@@ -35,7 +35,8 @@ from shardkit.checkpoint._state.model_and_optimizer import (
     put_optimizer_state,
 )
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 
 def trained(name: str, mesh_shape: tuple[int, ...], seed: int = 0) -> typing.Any:

@@ -18,7 +18,7 @@ from shardkit.backends.recording import recording_mesh
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 class Wrapped(Tensor):

@@ -26,8 +26,8 @@ if typing.TYPE_CHECKING:
 
     import workers
     from parity import Run
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 
 

@@ -31,10 +31,7 @@ from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from parity import Run
-
-
-Spawn = typing.Callable[..., list[typing.Any]]
-
+    from workers import Spawn
 
 # --- unused parameters --------------------------------------------------------------------------
 

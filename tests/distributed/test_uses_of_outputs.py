@@ -25,8 +25,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 class Layers(nn.Module):

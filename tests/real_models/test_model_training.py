@@ -23,9 +23,11 @@ from reference import (
 )
 from shardkit import MixedPrecisionPolicy, ShardedTensor
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = pytest.mark.models
 
-Spawn = typing.Callable[..., list[typing.Any]]
 
 STEPS = 5
 # Losses lie between 1 and 6: some units in their last place. Gradients are smaller than that.
