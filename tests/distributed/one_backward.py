@@ -7,14 +7,7 @@ import typing
 import pytest
 
 from models import CASES
-from reference import (
-    LOSS_TOLERANCE,
-    OPTIMIZERS,
-    Differences,
-    Ranks,
-    assert_within,
-    train,
-)
+from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, train
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +16,7 @@ if typing.TYPE_CHECKING:
     from torch import nn
 
     from models import Batch
+    from parity import Ranks
 
 
 # Sums over ranks in another order: some units in the last place of gradients below 1.

@@ -19,14 +19,8 @@ from one_backward import (
 from torch import Tensor, nn
 
 from models import CASES, MLP
-from parity import on_meshes
-from reference import (
-    LOSS_TOLERANCE,
-    Differences,
-    Ranks,
-    assert_within,
-    shard,
-)
+from parity import Ranks, on_meshes
+from reference import LOSS_TOLERANCE, Differences, assert_within, shard
 from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:

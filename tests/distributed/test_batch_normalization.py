@@ -8,14 +8,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from models import CASES
-from parity import on_meshes
+from parity import Ranks, on_meshes
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
     STEPS,
     Differences,
-    Ranks,
     assert_within,
     my_batch,
     train,

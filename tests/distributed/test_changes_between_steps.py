@@ -17,15 +17,8 @@ from one_backward import (
 from torch import Tensor
 
 from models import CASES, MLP
-from parity import on_meshes
-from reference import (
-    LOSS_TOLERANCE,
-    OPTIMIZERS,
-    Differences,
-    Ranks,
-    assert_within,
-    train,
-)
+from parity import Ranks, on_meshes
+from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, train
 from shardkit import ShardedTensor
 
 if typing.TYPE_CHECKING:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from models import Case, regression_batch, squared_error
+from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
     Differences,
     assert_within,
-    compare_training,
     full_parameters,
     my_batch,
     shard,

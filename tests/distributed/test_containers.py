@@ -25,11 +25,8 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from models import Batch
-    from parity import Run
-    from reference import (
-        Differences,
-        Ranks,
-    )
+    from parity import Ranks, Run
+    from reference import Differences
 
 
 # --- outputs ------------------------------------------------------------------------------------

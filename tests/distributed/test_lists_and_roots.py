@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES
-from parity import on_meshes
+from parity import Ranks, compare_training, on_meshes
 from reference import (
     LOSS_TOLERANCE,
     STEPS,
     Differences,
-    Ranks,
     assert_within,
-    compare_training,
     global_batch,
     make_mesh,
     mean_over_ranks,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from models import GPT, Case, cross_entropy, token_batch
+from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
     Differences,
     assert_within,
-    compare_training,
     make_mesh,
     my_batch,
     rank_batch,

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, Case
-from parity import on_meshes
-from reference import (
-    OPTIMIZERS,
-    STEPS,
-    Differences,
-    Ranks,
-    assert_within,
-    full_parameters,
-    train,
-)
+from parity import Ranks, on_meshes
+from reference import OPTIMIZERS, STEPS, Differences, assert_within, full_parameters, train
 from shardkit import MixedPrecisionPolicy, fully_shard
 
 if typing.TYPE_CHECKING:

@@ -12,16 +12,25 @@ import torch.distributed as dist
 from torch import nn
 
 from models import CASES
-from parity import on_meshes
+from parity import Ranks, compare_training, on_meshes
+from parity_cases import (
+    ACCUMULATED,
+    ADAMW_TOLERANCE,
+    CLIPPED,
+    TRAINING,
+    accumulate,
+    train_checkpointed,
+    train_clipped,
+    train_in_every_mode,
+    train_sharded,
+)
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
     STEPS,
     Differences,
-    Ranks,
     assert_within,
-    compare_training,
     full_parameters,
     shard,
     train,
@@ -34,43 +43,30 @@ if typing.TYPE_CHECKING:
 
 MESHES = ((2,), (4,), (2, 2))
 
-# Adam divides the gradient by its own size, so where that is small its rounding error counts for
-# more.
-ADAMW_TOLERANCE = 2e-5
-TOLERANCES = {"sgd": SGD_TOLERANCE, "adamw": ADAMW_TOLERANCE}
-
-
 # --- plain training -----------------------------------------------------------------------------
 
 
-def train_sharded(
-    ranks: Ranks, name: str, reshard_after_forward: bool | None, optimizer: str
-) -> Differences:
-    case = CASES[name]
-    plain = case.make()
-    model = ranks.shard(case, plain, reshard_after_forward=reshard_after_forward)
-    return compare_training(case, model, plain, optimizer, ranks=ranks)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes(*MESHES)
-def test_training_equals_plain_training(
-    run: Run, name: str, reshard_after_forward: bool | None, optimizer: str
-) -> None:
-    found = run(train_sharded, name, reshard_after_forward, optimizer)
-    # Gradients are compared along the whole run: those of late steps belong to parameters that
-    # already differ.
-    tolerance = TOLERANCES[optimizer]
-    assert_within(found, loss=max(LOSS_TOLERANCE, tolerance), grad=tolerance, parameter=tolerance)
+def test_training_equals_plain_training(run: Run, name: str, optimizer: str) -> None:
+    """Whatever `reshard_after_forward` is: the three ways are compared with one plain run."""
+    found = run(train_in_every_mode, name, optimizer)
+    for mode in (True, False, None):
+        by_rank = [differences[mode] for differences in found]
+        assert_within(by_rank, f"reshard_after_forward={mode}", **TRAINING[optimizer])
 
 
 @pytest.mark.parametrize("name", ["tiny", "frozen", "unused", "tied"])
 @on_meshes((1,), (3,), (4,), (2, 2))
 def test_unusual_parameters_train_as_in_plain_training(run: Run, name: str) -> None:
     found = run(train_sharded, name, None, "sgd")
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINING["sgd"])
+
+
+@on_meshes((2,), (2, 2), xla=[(4,)])
+def test_blocks_that_keep_their_inputs_only_train_as_others(run: Run) -> None:
+    assert_within(run(train_checkpointed), **TRAINING["sgd"])
 
 
 def train_in_float64(ranks: Ranks, name: str) -> Differences:
@@ -146,59 +142,17 @@ def test_resharding_after_forward_can_be_switched_between_steps(run: Run) -> Non
 # --- accumulation -------------------------------------------------------------------------------
 
 
-def accumulate(ranks: Ranks, name: str, switch: str | None) -> Differences:
-    """Train with three micro-batches per step.
-
-    Args:
-        ranks: Where.
-        name: The case.
-        switch: The method that turns communication off for all micro-batches but the last; None:
-            none is.
-    """
-    case, micro_batches = CASES[name], 3
-    reference = case.make()
-    model = ranks.shard(case, reference)
-    optimizer, plain_optimizer = (
-        OPTIMIZERS["sgd"](each.parameters()) for each in (model, reference)
-    )
-    differences = Differences()
-    for step in range(4):
-        for micro in range(micro_batches):
-            if switch is not None:
-                getattr(model, switch)(micro == micro_batches - 1)
-            number = step * micro_batches + micro
-            (case.loss(model, ranks.batch(case, number)) / micro_batches).backward()
-            (case.loss(reference, ranks.global_batch(case, number)) / micro_batches).backward()
-            if switch is None:
-                differences.note_grads(model, reference)
-            elif micro == 0:
-                assert all(parameter.grad is None for parameter in model.parameters()), (
-                    "not yet averaged"
-                )
-        differences.note_grads(model, reference)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
-        ranks.end_step()
-    differences.note_parameters(model, reference)
-    return differences
-
-
-def assert_accumulated(found: list[Differences]) -> None:
-    assert_within(found, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
-
-
 @pytest.mark.parametrize("switch", [None, "set_requires_gradient_sync"])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes((2,), (2, 2))
 def test_micro_batches_add_up(run: Run, name: str, switch: str | None) -> None:
-    assert_accumulated(run(accumulate, name, switch))
+    assert_within(run(accumulate, name, switch), **ACCUMULATED)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes((2, 2))
 def test_partial_sums_of_micro_batches_add_up(run: Run, name: str) -> None:
-    assert_accumulated(run(accumulate, name, "set_requires_all_reduce"))
+    assert_within(run(accumulate, name, "set_requires_all_reduce"), **ACCUMULATED)
 
 
 def switch_sync_of_the_root_only(ranks: Ranks) -> list[str]:
@@ -268,38 +222,10 @@ def test_an_optimizer_made_before_or_after_sharding_keeps_its_groups(run: Run, m
     assert_within(run(train_parameter_groups, made), parameter=ADAMW_TOLERANCE)
 
 
-def train_clipped(ranks: Ranks, norm_type: float) -> Differences:
-    case = CASES["mlp"]
-    plain = case.make()
-    model = ranks.shard(case, plain)
-    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
-    differences = Differences()
-    for step in range(3):
-        case.loss(model, ranks.batch(case, step)).backward()
-        case.loss(plain, ranks.global_batch(case, step)).backward()
-        norms = [
-            nn.utils.clip_grad_norm_(each.parameters(), 0.05, norm_type) for each in (model, plain)
-        ]
-        assert norms[1] > 0.05, "nothing to clip"
-        differences.note_grads(model, plain)
-        differences.note("norm", *norms)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        ranks.end_step()
-    differences.note_parameters(model, plain)
-    return differences
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @on_meshes((4,), (2, 2))
 def test_clipped_gradients_are_those_of_plain_training(run: Run, norm_type: float) -> None:
-    assert_within(
-        run(train_clipped, norm_type),
-        grad=SGD_TOLERANCE,
-        norm=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within(run(train_clipped, "mlp", norm_type), **CLIPPED)
 
 
 # --- state dicts --------------------------------------------------------------------------------

@@ -17,16 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES
-from parity import on_meshes
-from reference import (
-    LOSS_TOLERANCE,
-    OPTIMIZERS,
-    Differences,
-    Ranks,
-    assert_within,
-    full_grads,
-    train,
-)
+from parity import Ranks, on_meshes
+from reference import LOSS_TOLERANCE, OPTIMIZERS, Differences, assert_within, full_grads, train
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:

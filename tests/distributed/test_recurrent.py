@@ -13,14 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from models import Case
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    assert_within,
-    compare_training,
-    shard,
-)
+from parity import compare_training
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
 from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:

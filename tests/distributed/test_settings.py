@@ -11,17 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES
-from parity import on_meshes
-from reference import (
-    LOSS_TOLERANCE,
-    STEPS,
-    Differences,
-    Ranks,
-    assert_within,
-    compare_training,
-    make_mesh,
-    shard,
-)
+from parity import Ranks, compare_training, on_meshes
+from reference import LOSS_TOLERANCE, STEPS, Differences, assert_within, make_mesh, shard
 from shardkit import (
     CPUOffloadPolicy,
     FSDPModule,

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
-from parity import on_meshes
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    Ranks,
-    assert_within,
-    compare_training,
-)
+from parity import Ranks, compare_training, on_meshes
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within
 from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:

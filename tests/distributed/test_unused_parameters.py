@@ -18,15 +18,8 @@ from one_backward import (
 from torch import Tensor, nn
 
 from models import CASES
-from parity import on_meshes
-from reference import (
-    LOSS_TOLERANCE,
-    Differences,
-    Ranks,
-    assert_within,
-    full_grads,
-    make_mesh,
-)
+from parity import Ranks, on_meshes
+from reference import LOSS_TOLERANCE, Differences, assert_within, full_grads, make_mesh
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:

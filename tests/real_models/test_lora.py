@@ -15,15 +15,8 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 from models import Case
-from reference import (
-    OPTIMIZERS,
-    Differences,
-    assert_within,
-    compare_training,
-    full_parameters,
-    my_batch,
-    shard,
-)
+from parity import compare_training
+from reference import OPTIMIZERS, Differences, assert_within, full_parameters, my_batch, shard
 from shardkit import ShardedTensor, register_fsdp_forward_method
 
 pytestmark = pytest.mark.models

@@ -11,16 +11,8 @@ import torch
 from torch import nn
 from zoo import TIMEOUT_S, ZOO
 
-from reference import (
-    OPTIMIZERS,
-    Differences,
-    assert_within,
-    compare_training,
-    global_batch,
-    my_batch,
-    shard,
-    train,
-)
+from parity import compare_training
+from reference import OPTIMIZERS, Differences, assert_within, global_batch, my_batch, shard, train
 from shardkit import MixedPrecisionPolicy, ShardedTensor
 
 if typing.TYPE_CHECKING:
