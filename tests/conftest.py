@@ -1,8 +1,7 @@
-"""Fixtures of all tests: ``spawn``, ``spawn_errors`` and ``run``; the hypothesis profile."""
+"""Fixtures of all tests: ``spawn``, ``spawn_errors`` and ``run``; profiles of hypothesis."""
 
 from __future__ import annotations
 
-import os
 import typing
 
 import hypothesis
@@ -10,14 +9,26 @@ import pytest
 
 import parity
 import workers
+from litter import pytest_sessionfinish, pytest_sessionstart  # noqa: F401 - hooks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Examples that start or import things take long the first time only.
-hypothesis.settings.register_profile("default", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+# Examples that start or import things take long the first time only. The same ones are tried in
+# every run, so that none is red by chance; `--hypothesis-profile fresh` tries others.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fresh", deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Say how to try the same examples again."""
+    seed = config.getoption("--hypothesis-seed", default=None)
+    if exitstatus and seed is not None:
+        again = f"--hypothesis-profile fresh --hypothesis-seed {seed}"
+        terminalreporter.write_line(f"the same examples again: pytest {again}", red=True)
 
 
 @pytest.fixture(scope="session")
