@@ -19,7 +19,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from pairs import num_compiles
+from xla_graphs import num_compiles
 from xla_ranks import finish_graph, on_xla
 
 import models

@@ -10,7 +10,7 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import adamw, sharding_of
+from xla_graphs import adamw, sharding_of
 from xla_ranks import XlaRanks
 
 from parity import Pair

@@ -11,8 +11,8 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import adamw, num_compiles, sharding_of
 from torch import nn
+from xla_graphs import adamw, num_compiles, sharding_of
 from xla_ranks import XlaRanks, on_xla
 
 from parity import ROWS, Pair

@@ -10,8 +10,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from pairs import own_graph
 from torch import nn
+from xla_graphs import own_graph
 from xla_ranks import XlaRanks, on_xla
 
 import models

@@ -8,8 +8,8 @@ import typing
 
 import hlo
 import pytest
-from pairs import adamw, num_compiles, own_graph, sharding_of
 from processes import run_python
+from xla_graphs import adamw, num_compiles, own_graph, sharding_of
 from xla_ranks import XlaRanks
 
 import models

@@ -9,8 +9,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from pairs import num_compiles
 from torch import nn
+from xla_graphs import num_compiles
 from xla_ranks import XlaRanks, on_xla
 
 from parity import Pair

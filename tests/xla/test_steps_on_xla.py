@@ -8,8 +8,8 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import adamw, own_graph, sharding_of
 from torch import nn
+from xla_graphs import adamw, own_graph, sharding_of
 from xla_ranks import XlaRanks, on_xla
 
 import models
