@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import subprocess
 import tempfile
+import time
 import typing
 
 from processes import start_python
@@ -23,6 +24,7 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 SCRIPT = "import sys, replica_ranks; replica_ranks.main(sys.argv[1])"
+_START_SECONDS = 200
 _END_SECONDS = 20
 
 
@@ -36,11 +38,23 @@ class ReplicaPool:
     def __init__(self, num_replicas: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardkit-replicas-")
         self._log = pathlib.Path(self._folder.name, "log")
-        address = str(pathlib.Path(self._folder.name, "socket"))
         environment = {**ENVIRONMENT, "CPU_NUM_DEVICES": str(num_replicas)}
-        with multiprocessing.connection.Listener(address) as listener, self._log.open("w") as log:
+        address = str(pathlib.Path(self._folder.name, "socket"))
+        with self._log.open("w") as log:
             self._process = start_python(["-c", SCRIPT, address], environment, log)
-            self._connection = listener.accept()
+        self._connection = self._connect(address)
+
+    def _connect(self, address: str) -> multiprocessing.connection.Connection:
+        """Wait until the replicas are there."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                return multiprocessing.connection.Client(address)
+            except (FileNotFoundError, ConnectionRefusedError):
+                time.sleep(0.1)
+        self._process.kill()
+        msg = f"replicas did not start\n{self._log.read_text()[-6000:]}"
+        raise ReplicaError(msg)
 
     def run(
         self, fn: Callable[..., typing.Any], args: tuple[object, ...], timeout_s: float

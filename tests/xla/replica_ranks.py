@@ -122,7 +122,12 @@ def serve(index: int, address: str) -> None:
     with _lock:
         meeting = _the_meeting()
     torch.set_num_threads(1)
-    connection = multiprocessing.connection.Client(address) if index == 0 else None
+    connection = None
+    if index == 0:
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)  # If nobody calls.
+        with multiprocessing.connection.Listener(address) as listener:
+            connection = listener.accept()
+        faulthandler.cancel_dump_traceback_later()
     while True:
         if connection is not None:
             try:
