@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -20,15 +21,41 @@ nox.options.default_venv_backend = "virtualenv"  # unlike venv it needs no ensur
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
-TORCH = os.environ.get("SHARDKIT_TORCH", "torch==2.13.0")
+VERSIONS = ("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0")  # of torch; README names both ends
 # torch_xla loads with the torch it was built for only. That is the lower bound in pyproject.toml.
-XLA = ("torch==2.9.0", "torch_xla==2.9.0")
+XLA = (f"torch=={VERSIONS[0]}", f"torch_xla=={VERSIONS[0]}")
+TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
+NUM_FRESH_SEEDS = 3
 NEED_NOTHING = "not gpu and not models and not xla"  # tests that need no more than torch
 
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
     f"tests/distributed/test_{name}.py"
-    for name in ("parity", "settings", "autograd_cases", "amp", "interruptions", "compile")
+    for name in (
+        "parity",
+        "mixed_precision",
+        "batch_normalization",
+        "settings",
+        "lists_and_roots",
+        "autograd_cases",
+        "unused_parameters",
+        "changes_between_steps",
+        "recomputed_segments",
+        "containers",
+        "amp",
+        "interruptions",
+        "compile",
+    )
+]
+
+# What runs on every version of torch: the smallest part in which each module takes part.
+ON_EVERY_TORCH = [
+    "tests/unit",
+    "tests/property",
+    *(
+        f"tests/distributed/test_{name}.py"
+        for name in ("parity", "mixed_precision", "batch_normalization", "autograd_cases")
+    ),
 ]
 
 
@@ -75,9 +102,25 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests that need no GPU; arguments after `--` go to pytest."""
+    """Run the tests that need no GPU; arguments after `--` go to pytest.
+
+    Where ``CI`` is set property tests run again, with a few seeds that were never tried.
+    """
     install(session, "test")
     session.run("pytest", "-m", f"{NEED_NOTHING} and not streams", *session.posargs)
+    for _ in range(NUM_FRESH_SEEDS if os.environ.get("CI") else 0):
+        seed = secrets.randbelow(2**32)
+        fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", str(seed))
+        session.run("pytest", "-q", *fresh, "tests/property")
+
+
+@nox.session
+@nox.parametrize("torch", [nox.param(v, id=v) for v in VERSIONS])
+def versions(session: nox.Session, torch: str) -> None:
+    """Run unit, property and parity tests on every version of torch that is supported."""
+    install(session, "test", torch=f"torch=={torch}")
+    wanted = session.posargs or ON_EVERY_TORCH
+    session.run("pytest", "-m", f"{NEED_NOTHING} and not streams", *wanted)
 
 
 @nox.session
@@ -99,7 +142,7 @@ def models(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def xla(session: nox.Session) -> None:
-    """Run the tests that need torch_xla, and examples, on virtual devices; then all of `tests`.
+    """Run the tests that need torch_xla, and examples, on virtual devices; then as `versions`.
 
     Its torch is the oldest one supported.
     """
@@ -115,7 +158,7 @@ def xla(session: nox.Session) -> None:
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
     session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
     plain = f"{NEED_NOTHING} and not streams"
-    session.run("pytest", "-m", plain, *session.posargs, success_codes=codes)
+    session.run("pytest", "-m", plain, *(session.posargs or ON_EVERY_TORCH), success_codes=codes)
 
 
 @nox.session(venv_backend="none")

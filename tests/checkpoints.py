@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from models import CASES, Case
 from reference import AXES, OPTIMIZERS, full, make_mesh, shard
+from shardkit import checkpoint
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ if typing.TYPE_CHECKING:
 BATCH = 12  # Divisible by 1, 2, 3 and 4 ranks.
 
 WholeState = dict[str, typing.Any]
+Outcome = tuple[WholeState, list[float]]
 
 
 def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
@@ -159,3 +161,27 @@ def make_fsdp2(
     for module in (*case.groups(model), model):
         fully_shard_by_torch(module, mesh=mesh)
     return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 50])
+
+
+def save_and_train(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:
+    """Train, save, train on."""
+    case = CHECKPOINT_CASES[name]
+    model, optimizer = make_sharded(case, mesh_shape)
+    scheduler = schedule_of(optimizer)
+    train_on_shares(case, model, optimizer, range(2))
+    scheduler.step()
+    checkpoint.save(folder, model, optimizer, step=2, scheduler=scheduler)
+    return whole_state(model, optimizer), train_on_shares(case, model, optimizer, range(2, 4))
+
+
+def load_and_train(folder: str, steps: tuple[int, int]) -> Outcome:
+    """Load a model of the case "gpt", train it on."""
+    model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
+    checkpoint.load(folder, model, optimizer)
+    return whole_state(model, optimizer), train_on_shares(
+        CASES["gpt"], model, optimizer, range(*steps)
+    )

@@ -1,23 +1,34 @@
-"""Fixtures of all tests: ``spawn``, ``spawn_errors`` and ``run``; the hypothesis profile."""
+"""Fixtures of all tests: ``spawn``, ``spawn_errors`` and ``run``; profiles of hypothesis."""
 
 from __future__ import annotations
 
-import os
 import typing
 
 import hypothesis
 import pytest
 
-import backends
+import parity
 import workers
+from litter import pytest_sessionfinish, pytest_sessionstart  # noqa: F401 - hooks
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-# Examples that start or import things take long the first time only.
-hypothesis.settings.register_profile("default", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+# Examples that start or import things take long the first time only. The same ones are tried in
+# every run, so that none is red by chance; `--hypothesis-profile fresh` tries others.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fresh", deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Say how to try the same examples again."""
+    seed = config.getoption("--hypothesis-seed", default=None)
+    if exitstatus and seed is not None:
+        again = f"--hypothesis-profile fresh --hypothesis-seed {seed}"
+        terminalreporter.write_line(f"the same examples again: pytest {again}", red=True)
 
 
 @pytest.fixture(scope="session")
@@ -46,22 +57,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> Callable[..., list[typing.Any]]:
+def spawn(request: pytest.FixtureRequest, pools: workers.Pools) -> workers.Spawn:
     """``spawn(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` returned, by rank."""
     return _on_device(request, pools.spawn)
 
 
 @pytest.fixture
-def spawn_errors(
-    request: pytest.FixtureRequest, pools: workers.Pools
-) -> Callable[..., list[workers.Raised | None]]:
+def spawn_errors(request: pytest.FixtureRequest, pools: workers.Pools) -> workers.Spawn:
     """``spawn_errors(fn, world_size, *args, timeout_s=60)``: what ``fn(*args)`` raised, by rank."""
     return _on_device(request, pools.spawn_errors)
 
 
-def _on_device(
-    request: pytest.FixtureRequest, spawn: Callable[..., typing.Any]
-) -> Callable[..., typing.Any]:
+def _on_device(request: pytest.FixtureRequest, spawn: workers.Spawn) -> workers.Spawn:
     """Return what runs a function in every rank, on a simulated accelerator if that was asked."""
     if not request.config.getoption("--simulated"):
         return spawn
@@ -76,6 +83,6 @@ def _on_device(
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, spawn: Callable[..., list[typing.Any]]) -> backends.Run:
-    """Run a parity case on a backend and a mesh: see `backends`, whose `on_meshes` chooses them."""
-    return backends.Run(*request.param, spawn)
+def run(request: pytest.FixtureRequest, spawn: workers.Spawn) -> parity.Run:
+    """Run a parity case on a backend and a mesh: see `parity`, whose `on_meshes` chooses them."""
+    return parity.Run(*request.param, spawn)

@@ -1,8 +1,7 @@
 """What distributed tests compare with: data of every rank, plain training, differences.
 
 Runs inside workers. Every rank draws the batches of all ranks and trains a plain copy of the model
-on their concatenation, so that sharded training has a reference in the same process. Parity cases
-see their ranks as `Ranks`, which `backends` has of XLA as well.
+on their concatenation, so that sharded training has a reference in the same process.
 """
 
 from __future__ import annotations
@@ -116,59 +115,6 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-class Ranks:
-    """The ranks of a mesh as a parity case sees them; here each is a process, this one of them.
-
-    Args:
-        mesh: Over all ranks; by default none is passed to `fully_shard`.
-    """
-
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return dist.get_world_size()
-
-    def put(self, plain: nn.Module) -> typing.Any:
-        """Return a copy of a plain model, to be sharded."""
-        return copy.deepcopy(plain)
-
-    def shard(self, case: Case, plain: nn.Module, **options: typing.Any) -> typing.Any:
-        """Return a copy of a plain model, sharded as the case wants; options of `fully_shard`."""
-        return shard(case, self.put(plain), self.mesh, **options)
-
-    def send(self, by_rank: Sequence[Tensor]) -> Tensor:
-        """Return what this process passes to a model, given what each rank is to have."""
-        return by_rank[dist.get_rank()]
-
-    def batch(self, case: Case, step: int) -> Batch:
-        """Draw what this process passes to a sharded model in a step."""
-        xs, ys = zip(*self.rank_batches(case, step), strict=True)
-        return self.send(xs), self.send(ys)
-
-    def rank_batches(self, case: Case, step: int) -> list[Batch]:
-        """Draw the batch of each rank."""
-        return [rank_batch(case, rank, step) for rank in range(self.world_size)]
-
-    def global_batch(self, case: Case, step: int) -> Batch:
-        """Draw the batches of all ranks and concatenate them: what a plain model is given."""
-        xs, ys = zip(*self.rank_batches(case, step), strict=True)
-        return torch.cat(xs), torch.cat(ys)
-
-    def mean(self, loss: Tensor) -> Tensor:
-        """Return a loss of the sharded model as the mean over all ranks, in fp64, on the CPU."""
-        return mean_over_ranks(loss)
-
-    def send_loss(self, by_rank: Sequence[Tensor]) -> Tensor:
-        """Return what a loss of this process is, given that of each rank."""
-        return by_rank[dist.get_rank()]
-
-    def end_step(self) -> None:
-        """Called after an optimizer's step of a sharded model."""
-
-
 # --- differences --------------------------------------------------------------------------------
 
 
@@ -187,9 +133,9 @@ def on_cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     for names in by_dtype.values():
         found = [tensors[name] for name in names]
         flat = torch.cat([tensor.reshape(-1) for tensor in found])
-        import torch_xla
+        from xla_ranks import finish_graph
 
-        torch_xla.sync()  # All that has been traced, as one graph: a loss is not computed again.
+        finish_graph()  # All that has been traced, as one graph: a loss is not computed again.
         parts = flat.cpu().split([tensor.numel() for tensor in found])
         result |= {n: p.view(t.shape) for n, p, t in zip(names, parts, found, strict=True)}
     return result
@@ -253,48 +199,19 @@ class Differences(dict[str, float]):
         self.note_all("parameter", full_parameters(model), full_parameters(reference))
 
 
-def compare_training(
-    case: Case,
-    model: nn.Module,
-    reference: nn.Module,
-    optimizer: str = "sgd",
-    steps: int = STEPS,
-    ranks: Ranks | None = None,
-) -> Differences:
-    """Train both, the sharded model on this rank's batches and the plain one on all. Collective."""
-    ranks = ranks or Ranks()
-    differences = Differences()
-    sharded_losses = train(
-        case,
-        model,
-        OPTIMIZERS[optimizer](model.parameters()),
-        (ranks.batch(case, i) for i in range(steps)),
-        ranks.end_step,
-    )
-    plain_losses = train(
-        case,
-        reference,
-        OPTIMIZERS[optimizer](reference.parameters()),
-        (ranks.global_batch(case, i) for i in range(steps)),
-    )
-    for loss, expected in zip(sharded_losses, plain_losses, strict=True):
-        differences.note_grads(model, reference)
-        differences.note("loss", ranks.mean(loss), expected.double())
-    differences.note_parameters(model, reference)
-    return differences
+def assert_within(by_rank: Sequence[Differences], what: str = "", /, **tolerances: float) -> None:
+    """Check what every rank found: the kinds named in ``tolerances``, all of them and no other.
 
-
-def assert_within(by_rank: Sequence[Differences], **tolerances: float) -> None:
-    """Check what every rank found: the kinds named in ``tolerances``, all of them and no other."""
+    Args:
+        by_rank: What each rank found.
+        what: Which of several cases it is, for the message.
+        tolerances: By kind.
+    """
     for rank, differences in enumerate(by_rank):
-        assert differences.keys() == tolerances.keys(), (
-            f"rank {rank} compared {sorted(differences)}"
-        )
+        where = f"{what}: rank {rank}" if what else f"rank {rank}"
+        assert differences.keys() == tolerances.keys(), f"{where} compared {sorted(differences)}"
         for kind, tolerance in tolerances.items():
             # Written so that NaN fails.
             assert differences[kind] <= tolerance, (
-                f"rank {rank}: {kind} differs by {differences[kind]:.3g}"
+                f"{where}: {kind} differs by {differences[kind]:.3g}"
             )
-
-
-# --- whole runs -----------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ if typing.TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed"])
 
+Spawn = typing.Callable[..., list[typing.Any]]
+"""What the fixtures ``spawn`` and ``spawn_errors`` are: see `Pools`, whose methods they call."""
+
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _START_TIMEOUT_S = 120
 # How long the other ranks may still run once one has failed: enough to raise the same error a

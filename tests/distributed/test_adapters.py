@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES, WIDTHS, Case, regression_batch, squared_error
+from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
     Differences,
     assert_within,
-    compare_training,
     full_grads,
     global_batch,
     make_mesh,
@@ -28,8 +28,8 @@ from reference import (
 )
 from shardkit import MixedPrecisionPolicy
 
-Spawn = typing.Callable[..., list[typing.Any]]
-
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- adapters on a frozen base --------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from shardkit import MixedPrecisionPolicy
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 def mean_gradients(model: nn.Module, loss_of_rank: Callable[[int], Tensor]) -> None:

@@ -15,7 +15,8 @@ from models import CASES
 from reference import full, make_mesh
 from shardkit import CheckpointError, checkpoint, fully_shard
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 
 class Stateful(nn.Module):

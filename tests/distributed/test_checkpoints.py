@@ -19,9 +19,13 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from checkpoints import (
     CHECKPOINT_CASES,
+    Outcome,
     WholeState,
     assert_same,
+    load_and_train,
     make_sharded,
+    save_and_train,
+    schedule_of,
     train_on_shares,
     whole_state,
 )
@@ -30,23 +34,8 @@ from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
 from shardkit.checkpoint._dcp import stream
 
-Spawn = typing.Callable[..., list[typing.Any]]
-Outcome = tuple[WholeState, list[float]]
-
-
-def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 50])
-
-
-def save(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:
-    """Train, save, train on."""
-    case = CHECKPOINT_CASES[name]
-    model, optimizer = make_sharded(case, mesh_shape)
-    scheduler = schedule_of(optimizer)
-    train_on_shares(case, model, optimizer, range(2))
-    scheduler.step()
-    checkpoint.save(folder, model, optimizer, step=2, scheduler=scheduler)
-    return whole_state(model, optimizer), train_on_shares(case, model, optimizer, range(2, 4))
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 
 def load(name: str, mesh_shape: tuple[int, ...], folder: str) -> Outcome:
@@ -77,7 +66,7 @@ def test_training_goes_on(
     spawn: Spawn, tmp_path: pathlib.Path, name: str, saved: tuple[int, ...], loaded: tuple[int, ...]
 ) -> None:
     path = tmp_path / "x"
-    (expected, losses), *_ = spawn(save, math.prod(saved), name, saved, str(path))
+    (expected, losses), *_ = spawn(save_and_train, math.prod(saved), name, saved, str(path))
     for state, others in spawn(load, math.prod(loaded), name, loaded, str(path)):
         assert_same(state, expected)
         if saved == loaded:
@@ -180,7 +169,7 @@ def load_into_fsdp2(folder: str) -> Outcome:
 
 def test_fsdp2_loads_ours(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x"
-    expected, losses = spawn(save, 2, "gpt", (2,), str(path))[0]
+    expected, losses = spawn(save_and_train, 2, "gpt", (2,), str(path))[0]
     state, others = spawn(load_into_fsdp2, 3, str(path))[0]
     assert_same(plain_steps(state), plain_steps(expected))
     assert others == pytest.approx(losses, rel=1e-5)  # Sums in another order.
@@ -220,19 +209,11 @@ def save_in_background(folder: str) -> tuple[WholeState, list[float], list[bool]
     return state, losses, done
 
 
-def load_any(folder: str, steps: tuple[int, int]) -> Outcome:
-    model, optimizer = make_sharded(CASES["gpt"], (2,), seed=7)
-    checkpoint.load(folder, model, optimizer)
-    return whole_state(model, optimizer), train_on_shares(
-        CASES["gpt"], model, optimizer, range(*steps)
-    )
-
-
 def test_training_goes_on_while_a_copy_is_written(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     results = spawn(save_in_background, 2, str(tmp_path))
     for state, losses, done in results:
         assert done == [False, False, True, True]
-        others = spawn(load_any, 2, str(tmp_path / "a"), (2, 4))[0]
+        others = spawn(load_and_train, 2, str(tmp_path / "a"), (2, 4))[0]
         assert_same(others[0], state)
         assert others[1] == losses
 
@@ -277,147 +258,6 @@ def test_errors_in_the_background_are_heard_once(
         assert "[rank 1] OSError: [Errno 28] No space left on device" in message
         assert ("the last asynchronous save failed" in message) == (how != "asked")
         assert files == "['a']"
-
-
-# --- one rank fails -------------------------------------------------------------------------------
-
-
-class Unsavable:
-    """Raises on rank 1."""
-
-    def state_dict(self) -> dict[str, int]:
-        if dist.get_rank() == 1:
-            msg = "not now"
-            raise RuntimeError(msg)
-        return {}
-
-    def load_state_dict(self, state: object) -> None:
-        del state
-        if dist.get_rank() == 1:
-            msg = "not this"
-            raise ValueError(msg)
-
-
-def fail_to_write(folder: str) -> None:
-    def fail(*_: object) -> typing.NoReturn:
-        raise OSError(28, "No space left on device")
-
-    real = stream.FileStream._write  # noqa: SLF001 - what calls the disk
-    if dist.get_rank() == 1:
-        stream.FileStream._write = fail  # noqa: SLF001
-    try:
-        checkpoint.save(pathlib.Path(folder, "x"), make_sharded(CASES["gpt"], (2,))[0])
-    finally:
-        stream.FileStream._write = real  # noqa: SLF001
-
-
-def fail_to_collect(folder: str) -> None:
-    model, _ = make_sharded(CASES["gpt"], (2,))
-    checkpoint.save(pathlib.Path(folder, "x"), model, loader=Unsavable())
-
-
-@pytest.mark.parametrize(
-    ("fail", "reason"),
-    [(fail_to_write, "No space left on device"), (fail_to_collect, "RuntimeError: not now")],
-)
-def test_all_ranks_hear_why_one_could_not_save(
-    spawn_errors: Spawn,
-    tmp_path: pathlib.Path,
-    fail: typing.Callable[[str], None],
-    reason: str,
-) -> None:
-    for error in spawn_errors(fail, 2, str(tmp_path)):
-        assert error.type_name == "CheckpointError"
-        assert "[rank 1] " in error.message
-        assert reason in error.message
-    assert list(tmp_path.iterdir()) == []
-
-
-def load_stateful(folder: str) -> None:
-    model, optimizer = make_sharded(CASES["gpt"], (2,))
-    checkpoint.load(folder, model, optimizer, scheduler=Unsavable())
-
-
-def load_other(folder: str, strict: bool) -> None:
-    model, optimizer = make_sharded(CASES["mlp"], (2,))
-    del optimizer
-    checkpoint.load(folder, model, strict=strict)
-
-
-def test_all_ranks_hear_why_one_could_not_load(
-    spawn: Spawn, spawn_errors: Spawn, tmp_path: pathlib.Path
-) -> None:
-    path = tmp_path / "x"
-    spawn(save, 2, "gpt", (2,), str(path))
-    for error in spawn_errors(load_stateful, 2, str(path)):
-        assert error.type_name == "CheckpointError"
-        assert "[rank 1] ValueError: not this" in error.message
-    with (path / "__1_0.distcp").open("r+b") as file:
-        file.seek(path.joinpath("__1_0.distcp").stat().st_size // 2)
-        file.write(b"damaged")
-    for error in spawn_errors(load_any, 2, str(path), (2, 4)):
-        assert "__1_0.distcp" in error.message
-        assert "are not what was written" in error.message
-
-
-# --- what does not fit ----------------------------------------------------------------------------
-
-
-def save_mlp(folder: str) -> None:
-    model, optimizer = make_sharded(CASES["mlp"], (2,))
-    train_on_shares(CASES["mlp"], model, optimizer, range(1))
-    checkpoint.save(folder, model, optimizer, step=1)
-
-
-class Other(MLP):
-    """Like the MLP that was saved, but for a wider head, no bias in one layer, and a new layer."""
-
-    def __init__(self) -> None:
-        super().__init__((7, 13, 24, 9))
-        self.layers[1].register_parameter("bias", None)
-        self.new = nn.Linear(2, 2)
-
-
-def load_misfit(folder: str, strict: bool, which: type[nn.Module]) -> dict[str, typing.Any]:
-    torch.manual_seed(3)
-    model = shard(CASES["mlp"], which(), make_mesh((2,)))
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    before = whole_state(model, optimizer)
-    try:
-        return checkpoint.load(folder, model, optimizer, strict=strict)
-    except checkpoint.CheckpointError:
-        assert_same(whole_state(model, optimizer), before)  # Nothing has been changed.
-        raise
-
-
-class Narrower(MLP):
-    """Has a part of the MLP's layers, and one more."""
-
-    def __init__(self) -> None:
-        super().__init__((7, 13, 24))
-        self.new = nn.Linear(2, 2)
-
-
-def test_all_that_does_not_fit_is_listed(
-    spawn: Spawn, spawn_errors: Spawn, tmp_path: pathlib.Path
-) -> None:
-    path = tmp_path / "x"
-    spawn(save_mlp, 2, str(path))
-    for error in spawn_errors(load_misfit, 2, str(path), True, Other):
-        assert error.type_name == "CheckpointError"
-        for line in (
-            "model: 'layers.2.weight': expected shape (9, 24) of float32, found shape (5, 24)",
-            "optimizer: 'layers.2.weight.exp_avg': expected shape (9, 24) of float32, found shape",
-            "missing: model: 'new.weight': expected shape (2, 2)",
-            "missing: optimizer: all state of 'new.weight'",
-            "unexpected: model: 'layers.1.bias': found shape (24,)",
-            "unexpected: optimizer: 'layers.1.bias.exp_avg': found shape (24,)",
-        ):
-            assert line in error.message
-    for error in spawn_errors(load_misfit, 2, str(path), False, Other):
-        assert "'layers.2.weight'" in error.message
-        assert "new.weight" not in error.message
-    assert spawn(load_misfit, 2, str(path), False, Narrower) == [{"step": 1}] * 2
 
 
 # --- other states ---------------------------------------------------------------------------------

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from models import Case, regression_batch, squared_error
+from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
     Differences,
     assert_within,
-    compare_training,
     full_parameters,
     my_batch,
     shard,
 )
 from shardkit import MixedPrecisionPolicy, fully_shard
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # Compilation of one graph takes seconds, more where other processes compile.
 TIMEOUT_S = 240

@@ -31,8 +31,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 STEPS = 4
 # Rounding of means over ranks, after a few steps; weights are below 1.

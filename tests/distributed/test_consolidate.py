@@ -36,7 +36,9 @@ from shardkit.checkpoint import (
 )
 from shardkit.checkpoint._inspect import describe, verify
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 StateDict = dict[str, Tensor]
 
 

@@ -21,7 +21,7 @@ from checkpoints import (
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 def save(name: str, mesh_shape: tuple[int, ...], folder: str) -> tuple[WholeState, list[float]]:

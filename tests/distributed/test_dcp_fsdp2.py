@@ -30,7 +30,8 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
+
 MAKERS: dict[str, Callable[..., typing.Any]] = {"shardkit": make_sharded, "FSDP2": make_fsdp2}
 
 

@@ -25,7 +25,7 @@ from shardkit import ShardedTensor
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 def outputs(case: typing.Any, model: torch.nn.Module) -> torch.Tensor:

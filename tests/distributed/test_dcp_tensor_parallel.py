@@ -23,7 +23,8 @@ if typing.TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
+
 CASE = parallel_models.CASES["gpt"].case  # The vocabulary is split unevenly.
 
 

@@ -21,8 +21,8 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import json
 import pathlib
 import typing
 from unittest import mock
@@ -15,6 +12,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from whole_files import assert_holds, draw, without_ties, write
 
 import parallel_models
 from models import CASES
@@ -23,57 +21,8 @@ from shardkit import fully_shard
 from shardkit.checkpoint import FullFile, load_full, save_full
 from shardkit.checkpoint._files import bytes_io
 
-Spawn = typing.Callable[..., list[typing.Any]]
-StateDict = dict[str, Tensor]
-
-KINDS = ["nested.pt", "model.safetensors", "directory"]
-
-
-def draw(state: StateDict) -> StateDict:
-    """Return a state dict of the same names and ties with other values."""
-    generator = torch.Generator().manual_seed(11)
-    state = copy.deepcopy(state)
-    for value in state.values():
-        if value.is_floating_point():
-            value.copy_(torch.randn(value.shape, generator=generator))
-        else:
-            value.fill_(7)
-    return state
-
-
-def without_ties(state: StateDict) -> StateDict:
-    """Leave out later names of a tensor, as libraries do that write safetensors."""
-    first = {value.data_ptr(): name for name, value in reversed(state.items())}
-    return {name: value for name, value in state.items() if first[value.data_ptr()] == name}
-
-
-def write(state: StateDict, kind: str, folder: str) -> pathlib.Path:
-    """Write a state dict as others do, on rank 0."""
-    path = pathlib.Path(folder) / kind
-    if dist.get_rank() == 0:
-        if kind == "nested.pt":
-            torch.save({"model": state, "epoch": 3}, path)
-        elif kind == "model.safetensors":
-            safetensors.torch.save_file(without_ties(state), path)
-        else:
-            path.mkdir()
-            places = {name: f"part-{i}.safetensors" for i, name in enumerate(without_ties(state))}
-            for name, file in places.items():
-                safetensors.torch.save_file({name: state[name]}, path / file)
-            (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    dist.barrier()
-    return path
-
-
-@torch.no_grad()
-def assert_holds(model: nn.Module, state: StateDict) -> None:
-    mine = model.state_dict()
-    assert list(mine) == list(state)
-    for name, value in state.items():
-        whole = full(mine[name])
-        assert whole.dtype == value.dtype, name
-        assert torch.equal(whole, value), name
-
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 # --- there and back -------------------------------------------------------------------------------
 
@@ -334,187 +283,3 @@ def test_all_ranks_say_why_the_first_could_not_read(
         assert error.type_name == "CheckpointError"
         assert "rank 0 could not read" in error.message
         assert ("does not exist" if how == "absent" else "Input/output") in error.message
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-WIDTH, LAYERS = 1024, 50  # 200 MiB; the head is the largest tensor, 20 MiB.
-MIB = 2**20
-SLACK_MIB = 6  # The allocator's and Python's own.
-
-
-def big_model() -> nn.Module:
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS - 5)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 5 * WIDTH, bias=False))
-
-
-def peak_mib(*, reset: bool = False) -> float:
-    """Return this process's largest resident size since the last reset (the kernel's VmHWM)."""
-    if reset:
-        gc.collect()
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
-def measure_loading(path: str, device: str) -> tuple[float, float]:
-    """Return MiB of this rank's shard, and by how much loading raised the peak above that."""
-    with torch.device("meta"):
-        model = big_model()
-        for layer in model:
-            fully_shard(layer, make_mesh((2,)))
-        fully_shard(model, make_mesh((2,)))
-    if device == "cpu":
-        model.to_empty(device="cpu")
-        for param in model.parameters():
-            param.to_local().zero_()
-    shard_mib = sum(p.to_local().numel() for p in model.parameters()) * 4 / MIB
-    before = peak_mib(reset=True)
-    load_full(path, model)
-    grown = peak_mib() - before - (shard_mib if device == "meta" else 0)
-    for i, param in enumerate(model.parameters()):
-        assert param.to_local().eq(i + 1).all()
-    return shard_mib, grown
-
-
-def measure_saving(folder: str) -> float:
-    model = big_model()
-    for layer in model:
-        fully_shard(layer, make_mesh((2,)))
-    model = fully_shard(model, make_mesh((2,)))
-    before = peak_mib(reset=True)
-    save_full(pathlib.Path(folder) / "saved.pt", model)
-    save_full(pathlib.Path(folder) / "saved.safetensors", model, format="safetensors")
-    return peak_mib() - before
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("kind", ["model.pt", "model.safetensors"])
-def test_loading_takes_a_tensor_above_the_shard(
-    spawn: Spawn, tmp_path: pathlib.Path, kind: str, device: str
-) -> None:
-    state = {
-        f"{i}.weight": torch.full_like(p, i + 1) for i, p in enumerate(big_model().parameters())
-    }
-    nbytes = [value.nbytes for value in state.values()]
-    assert sum(nbytes) == 200 * MIB
-    save = torch.save if kind == "model.pt" else safetensors.torch.save_file
-    save(state, tmp_path / kind)
-    for shard_mib, grown_mib in spawn(measure_loading, 2, str(tmp_path / kind), device):
-        assert shard_mib == 100
-        assert grown_mib <= max(nbytes) / MIB + SLACK_MIB
-
-
-def test_saving_takes_less_than_a_tensor(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    for grown_mib in spawn(measure_saving, 2, str(tmp_path)):
-        assert grown_mib <= 16 + SLACK_MIB
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def misfit_file(folder: str) -> tuple[nn.Module, pathlib.Path]:
-    case = CASES["conv"]
-    state = draw(case.make().state_dict())
-    del state["head.bias"]
-    state["nobody"] = torch.ones(3)
-    state["head.weight"] = torch.ones(2, 5)
-    state["stages.0.1.num_batches_tracked"] = torch.tensor(1.5)
-    return shard(case, case.make(), make_mesh((2,))), write(state, "nested.pt", folder)
-
-
-def load_misfits(folder: str, strict: bool) -> None:
-    model, path = misfit_file(folder)
-    before = {name: full(value).clone() for name, value in model.state_dict().items()}
-    try:
-        load_full(path, model, strict=strict)
-    finally:
-        assert_holds(model, before)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_all_that_does_not_fit_is_listed(
-    spawn_errors: Spawn, tmp_path: pathlib.Path, strict: bool
-) -> None:
-    for error in spawn_errors(load_misfits, 2, str(tmp_path), strict):
-        assert error.type_name == "CheckpointError"
-        assert (
-            "shape: 'head.weight' of shape (5, 6), float32 in the model; in the file (2, 5)"
-            in error.message
-        )
-        assert "of another kind of dtype: 'stages.0.1.num_batches_tracked'" in error.message
-        for text in (
-            "missing in the file: 'head.bias' of shape (5,)",
-            "unexpected in the file: 'nobody' of shape (3,)",
-        ):
-            assert (text in error.message) == strict
-
-
-def load_loosely(folder: str) -> None:
-    case = CASES["mlp"]
-    state = draw(case.make().state_dict())
-    kept = state.pop("layers.1.bias")
-    with torch.device("meta"):
-        model = shard(case, case.make(), make_mesh((2,)))
-    names = load_full(write(state | {"x": kept}, "nested.pt", folder), model, strict=False)
-    assert names == (["layers.1.bias"], ["x"], ["layers.1.bias"])
-
-
-def test_what_is_missing_is_returned(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(load_loosely, 2, str(tmp_path))
-
-
-def save_where_it_fails(folder: str, how: str) -> None:
-    case = CASES["mlp"]
-    model = shard(case, case.make(), make_mesh((2,)))
-    if how == "late" and dist.get_rank() == 0:
-        from shardkit.checkpoint._files import torch_zip
-
-        def fail(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        torch_zip.write_at, write_at = fail, torch_zip.write_at
-    try:
-        save_full(pathlib.Path(folder) / "model.pt", model)
-    finally:
-        if how == "late" and dist.get_rank() == 0:
-            torch_zip.write_at = write_at
-
-
-@pytest.mark.parametrize("how", ["early", "late"])
-def test_all_ranks_say_why_the_first_could_not_write(
-    spawn_errors: Spawn, tmp_path: pathlib.Path, how: str
-) -> None:
-    folder = tmp_path / "folder"
-    if how == "early":
-        folder.write_text("a file")
-    else:
-        folder.mkdir()
-    for error in spawn_errors(save_where_it_fails, 2, str(folder), how):
-        assert error.type_name == "CheckpointError"
-        assert "rank 0 could not write" in error.message
-        assert ("Not a directory" if how == "early" else "No space left") in error.message
-    if how == "late":
-        assert list(folder.iterdir()) == []
-
-
-def save_plain(folder: str) -> None:
-    save_full(pathlib.Path(folder) / "x.pt", nn.Linear(2, 2))
-
-
-def save_meta(folder: str) -> None:
-    with torch.device("meta"):
-        model = fully_shard(nn.Linear(2, 2), make_mesh((2,)))
-    save_full(pathlib.Path(folder) / "x.pt", model)
-
-
-@pytest.mark.parametrize(
-    ("save", "message"),
-    [(save_plain, "has no sharded parameters"), (save_meta, "'weight' is on the meta device")],
-)
-def test_models_that_cannot_be_saved(
-    spawn_errors: Spawn, tmp_path: pathlib.Path, save: typing.Any, message: str
-) -> None:
-    for error in spawn_errors(save, 2, str(tmp_path)):
-        assert error.type_name == "CheckpointError"
-        assert message in error.message

@@ -17,10 +17,11 @@ from shardkit import FSDPModule, MixedPrecisionPolicy, ShardedTensor, fully_shar
 from shardkit import checkpoint as shardkit_checkpoint
 from shardkit._module.hooks import ModuleState, get_state
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-Spawn = typing.Callable[..., list[typing.Any]]
 
 
 def own_file(kind: str) -> Path:

@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES, MLP, Case, regression_batch, squared_error
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    assert_within,
-    compare_training,
-    my_batch,
-    shard,
-)
+from parity import compare_training
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, my_batch, shard
 from shardkit import ShardedTensor
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 EXCEPTIONS: dict[str, tuple[type[BaseException], str]] = {
     "memory": (RuntimeError, "DefaultCPUAllocator: can't allocate memory"),

@@ -16,7 +16,8 @@ from torch import Tensor
 from models import MLP
 from shardkit import fully_shard
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 
 def shard_layers(reshard_after_forward: bool | int | None) -> MLP:

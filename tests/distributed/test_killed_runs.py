@@ -24,14 +24,14 @@ Call = typing.Callable[..., typing.Any]
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Call]:
+def killable_runs() -> Iterator[Call]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
     with subprocess.Popen(
-        [sys.executable, str(TESTS / "nursery.py")],
+        [sys.executable, str(TESTS / "killable_runs.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -70,15 +70,15 @@ def content(folder: pathlib.Path) -> dict[str, typing.Any]:
 
 @pytest.mark.parametrize(("world_size", "kills", "steps"), [(1, 14, 90), (2, 6, 42)])
 def test_killed_runs_end_as_if_they_had_not_been(
-    nursery: Callable[..., typing.Any],
+    killable_runs: Callable[..., typing.Any],
     tmp_path: pathlib.Path,
     world_size: int,
     kills: int,
     steps: int,
 ) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    nursery("killed_training", str(alone), world_size, steps, 0, 0)
-    outcome = nursery("killed_training", str(killed), world_size, steps, kills, 1)
+    killable_runs("killed_training", str(alone), world_size, steps, 0, 0)
+    outcome = killable_runs("killed_training", str(killed), world_size, steps, kills, 1)
     assert outcome["killed"] == kills
     if world_size == 1:  # About half of the kills fall into a save.
         assert outcome["torn"] > 0
@@ -91,8 +91,8 @@ def test_killed_runs_end_as_if_they_had_not_been(
     assert_same(content(killed), content(alone))
 
 
-def test_a_save_killed_at_any_step(nursery: Call, tmp_path: pathlib.Path) -> None:
-    outcome = nursery("save_killed_everywhere", str(tmp_path))
+def test_a_save_killed_at_any_step(killable_runs: Call, tmp_path: pathlib.Path) -> None:
+    outcome = killable_runs("save_killed_everywhere", str(tmp_path))
     found = outcome["found"]
     assert len(found) > 15
     assert {tuple(pair) for pair in found} == {(1, 1), (2, 2)}

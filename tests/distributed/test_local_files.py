@@ -26,7 +26,9 @@ from shardkit.checkpoint import (
     local_state_dict,
 )
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 STEPS = 2
 
 

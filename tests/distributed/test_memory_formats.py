@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from models import Case, cross_entropy, image_batch, regression_batch, squared_error
+from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
     Differences,
     assert_within,
-    compare_training,
     full_parameters,
     make_mesh,
     shard,
@@ -24,8 +24,7 @@ from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 class Images(nn.Module):

@@ -25,7 +25,8 @@ from reference import (
     train,
 )
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 STEPS = 3
 

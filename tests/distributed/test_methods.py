@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from models import GPT, Case, cross_entropy, token_batch
+from parity import compare_training
 from reference import (
     LOSS_TOLERANCE,
     Differences,
     assert_within,
-    compare_training,
     make_mesh,
     my_batch,
     rank_batch,
@@ -24,8 +24,7 @@ from shardkit import register_fsdp_forward_method
 
 if typing.TYPE_CHECKING:
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 # The gradient of the temperature is about 4: some units in its last place, over ten steps of SGD.
 TOLERANCE = 3e-6

@@ -14,9 +14,7 @@ from torch import nn
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Spawn = Callable[..., list[tuple[int, int]]]
+    from workers import Spawn
 
 
 def train_and_drop(num_models: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from shardkit import ShardedTensor, fully_shard
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 STEPS = 6
 

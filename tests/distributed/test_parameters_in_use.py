@@ -27,8 +27,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 # Rounding of means over ranks, fp32, a few steps.
 TOLERANCE = 2e-6

@@ -9,71 +9,64 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from backends import on_meshes
-from models import CASES, Case
+from models import CASES
+from parity import Ranks, compare_training, on_meshes
+from parity_cases import (
+    ACCUMULATED,
+    ADAMW_TOLERANCE,
+    CLIPPED,
+    TRAINING,
+    accumulate,
+    train_checkpointed,
+    train_clipped,
+    train_in_every_mode,
+    train_sharded,
+)
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
     SGD_TOLERANCE,
     STEPS,
     Differences,
-    Ranks,
     assert_within,
-    compare_training,
     full_parameters,
-    my_batch,
     shard,
     train,
 )
-from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
+from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
-    from backends import Run
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from parity import Run
+    from workers import Spawn
 
 MESHES = ((2,), (4,), (2, 2))
-
-# Adam divides the gradient by its own size, so where that is small its rounding error counts for
-# more.
-ADAMW_TOLERANCE = 2e-5
-TOLERANCES = {"sgd": SGD_TOLERANCE, "adamw": ADAMW_TOLERANCE}
-
 
 # --- plain training -----------------------------------------------------------------------------
 
 
-def train_sharded(
-    ranks: Ranks, name: str, reshard_after_forward: bool | None, optimizer: str
-) -> Differences:
-    case = CASES[name]
-    plain = case.make()
-    model = ranks.shard(case, plain, reshard_after_forward=reshard_after_forward)
-    return compare_training(case, model, plain, optimizer, ranks=ranks)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes(*MESHES)
-def test_training_equals_plain_training(
-    run: Run, name: str, reshard_after_forward: bool | None, optimizer: str
-) -> None:
-    found = run(train_sharded, name, reshard_after_forward, optimizer)
-    # Gradients are compared along the whole run: those of late steps belong to parameters that
-    # already differ.
-    tolerance = TOLERANCES[optimizer]
-    assert_within(found, loss=max(LOSS_TOLERANCE, tolerance), grad=tolerance, parameter=tolerance)
+def test_training_equals_plain_training(run: Run, name: str, optimizer: str) -> None:
+    """Whatever `reshard_after_forward` is: the three ways are compared with one plain run."""
+    found = run(train_in_every_mode, name, optimizer)
+    for mode in (True, False, None):
+        by_rank = [differences[mode] for differences in found]
+        assert_within(by_rank, f"reshard_after_forward={mode}", **TRAINING[optimizer])
 
 
 @pytest.mark.parametrize("name", ["tiny", "frozen", "unused", "tied"])
 @on_meshes((1,), (3,), (4,), (2, 2))
 def test_unusual_parameters_train_as_in_plain_training(run: Run, name: str) -> None:
     found = run(train_sharded, name, None, "sgd")
-    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, **TRAINING["sgd"])
+
+
+@on_meshes((2,), (2, 2), xla=[(4,)])
+def test_blocks_that_keep_their_inputs_only_train_as_others(run: Run) -> None:
+    assert_within(run(train_checkpointed), **TRAINING["sgd"])
 
 
 def train_in_float64(ranks: Ranks, name: str) -> Differences:
@@ -149,59 +142,17 @@ def test_resharding_after_forward_can_be_switched_between_steps(run: Run) -> Non
 # --- accumulation -------------------------------------------------------------------------------
 
 
-def accumulate(ranks: Ranks, name: str, switch: str | None) -> Differences:
-    """Train with three micro-batches per step.
-
-    Args:
-        ranks: Where.
-        name: The case.
-        switch: The method that turns communication off for all micro-batches but the last; None:
-            none is.
-    """
-    case, micro_batches = CASES[name], 3
-    reference = case.make()
-    model = ranks.shard(case, reference)
-    optimizer, plain_optimizer = (
-        OPTIMIZERS["sgd"](each.parameters()) for each in (model, reference)
-    )
-    differences = Differences()
-    for step in range(4):
-        for micro in range(micro_batches):
-            if switch is not None:
-                getattr(model, switch)(micro == micro_batches - 1)
-            number = step * micro_batches + micro
-            (case.loss(model, ranks.batch(case, number)) / micro_batches).backward()
-            (case.loss(reference, ranks.global_batch(case, number)) / micro_batches).backward()
-            if switch is None:
-                differences.note_grads(model, reference)
-            elif micro == 0:
-                assert all(parameter.grad is None for parameter in model.parameters()), (
-                    "not yet averaged"
-                )
-        differences.note_grads(model, reference)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
-        ranks.end_step()
-    differences.note_parameters(model, reference)
-    return differences
-
-
-def assert_accumulated(found: list[Differences]) -> None:
-    assert_within(found, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
-
-
 @pytest.mark.parametrize("switch", [None, "set_requires_gradient_sync"])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes((2,), (2, 2))
 def test_micro_batches_add_up(run: Run, name: str, switch: str | None) -> None:
-    assert_accumulated(run(accumulate, name, switch))
+    assert_within(run(accumulate, name, switch), **ACCUMULATED)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @on_meshes((2, 2))
 def test_partial_sums_of_micro_batches_add_up(run: Run, name: str) -> None:
-    assert_accumulated(run(accumulate, name, "set_requires_all_reduce"))
+    assert_within(run(accumulate, name, "set_requires_all_reduce"), **ACCUMULATED)
 
 
 def switch_sync_of_the_root_only(ranks: Ranks) -> list[str]:
@@ -271,38 +222,10 @@ def test_an_optimizer_made_before_or_after_sharding_keeps_its_groups(run: Run, m
     assert_within(run(train_parameter_groups, made), parameter=ADAMW_TOLERANCE)
 
 
-def train_clipped(ranks: Ranks, norm_type: float) -> Differences:
-    case = CASES["mlp"]
-    plain = case.make()
-    model = ranks.shard(case, plain)
-    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain)]
-    differences = Differences()
-    for step in range(3):
-        case.loss(model, ranks.batch(case, step)).backward()
-        case.loss(plain, ranks.global_batch(case, step)).backward()
-        norms = [
-            nn.utils.clip_grad_norm_(each.parameters(), 0.05, norm_type) for each in (model, plain)
-        ]
-        assert norms[1] > 0.05, "nothing to clip"
-        differences.note_grads(model, plain)
-        differences.note("norm", *norms)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        ranks.end_step()
-    differences.note_parameters(model, plain)
-    return differences
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @on_meshes((4,), (2, 2))
 def test_clipped_gradients_are_those_of_plain_training(run: Run, norm_type: float) -> None:
-    assert_within(
-        run(train_clipped, norm_type),
-        grad=SGD_TOLERANCE,
-        norm=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within(run(train_clipped, "mlp", norm_type), **CLIPPED)
 
 
 # --- state dicts --------------------------------------------------------------------------------
@@ -329,251 +252,4 @@ def load_and_train(ranks: Ranks) -> Differences:
 def test_a_state_dict_is_loaded_and_trained_on(run: Run) -> None:
     assert_within(
         run(load_and_train), loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE
-    )
-
-
-# --- mixed precision ----------------------------------------------------------------------------
-
-
-def policy_step(
-    ranks: Ranks, case: Case, master: nn.Module, policy: MixedPrecisionPolicy, step: int
-) -> list[Tensor]:
-    """Put into the fp32 ``master`` the gradients that the policy means, of all ranks' batches.
-
-    A rank computes on a copy of the parameters in ``param_dtype``. Its gradients are cast to
-    ``reduce_dtype``, then summed in fp32 and divided by the number of ranks.
-
-    Returns:
-        The loss of each rank.
-    """
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype
-    sums = [torch.zeros_like(parameter) for parameter in master.parameters()]
-    losses = []
-    for x, y in ranks.rank_batches(case, step):
-        compute = copy.deepcopy(master).to(policy.param_dtype)
-        casts_x = policy.cast_forward_inputs and x.is_floating_point()
-        loss = case.loss(compute, (x.to(policy.param_dtype) if casts_x else x, y))
-        loss.backward()
-        losses.append(loss.detach())
-        for total, parameter in zip(sums, compute.parameters(), strict=True):
-            total.add_(parameter.grad.to(reduce_dtype).float())
-    for parameter, total in zip(master.parameters(), sums, strict=True):
-        parameter.grad = total / len(losses)
-    return losses
-
-
-def train_mixed_precision(ranks: Ranks, name: str, reduce_dtype: torch.dtype | None) -> Differences:
-    """Compare single steps from equal parameters: another bf16 rounding is 2**-9 off at once."""
-    case = CASES[name]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    reference = case.make()
-    model = ranks.shard(case, reference, mp_policy=policy)
-    optimizer, plain_optimizer = (
-        OPTIMIZERS["sgd"](each.parameters()) for each in (model, reference)
-    )
-    differences = Differences()
-    for step in range(STEPS):
-        reference.load_state_dict(
-            full_parameters(model), strict=False
-        )  # No tied weight's second name.
-        expected = policy_step(ranks, case, reference, policy, step)
-        batch = ranks.batch(case, step)
-        for loss in train(case, model, optimizer, [batch], ranks.end_step):
-            differences.note_grads(model, reference)
-            differences.note("loss", loss, ranks.send_loss(expected))
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-        differences.note_parameters(model, reference)
-    return differences
-
-
-# Casts are exact, and so are fp32 sums of bf16 numbers in any order, unless they differ by 2**16:
-# then the last bits of a gradient below 0.01 may.
-MIXED_TOLERANCES = {"loss": 0.0, "grad": 1e-9, "parameter": 1e-7}
-# XLA rounds to bf16 at other places inside of an operator: units in the last place (2**-8) of
-# numbers below 1. A step of SGD, momentum and all, is less than the half of such a gradient.
-XLA_MIXED_TOLERANCES = {"loss": 2**-8, "grad": 2**-8, "parameter": 2**-9}
-
-
-def assert_within_mixed(found: list[Differences], run: Run) -> None:
-    assert_within(found, **(MIXED_TOLERANCES if run.backend == "gloo" else XLA_MIXED_TOLERANCES))
-
-
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
-@on_meshes(*MESHES)
-def test_bf16_compute_with_fp32_reduction(run: Run, name: str) -> None:
-    assert_within_mixed(run(train_mixed_precision, name, torch.float32), run)
-
-
-@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, None])
-@on_meshes((2,), (4,), xla=())  # XLA sums in the dtype itself.
-def test_bf16_reduction_sums_in_fp32(run: Run, reduce_dtype: torch.dtype | None) -> None:
-    """None means ``param_dtype``."""
-    assert_within_mixed(run(train_mixed_precision, "gpt", reduce_dtype), run)
-
-
-class Weighted(nn.Module):
-    """Multiplies by ones, which are parameters: their gradients are sums of what comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def powers_of_two(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw for each rank another power of two, times small ones that sum exactly in bf16."""
-    exponents = torch.randint(4, (4, 2, 8), generator=generator)
-    shift = 6 * torch.randint(3, (1,), generator=generator)
-    return torch.exp2(exponents - shift), torch.ones(4)
-
-
-WEIGHTED = Case(
-    Weighted, lambda _: [], powers_of_two, lambda model, batch: model(batch[0]).float().mean()
-)
-
-
-def exact_mixed_gradients(ranks: Ranks) -> Differences:
-    """Compare gradients that are exact in bf16, and whose sum over the ranks is in fp32 only."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reference = WEIGHTED.make()
-    model = ranks.shard(WEIGHTED, reference, mp_policy=policy)
-    differences = Differences()
-    for step in range(3):
-        expected = policy_step(ranks, WEIGHTED, reference, policy, step)
-        loss = WEIGHTED.loss(model, ranks.batch(WEIGHTED, step))
-        loss.backward()
-        differences.note_grads(model, reference)
-        differences.note("loss", loss.detach(), ranks.send_loss(expected))
-        model.zero_grad()
-    gradient = reference.weight.grad
-    assert not torch.equal(gradient, gradient.bfloat16().float()), "bf16 would do"
-    return differences
-
-
-@on_meshes(*MESHES)
-def test_gradients_of_bf16_compute_are_summed_exactly_in_fp32(run: Run) -> None:
-    assert_within(run(exact_mixed_gradients), loss=0.0, grad=0.0)
-
-
-class DtypeProbe(nn.Module):
-    """Records the dtypes that its forward sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("offset", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = (x.dtype, self.linear.weight.dtype, self.offset.dtype)
-        return self.linear(x.to(self.linear.weight.dtype)) + self.offset.to(
-            self.linear.weight.dtype
-        )
-
-
-def observed_dtypes(ranks: Ranks, policy: MixedPrecisionPolicy) -> list[torch.dtype]:
-    """Return the dtypes of forward's input, weight, buffer, its output, the shard, its gradient."""
-    model = fully_shard(ranks.put(DtypeProbe()), ranks.mesh, mp_policy=policy)
-    output = model(ranks.send([torch.ones(2, 4)] * ranks.world_size))
-    output.float().sum().backward()
-    weight = model.linear.weight
-    return [*model.seen, output.dtype, weight.dtype, weight.grad.dtype]
-
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        (MixedPrecisionPolicy(), [FP32] * 6),
-        (MixedPrecisionPolicy(param_dtype=BF16), [BF16, BF16, FP32, BF16, FP32, FP32]),
-        (
-            MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32),
-            [BF16, BF16, FP32, FP32, FP32, FP32],
-        ),
-        (
-            MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16),
-            [BF16, BF16, BF16, BF16, FP32, FP32],
-        ),
-        (
-            MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False),
-            [FP32, BF16, FP32, BF16, FP32, FP32],
-        ),
-        (MixedPrecisionPolicy(output_dtype=FP16), [FP32, FP32, FP32, FP16, FP32, FP32]),
-    ],
-    ids=["default", "param", "output", "buffer", "no-input-cast", "output-only"],
-)
-@on_meshes((2,))
-def test_each_dtype_of_the_policy_is_where_it_belongs(
-    run: Run, policy: MixedPrecisionPolicy, expected: list[torch.dtype]
-) -> None:
-    assert all(found == expected for found in run(observed_dtypes, policy))
-
-
-# --- batch normalization ------------------------------------------------------------------------
-
-
-def train_beside_ddp(ranks: Ranks) -> Differences:
-    """Train with statistics per rank, as in DDP without broadcast of buffers."""
-    case = CASES["conv"]
-    plain = case.make()
-    model = ranks.shard(case, plain)
-    peer = DistributedDataParallel(plain, broadcast_buffers=False)
-    batches = [my_batch(case, step) for step in range(STEPS)]
-    differences = Differences()
-    runs = (
-        train(case, each, OPTIMIZERS["sgd"](each.parameters()), batches) for each in (model, peer)
-    )
-    for loss, expected in zip(*runs, strict=True):
-        differences.note("loss", loss, expected)
-        differences.note_grads(model, plain)
-    differences.note_parameters(model, plain)
-    differences.note_all("buffer", dict(model.named_buffers()), dict(plain.named_buffers()))
-    return differences
-
-
-@on_meshes(*MESHES, xla=())  # There is no DDP beside it.
-def test_batch_normalization_trains_as_in_ddp(run: Run) -> None:
-    # Only the order of the sum over ranks differs, and with it the parameters that later batches
-    # see.
-    assert_within(
-        run(train_beside_ddp),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-        buffer=SGD_TOLERANCE,
-    )
-
-
-def train_with_statistics_per_rank(ranks: Ranks) -> Differences:
-    """Train beside a plain copy per rank, whose gradients are averaged and whose steps are one."""
-    case = CASES["conv"]
-    plain = case.make()
-    model = ranks.shard(case, plain)
-    optimizer, plain_optimizer = (OPTIMIZERS["sgd"](each.parameters()) for each in (model, plain))
-    differences = Differences()
-    for step in range(4):
-        losses = []
-        for batch in ranks.rank_batches(case, step):
-            losses.append(case.loss(plain, batch))
-            (losses[-1] / ranks.world_size).backward()
-        for loss in train(case, model, optimizer, [ranks.batch(case, step)], ranks.end_step):
-            differences.note_grads(model, plain)
-            differences.note("loss", ranks.mean(loss), torch.stack(losses).double().mean())
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    differences.note_parameters(model, plain)
-    return differences
-
-
-@on_meshes((2,), (2, 2))
-def test_each_rank_normalizes_by_its_own_statistics(run: Run) -> None:
-    assert_within(
-        run(train_with_statistics_per_rank),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
     )

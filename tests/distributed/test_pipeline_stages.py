@@ -15,7 +15,8 @@ from models import regression_batch
 from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within
 from shardkit import fully_shard
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 AXES = ("pp", "dp_replicate", "dp_shard")
 STEPS = 4

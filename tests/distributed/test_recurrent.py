@@ -13,20 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from models import Case
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    assert_within,
-    compare_training,
-    shard,
-)
+from parity import compare_training
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
 from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 LENGTHS = torch.tensor([5, 2, 4])
 KINDS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}

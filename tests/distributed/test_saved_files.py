@@ -16,7 +16,8 @@ from reference import OPTIMIZERS, full_parameters, make_mesh, my_batch, shard, t
 if typing.TYPE_CHECKING:
     from pathlib import Path as PathType
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
+
 Result = tuple[list[float], dict[str, Tensor]]
 
 CASE = CASES["gpt"]

@@ -17,7 +17,7 @@ from shardkit import ShardedTensor
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2))
 

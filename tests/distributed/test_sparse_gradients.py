@@ -11,23 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import CASES, SEQUENCE, VOCABULARY, Case, cross_entropy, token_batch
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    assert_within,
-    compare_training,
-    my_batch,
-    shard,
-)
+from parity import compare_training
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, my_batch, shard
 from shardkit import StateError, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 
 

@@ -32,7 +32,8 @@ from shardkit.checkpoint import (
 from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.optimizer import optimizer_template, put_optimizer_state
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 
 def trained(name: str, mesh_shape: tuple[int, ...], seed: int = 0) -> typing.Any:

@@ -18,7 +18,7 @@ from shardkit import WrapError, fully_shard
 if typing.TYPE_CHECKING:
     from pathlib import Path
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 class Wrapped(Tensor):

@@ -22,10 +22,7 @@ from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, fully_shard
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from workers import Raised
-
-Spawn = typing.Callable[..., list[typing.Any]]
-SpawnErrors = typing.Callable[..., "list[Raised]"]
+    from workers import Spawn
 
 RANKS = 4
 # The last axis is tensor-parallel; the first of three replicates.
@@ -320,9 +317,7 @@ def shard_on_the_world() -> None:
 
 
 @pytest.mark.parametrize("call", [shard_on_the_same_axis, shard_on_the_world])
-def test_meshes_that_overlap_are_refused(
-    spawn_errors: SpawnErrors, call: Callable[[], None]
-) -> None:
+def test_meshes_that_overlap_are_refused(spawn_errors: Spawn, call: Callable[[], None]) -> None:
     for error in spawn_errors(call, RANKS):
         assert error.type_name == "MeshError"
         assert "parameter 'up.weight' is a DTensor on the mesh of ranks" in error.message
@@ -355,7 +350,7 @@ def shard_ragged() -> None:
     ],
 )
 def test_placements_that_cannot_be_sharded_are_refused(
-    spawn_errors: SpawnErrors,
+    spawn_errors: Spawn,
     call: Callable[[], None],
     message: str,
 ) -> None:
@@ -374,7 +369,7 @@ def step_with_an_early_optimizer() -> None:
 
 
 def test_an_optimizer_made_before_is_told_that_dtensors_were_replaced(
-    spawn_errors: SpawnErrors,
+    spawn_errors: Spawn,
 ) -> None:
     for error in spawn_errors(step_with_an_early_optimizer, RANKS):
         assert error.type_name == "StateError"
@@ -411,7 +406,7 @@ def compare_different_models() -> None:
 
 
 def test_data_parallel_ranks_compare_their_models(
-    spawn_errors: SpawnErrors,
+    spawn_errors: Spawn,
 ) -> None:
     for error in spawn_errors(compare_different_models, RANKS):
         assert error.type_name == "RankMismatchError"

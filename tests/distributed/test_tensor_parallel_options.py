@@ -13,7 +13,8 @@ from parallel_models import CASES, GPT, batches_of, gpt_plan, make, make_meshes,
 from reference import Differences, assert_within, mean_over_ranks, train
 from shardkit import CPUOffloadPolicy, ShardedTensor, fully_shard
 
-Spawn = typing.Callable[..., list[typing.Any]]
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 RANKS = 4
 # Sums in another order than in the plain model, in fp32, over three steps.

@@ -22,7 +22,7 @@ from shardkit import FlatShard, ShardedTensor, fully_shard
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 RANKS = 4
 

@@ -9,25 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends import on_meshes
 from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    Ranks,
-    assert_within,
-    compare_training,
-)
+from parity import Ranks, compare_training, on_meshes
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within
 from shardkit import ShardedTensor, WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
-    from backends import Run
+    from parity import Run
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 
 

@@ -11,22 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from models import MLP, Case, regression_batch
-from reference import (
-    LOSS_TOLERANCE,
-    SGD_TOLERANCE,
-    Differences,
-    assert_within,
-    compare_training,
-    shard,
-)
+from parity import compare_training
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from models import Batch
-
-Spawn = typing.Callable[..., list[typing.Any]]
+    from workers import Spawn
 
 
 class Layers(nn.Module):

@@ -11,9 +11,11 @@ import one_card
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
+    from workers import Spawn
+
 
 @pytest.fixture
-def on_card(spawn: Callable[..., list[typing.Any]]) -> Callable[..., list[typing.Any]]:
+def on_card(spawn: Spawn) -> Spawn:
     """``on_card(fn, world_size, *args)``: what ``fn(*args)`` returned, by rank; all on one card."""
 
     def call(

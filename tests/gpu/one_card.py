@@ -20,15 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reference import (
-    AXES,
-    OPTIMIZERS,
-    STEPS,
-    Differences,
-    Ranks,
-    rank_batch,
-    train,
-)
+from parity import Ranks
+from reference import AXES, OPTIMIZERS, STEPS, Differences, rank_batch, train
 from shardkit import init_device_mesh
 
 if typing.TYPE_CHECKING:

@@ -22,10 +22,10 @@ if typing.TYPE_CHECKING:
     from torch import nn
 
     from models import Batch, Case
+    from workers import Spawn
 
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 IN_BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)}
 OPTIONS: dict[str, dict[str, typing.Any]] = {
@@ -98,7 +98,7 @@ def load_on_host(name: str, folder: str) -> WholeState:
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_goes_on_from_a_checkpoint(
-    on_card: OnCard, tmp_path: pathlib.Path, world_size: int, name: str, options: str, how: str
+    on_card: Spawn, tmp_path: pathlib.Path, world_size: int, name: str, options: str, how: str
 ) -> None:
     path = str(tmp_path / "x")
     saved = on_card(save, world_size, name, OPTIONS[options], path, how)
@@ -113,8 +113,8 @@ def test_training_goes_on_from_a_checkpoint(
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_a_checkpoint_of_the_card_is_loaded_on_the_host(
-    on_card: OnCard,
-    spawn: OnCard,
+    on_card: Spawn,
+    spawn: Spawn,
     tmp_path: pathlib.Path,
     name: str,
     options: str,
@@ -131,9 +131,7 @@ def load_across(name: str, folder: str) -> WholeState:
     return load(name, {}, folder)[0]
 
 
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one(
-    on_card: OnCard, tmp_path: pathlib.Path
-) -> None:
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(on_card: Spawn, tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "x")
     (expected, _), _ = on_card(save, 2, "gpt", {}, path, "save")
     [state] = on_card(load_across, 1, "gpt", path)
@@ -170,7 +168,7 @@ def train_a_copy(name: str, options: dict[str, typing.Any]) -> tuple[CardDiffere
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_copy_trains_by_itself(on_card: OnCard, world_size: int, name: str, options: str) -> None:
+def test_a_copy_trains_by_itself(on_card: Spawn, world_size: int, name: str, options: str) -> None:
     found = on_card(train_a_copy, world_size, name, OPTIONS[options])
     for _, is_unchanged, is_copied in found:
         assert is_unchanged

@@ -18,9 +18,11 @@ from one_card import LOSS_TOLERANCE, SGD_TOLERANCE, CardDifferences, CardRanks, 
 from reference import assert_within
 from shardkit import MixedPrecisionPolicy
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 COMPILE_TIMEOUT_S = 300
 
@@ -107,7 +109,7 @@ def train_compiled(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_layers_train_as_plain_ones_in_one_graph(
-    on_card: OnCard, world_size: int, backend: str, reshard_after_forward: bool | None
+    on_card: Spawn, world_size: int, backend: str, reshard_after_forward: bool | None
 ) -> None:
     found = on_card(
         train_compiled, world_size, backend, reshard_after_forward, timeout_s=COMPILE_TIMEOUT_S
@@ -149,7 +151,7 @@ def train_compiled_in_bf16(backend: str) -> tuple[float, dict[str, int]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_layers_train_in_bf16(on_card: OnCard, backend: str) -> None:
+def test_compiled_layers_train_in_bf16(on_card: Spawn, backend: str) -> None:
     for worst, compiled in on_card(train_compiled_in_bf16, 1, backend, timeout_s=COMPILE_TIMEOUT_S):
         assert compiled == {"graphs": 1}
         # Fused kernels keep fp32 between operators where eager ones round to bf16 (2**-9 each);
@@ -210,7 +212,7 @@ def capture_layer(options: dict[str, typing.Any]) -> list[float]:
     ids=["fp32", "bf16"],
 )
 def test_a_layer_that_is_unsharded_by_hand_is_captured(
-    on_card: OnCard, options: dict[str, typing.Any]
+    on_card: Spawn, options: dict[str, typing.Any]
 ) -> None:
     # Libraries may choose another kernel in a capture, by the workspace there: a rounding or two.
     tolerance = 2.0**-7 if options else 1e-5

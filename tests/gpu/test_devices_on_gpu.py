@@ -24,9 +24,10 @@ from one_card import (
 from reference import assert_within
 from shardkit import fully_shard
 
-pytestmark = one_card.NEEDS_CARD
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
-OnCard = typing.Callable[..., list[typing.Any]]
+pytestmark = one_card.NEEDS_CARD
 
 
 def train_separately(name: str, mesh_shape: tuple[int, ...], bound: bool) -> CardDifferences:
@@ -47,7 +48,7 @@ def train_separately(name: str, mesh_shape: tuple[int, ...], bound: bool) -> Car
     ids=str,
 )
 def test_reductions_may_have_a_group_of_their_own(
-    on_card: OnCard, mesh_shape: tuple[int, ...], bound: bool, name: str
+    on_card: Spawn, mesh_shape: tuple[int, ...], bound: bool, name: str
 ) -> None:
     """Also where the default group was bound to the card when it was made."""
     found = on_card(train_separately, torch.Size(mesh_shape).numel(), name, mesh_shape, bound)
@@ -61,7 +62,7 @@ def train_with_an_engine_for_the_host() -> CardDifferences:
     return compare_training(case, model, plain, ranks)
 
 
-def test_a_group_may_have_an_engine_for_the_host_as_well(on_card: OnCard) -> None:
+def test_a_group_may_have_an_engine_for_the_host_as_well(on_card: Spawn) -> None:
     found = on_card(train_with_an_engine_for_the_host, 1)
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
@@ -79,7 +80,7 @@ def train_from_the_environment() -> CardDifferences:
     return compare_training(case, model, plain, ranks)
 
 
-def test_the_mesh_starts_nccl_where_a_launcher_says_who_is_who(on_card: OnCard) -> None:
+def test_the_mesh_starts_nccl_where_a_launcher_says_who_is_who(on_card: Spawn) -> None:
     found = on_card(train_from_the_environment, 1)
     assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
@@ -96,7 +97,7 @@ def shard_on_another_card() -> str:
 
 
 @pytest.mark.skipif(one_card.NUM_CARDS < 2, reason="needs two CUDA devices, torch sees fewer")
-def test_a_model_on_another_card_than_the_current_one_is_refused(on_card: OnCard) -> None:
+def test_a_model_on_another_card_than_the_current_one_is_refused(on_card: Spawn) -> None:
     [found] = on_card(shard_on_another_card, 1)
     assert found.startswith("WrapError")
     assert "set_device" in found

@@ -14,9 +14,11 @@ from models import CASES, GPT
 from one_card import CardRanks, reduce_by_buffers
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 STEPS = 12
 STEADY_FROM = 2  # Counted from 0: the first makes optimizer state, the second forward prefetches.
@@ -77,7 +79,7 @@ def memory_by_step(
 )
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_step_takes_the_same_memory(
-    on_card: OnCard, options: str, mesh_shape: tuple[int, ...], buffers: bool, micro_batches: int
+    on_card: Spawn, options: str, mesh_shape: tuple[int, ...], buffers: bool, micro_batches: int
 ) -> None:
     found = on_card(memory_by_step, 1, OPTIONS[options], mesh_shape, buffers, micro_batches)
     for peaks, left, retries in found:
@@ -105,7 +107,7 @@ def peak_of_forward(reshard_after_forward: bool) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_resharding_after_forward_gives_memory_back(on_card: OnCard) -> None:
+def test_resharding_after_forward_gives_memory_back(on_card: Spawn) -> None:
     """Two or three blocks are unsharded at once instead of eight; some may be there before."""
     [kept] = on_card(peak_of_forward, 1, False)
     [freed] = on_card(peak_of_forward, 1, True)

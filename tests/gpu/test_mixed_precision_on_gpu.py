@@ -20,10 +20,10 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from models import Case
+    from workers import Spawn
 
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -122,7 +122,7 @@ def train_bf16(
     [(1, False, None), (1, False, False), (1, True, None), (2, False, None)],
 )
 def test_bf16_computes_what_the_policy_means(
-    on_card: OnCard,
+    on_card: Spawn,
     world_size: int,
     through_buffers: bool,
     name: str,
@@ -157,7 +157,7 @@ def accumulate_bf16(reduce_dtype: torch.dtype) -> CardDifferences:
 @pytest.mark.parametrize("reduce_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bf16_gradients_of_micro_batches_add_up(
-    on_card: OnCard, world_size: int, reduce_dtype: torch.dtype
+    on_card: Spawn, world_size: int, reduce_dtype: torch.dtype
 ) -> None:
     found = on_card(accumulate_bf16, world_size, reduce_dtype)
     # Each of the two additions in bf16 rounds once more.
@@ -223,7 +223,7 @@ def train_scaled(
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fp16_with_a_stock_scaler_skips_the_step_that_overflows(
-    on_card: OnCard, world_size: int, name: str, reduce_dtype: torch.dtype, clip: bool
+    on_card: Spawn, world_size: int, name: str, reduce_dtype: torch.dtype, clip: bool
 ) -> None:
     found = on_card(train_scaled, world_size, name, reduce_dtype, world_size - 1, clip)
     for _, scales, skipped in found:

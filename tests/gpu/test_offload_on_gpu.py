@@ -14,9 +14,11 @@ from one_card import CARD, LOSS_TOLERANCE, TOLERANCES, CardDifferences, CardRank
 from reference import OPTIMIZERS, assert_within, full_grads, full_parameters, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 HOST = torch.device("cpu")
 
@@ -92,7 +94,7 @@ def assert_trained(found: list[CardDifferences], optimizer: str = "sgd") -> None
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_training_equals_plain_training(
-    on_card: OnCard,
+    on_card: Spawn,
     world_size: int,
     name: str,
     pinned: bool,
@@ -130,7 +132,7 @@ def read_at_once(pinned: bool, policy: MixedPrecisionPolicy) -> CardDifferences:
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_gradients_are_there_when_backward_returns(
-    on_card: OnCard, pinned: bool, policy: MixedPrecisionPolicy
+    on_card: Spawn, pinned: bool, policy: MixedPrecisionPolicy
 ) -> None:
     # The same kernels on the same numbers; those that add atomically may add in another order.
     assert_within(on_card(read_at_once, 1, pinned, policy), grad=2.0**-7)
@@ -163,7 +165,7 @@ def overwrite_at_once(pinned: bool) -> CardDifferences:
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_step_on_the_host_does_not_overtake_the_card(on_card: OnCard, pinned: bool) -> None:
+def test_a_step_on_the_host_does_not_overtake_the_card(on_card: Spawn, pinned: bool) -> None:
     assert_within(on_card(overwrite_at_once, 1, pinned), loss=LOSS_TOLERANCE)
 
 
@@ -189,7 +191,7 @@ def train_partly_offloaded(name: str) -> CardDifferences:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_some_groups_may_be_offloaded(on_card: OnCard, world_size: int, name: str) -> None:
+def test_some_groups_may_be_offloaded(on_card: Spawn, world_size: int, name: str) -> None:
     assert_trained(on_card(train_partly_offloaded, world_size, name), "adamw")
 
 
@@ -217,7 +219,7 @@ def train_offloaded_in_bf16() -> list[bool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_offload_in_bf16_computes_what_the_card_does(on_card: OnCard, world_size: int) -> None:
+def test_offload_in_bf16_computes_what_the_card_does(on_card: Spawn, world_size: int) -> None:
     for closeness in on_card(train_offloaded_in_bf16, world_size):
         assert all(closeness)
 
@@ -252,7 +254,7 @@ def train_with_buffers(made_on: str) -> CardDifferences:
 
 
 @pytest.mark.parametrize("made_on", ["card", "host", "meta"])
-def test_buffers_stay_on_the_card(on_card: OnCard, made_on: str) -> None:
+def test_buffers_stay_on_the_card(on_card: Spawn, made_on: str) -> None:
     tolerance = TOLERANCES["sgd"]
     assert_within(
         on_card(train_with_buffers, 1, made_on),
@@ -279,6 +281,6 @@ def train_from_meta(name: str) -> CardDifferences:
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_dict_is_assigned_to_an_offloaded_model_on_meta(
-    on_card: OnCard, world_size: int, name: str
+    on_card: Spawn, world_size: int, name: str
 ) -> None:
     assert_trained(on_card(train_from_meta, world_size, name), "adamw")

@@ -20,9 +20,11 @@ import one_card
 from one_card import CARD, CardRanks
 from shardkit import MixedPrecisionPolicy, fully_shard
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 NUM_LAYERS = 6
 WIDTH = 2048  # 8 MiB of bf16: more than what travels together with others.
@@ -157,7 +159,7 @@ def profile_step() -> dict[str, typing.Any]:
     }
 
 
-def test_gathers_run_under_compute_and_need_no_copy(on_card: OnCard) -> None:
+def test_gathers_run_under_compute_and_need_no_copy(on_card: Spawn) -> None:
     [found] = on_card(profile_step, 1)
     assert found["gather_streams"] == 1
     assert not found["late"], "layers computed before their gather had ended"

@@ -23,9 +23,11 @@ from one_card import (
 from reference import OPTIMIZERS, assert_within
 from shardkit.backends.process_group import all_gather_single, reduce_scatter_single
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 WORLD_SIZES = (1, 2)
 
@@ -78,7 +80,7 @@ def try_collectives(dtype: torch.dtype) -> dict[str, str]:
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_engine_has_the_collectives_for_tensors_of_the_card(
-    on_card: OnCard, world_size: int, dtype: torch.dtype
+    on_card: Spawn, world_size: int, dtype: torch.dtype
 ) -> None:
     """Where this fails for two ranks, it is gloo of this torch that all their tests fail by."""
     for outcomes in on_card(try_collectives, world_size, dtype):
@@ -110,7 +112,7 @@ def assert_trained(found: list[CardDifferences], optimizer: str = "sgd") -> None
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_equals_plain_training(
-    on_card: OnCard,
+    on_card: Spawn,
     world_size: int,
     name: str,
     reshard_after_forward: bool | None,
@@ -121,14 +123,14 @@ def test_training_equals_plain_training(
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "tiny", "frozen", "unused", "tied"])
-def test_one_rank_trains_by_way_of_send_buffers_too(on_card: OnCard, name: str) -> None:
+def test_one_rank_trains_by_way_of_send_buffers_too(on_card: Spawn, name: str) -> None:
     assert_trained(on_card(train_sharded, 1, name, None, "sgd", True))
 
 
 @pytest.mark.parametrize("name", ["tiny", "frozen", "unused", "tied"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_unusual_parameters_train_as_in_plain_training(
-    on_card: OnCard, world_size: int, name: str
+    on_card: Spawn, world_size: int, name: str
 ) -> None:
     assert_trained(on_card(train_sharded, world_size, name, None, "sgd", False))
 
@@ -142,7 +144,7 @@ def train_on(mesh_shape: tuple[int, ...], name: str) -> CardDifferences:
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 2), (2, 1)], ids=str)
 def test_hybrid_meshes_train_as_in_plain_training(
-    on_card: OnCard, mesh_shape: tuple[int, ...], name: str
+    on_card: Spawn, mesh_shape: tuple[int, ...], name: str
 ) -> None:
     assert_trained(on_card(train_on, torch.Size(mesh_shape).numel(), mesh_shape, name))
 
@@ -175,7 +177,7 @@ def accumulate(name: str, micro_batches: int, through_buffers: bool) -> CardDiff
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize(("world_size", "through_buffers"), [(1, False), (1, True), (2, False)])
 def test_micro_batches_add_up(
-    on_card: OnCard, world_size: int, through_buffers: bool, name: str
+    on_card: Spawn, world_size: int, through_buffers: bool, name: str
 ) -> None:
     found = on_card(accumulate, world_size, name, 3, through_buffers)
     assert_within(found, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
@@ -210,7 +212,7 @@ def train_clipped(name: str, norm_type: float, by_module: bool) -> CardDifferenc
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_clipped_gradients_are_those_of_plain_training(
-    on_card: OnCard, world_size: int, name: str, norm_type: float, by_module: bool
+    on_card: Spawn, world_size: int, name: str, norm_type: float, by_module: bool
 ) -> None:
     found = on_card(train_clipped, world_size, name, norm_type, by_module)
     # Norms are below 10: some units in the last place of it.

@@ -18,9 +18,11 @@ from models import CASES
 from one_card import CardRanks, reduce_by_buffers, take_steps
 from shardkit import MixedPrecisionPolicy
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = one_card.NEEDS_CARD
 
-OnCard = typing.Callable[..., list[typing.Any]]
 
 HERE = pathlib.Path(__file__).parent
 WARM_UP = 3
@@ -86,7 +88,7 @@ def take_steps_without_waiting(
 )
 @pytest.mark.parametrize("options", OPTIONS)
 def test_steady_steps_do_not_wait_for_the_card(
-    on_card: OnCard, options: str, optimizer_options: dict[str, bool], clip: str
+    on_card: Spawn, options: str, optimizer_options: dict[str, bool], clip: str
 ) -> None:
     """Those that the module clips reduce by way of buffers and streams, as several ranks do."""
     found = on_card(
@@ -98,7 +100,7 @@ def test_steady_steps_do_not_wait_for_the_card(
 @pytest.mark.parametrize("name", ["mlp", "unused", "frozen"])
 @pytest.mark.parametrize("options", ["default", "bf16"])
 def test_steady_steps_on_a_hybrid_mesh_do_not_wait_for_the_card(
-    on_card: OnCard, options: str, name: str
+    on_card: Spawn, options: str, name: str
 ) -> None:
     found = on_card(
         take_steps_without_waiting, 1, name, OPTIONS[options], (1, 1), {"foreach": True}, "module"
@@ -131,7 +133,7 @@ def accumulate_without_waiting() -> bool:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_accumulation_does_not_wait_for_the_card(on_card: OnCard) -> None:
+def test_accumulation_does_not_wait_for_the_card(on_card: Spawn) -> None:
     assert on_card(accumulate_without_waiting, 1) == [True]
 
 

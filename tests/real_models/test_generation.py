@@ -14,9 +14,11 @@ from zoo import TIMEOUT_S, ZOO
 from reference import my_batch, shard
 from shardkit import ShardedTensor, register_fsdp_forward_method
 
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
 pytestmark = pytest.mark.models
 
-Spawn = typing.Callable[..., list[typing.Any]]
 
 GENERATING = ["llama", "tied_llama", "gpt2", "t5", "mixtral", "whisper"]
 ENCODING = ["t5", "whisper"]  # `generate` calls their encoder, and not by way of forward.
@@ -86,9 +88,7 @@ def test_where_generate_calls_nothing_but_forward_it_works_as_it_is(
 
 
 @pytest.mark.parametrize("name", ENCODING)
-def test_where_it_calls_the_encoder_it_must_be_registered(
-    spawn_errors: typing.Callable[..., list[typing.Any]], name: str
-) -> None:
+def test_where_it_calls_the_encoder_it_must_be_registered(spawn_errors: Spawn, name: str) -> None:
     for error in spawn_errors(generate_greedily, 2, name, True, False, timeout_s=TIMEOUT_S):
         assert error.type_name == "ShardedTensorError"
         assert "register_fsdp_forward_method()" in error.message

@@ -12,22 +12,15 @@ from zoo import TIMEOUT_S, ZOO
 
 if typing.TYPE_CHECKING:
     from models import Batch
+    from workers import Spawn
 
 from models import Case
-from reference import (
-    OPTIMIZERS,
-    Differences,
-    assert_within,
-    compare_training,
-    full_parameters,
-    my_batch,
-    shard,
-)
+from parity import compare_training
+from reference import OPTIMIZERS, Differences, assert_within, full_parameters, my_batch, shard
 from shardkit import ShardedTensor, register_fsdp_forward_method
 
 pytestmark = pytest.mark.models
 
-Spawn = typing.Callable[..., list[typing.Any]]
 
 NAMES = ["llama", "bert", "t5", "whisper"]
 # Losses lie between 4 and 6: some units in their last place. Gradients are smaller than that.

@@ -11,21 +11,15 @@ import torch
 from torch import nn
 from zoo import TIMEOUT_S, ZOO
 
-from reference import (
-    OPTIMIZERS,
-    Differences,
-    assert_within,
-    compare_training,
-    global_batch,
-    my_batch,
-    shard,
-    train,
-)
+from parity import compare_training
+from reference import OPTIMIZERS, Differences, assert_within, global_batch, my_batch, shard, train
 from shardkit import MixedPrecisionPolicy, ShardedTensor
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
 pytestmark = pytest.mark.models
 
-Spawn = typing.Callable[..., list[typing.Any]]
 
 STEPS = 5
 # Losses lie between 1 and 6: some units in their last place. Gradients are smaller than that.

@@ -14,9 +14,10 @@ from zoo import TIMEOUT_S, ZOO
 from reference import OPTIMIZERS, full, my_batch, shard, train
 from shardkit.checkpoint import consolidate, load_full, save, save_full
 
-pytestmark = pytest.mark.models
+if typing.TYPE_CHECKING:
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
+pytestmark = pytest.mark.models
 
 
 def there_and_back(name: str, folder: str) -> None:

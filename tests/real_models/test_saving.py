@@ -15,9 +15,9 @@ from reference import OPTIMIZERS, full, full_parameters, my_batch, shard, train
 if typing.TYPE_CHECKING:
     import pathlib
 
-pytestmark = pytest.mark.models
+    from workers import Spawn
 
-Spawn = typing.Callable[..., list[typing.Any]]
+pytestmark = pytest.mark.models
 
 
 def save_and_load(name: str, folder: str) -> None:

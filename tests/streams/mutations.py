@@ -19,11 +19,14 @@ if typing.TYPE_CHECKING:
 
 _OF_TESTS = (
     "clocks",
+    "irregular_steps",
     "models",
     "reference",
     "scenarios",
     "simulated_device",
     "simulation",
+    "trainings",
+    "users_collectives",
     "watching",
 )
 

@@ -7,17 +7,17 @@ import typing
 
 import pytest
 import torch
-from scenarios import Model, Training
 from simulation import simulation
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import Model, Training
 
 from shardkit import MixedPrecisionPolicy
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from workers import Spawn
 
 pytestmark = pytest.mark.streams
 
@@ -105,7 +105,7 @@ EXPECTED["older_wide_reduction"] = EXPECTED["zero3"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_steady_step_issues_what_it_needs(spawn: Callable[..., typing.Any], variant: str) -> None:
+def test_a_steady_step_issues_what_it_needs(spawn: Spawn, variant: str) -> None:
     """No copy stands between a gather and its first reader: compute copies gradients only."""
     num_ranks = 4 if variant == "hybrid" else 2
     for counts, peaks, made in spawn(steady_step, num_ranks, variant):
@@ -121,9 +121,7 @@ def peak_of(variant: str) -> int:
 @pytest.mark.parametrize(
     ("older", "newer"), [("older_torch", "zero3"), ("older_wide_reduction", "wide_reduction")]
 )
-def test_send_buffers_do_not_pile_up_without_slots(
-    spawn: Callable[..., typing.Any], older: str, newer: str
-) -> None:
+def test_send_buffers_do_not_pile_up_without_slots(spawn: Spawn, older: str, newer: str) -> None:
     """Where memory cannot be handed on, it is freed as soon as the next reduction starts."""
     assert max(spawn(peak_of, 2, older)) <= min(spawn(peak_of, 2, newer))
 
@@ -185,7 +183,7 @@ def kernels_of_fsdp2(*, is_narrow: bool) -> float:
 
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_a_reduction_takes_no_more_kernels_than_that_of_fsdp2(
-    spawn: Callable[..., typing.Any], *, is_narrow: bool
+    spawn: Spawn, *, is_narrow: bool
 ) -> None:
     theirs = min(spawn(kernels_of_fsdp2_narrow if is_narrow else kernels_of_fsdp2_wide, 2))
     expected = EXPECTED["narrow_reduction" if is_narrow else "zero3"]
@@ -226,12 +224,12 @@ def waits_without_host_engine() -> list[tuple[str, int]]:
     return waits(has_host_engine=False)
 
 
-def test_the_host_never_waits_for_the_device(spawn: Callable[..., typing.Any]) -> None:
+def test_the_host_never_waits_for_the_device(spawn: Spawn) -> None:
     assert spawn(waits_with_host_engine, 2) == [[], []]
 
 
 def test_without_an_engine_of_the_host_it_is_a_whole_step_ahead(
-    spawn: Callable[..., typing.Any],
+    spawn: Spawn,
 ) -> None:
     for found in spawn(waits_without_host_engine, 2):
         assert {ago for _, ago in found} == {1}, found

@@ -12,7 +12,7 @@ from mutations import MUTATIONS, Mutation, change, complaints_of
 from scenarios import NUM_RANKS
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from workers import Spawn
 
 ORDERING = re.compile(
     r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|\.join\(|follow_compute\("
@@ -79,14 +79,14 @@ def source_of(module: str) -> str:
 
 @pytest.mark.streams
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_missing_piece_is_found(spawn: Callable[..., typing.Any], mutation: Mutation) -> None:
+def test_a_missing_piece_is_found(spawn: Spawn, mutation: Mutation) -> None:
     num_ranks = NUM_RANKS.get(mutation.scenario, 2)
     by_rank = spawn(complaints_of, num_ranks, mutation)
     assert any(by_rank), f"nobody misses it: {mutation.old}"
 
 
 @pytest.mark.streams
-def test_modules_imported_anew_work_as_before(spawn: Callable[..., typing.Any]) -> None:
+def test_modules_imported_anew_work_as_before(spawn: Spawn) -> None:
     """So that complaints are about the mutation, not about how it was made."""
 
     def unmutated(mutation: Mutation) -> list[list[str]]:

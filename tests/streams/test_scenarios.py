@@ -8,7 +8,7 @@ import pytest
 from scenarios import NUM_RANKS, SCENARIOS, complaints
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from workers import Spawn
 
 OPTIONS = {
     "apart": {"batches": False},
@@ -34,6 +34,6 @@ CORE = ("zero3", "mixed_precision", "hybrid", "accumulation", "offload", "recove
         if options in ("apart", "older_torch") or name in IN_ALL_WAYS
     ],
 )
-def test_nothing_is_unordered(spawn: Callable[..., typing.Any], name: str, options: str) -> None:
+def test_nothing_is_unordered(spawn: Spawn, name: str, options: str) -> None:
     for found in spawn(complaints, NUM_RANKS.get(name, 2), name, OPTIONS[options]):
         assert not found, "\n".join(found)

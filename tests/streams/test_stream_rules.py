@@ -8,13 +8,13 @@ import pytest
 import stream_rules
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from workers import Spawn
 
 pytestmark = pytest.mark.streams
 
 
 def test_the_documented_rules_are_what_happens(
-    request: pytest.FixtureRequest, spawn: Callable[..., typing.Any]
+    request: pytest.FixtureRequest, spawn: Spawn
 ) -> None:
     seen, _ = spawn(stream_rules.seen_in_training, 2)
     rules = stream_rules.table(seen)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pathlib
 import re
 
 import pytest
@@ -16,6 +18,16 @@ CLASSES = [
     if item.__module__ == _errors.__name__
 ]
 CLASS = pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
+BUILTINS = {
+    "MeshError": ValueError,
+    "LayoutError": ValueError,
+    "WrapError": ValueError,
+    "ShardedTensorError": RuntimeError,
+    "FreedParameterError": RuntimeError,
+    "RankMismatchError": RuntimeError,
+    "StateError": RuntimeError,
+    "CheckpointError": RuntimeError,
+}
 
 
 @CLASS
@@ -33,25 +45,38 @@ def test_all_are_public_documented_and_in_the_tree(error: type[Exception]) -> No
     assert drawn.count(error.__name__) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "builtin"),
-    [
-        ("MeshError", ValueError),
-        ("LayoutError", ValueError),
-        ("WrapError", ValueError),
-        ("ShardedTensorError", RuntimeError),
-        ("FreedParameterError", RuntimeError),
-        ("RankMismatchError", RuntimeError),
-        ("StateError", RuntimeError),
-    ],
-)
-def test_each_is_also_what_torch_would_raise(name: str, builtin: type[Exception]) -> None:
-    assert issubclass(getattr(_errors, name), builtin)
-    assert getattr(_errors, name).__bases__ == (ShardkitError, builtin)
+def test_each_is_also_what_torch_would_raise() -> None:
+    """All of them and no others, by the names under which users catch them."""
+    bases = {error.__name__: error.__bases__ for error in CLASSES if error is not ShardkitError}
+    assert bases == {name: (ShardkitError, builtin) for name, builtin in BUILTINS.items()}
 
 
-def test_there_are_no_others() -> None:
-    assert len(CLASSES) == 9
+def test_all_public_exceptions_are_in_the_tree() -> None:
+    public = [getattr(shardkit, name) for name in shardkit.__all__]
+    errors = {item for item in public if inspect.isclass(item) and issubclass(item, BaseException)}
+    assert errors == set(CLASSES)
+
+
+def classes_of_exceptions(source: str) -> set[str]:
+    """Return the names of classes that source defines and that look like exceptions."""
+    return {
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and any(re.search(r"(Error|Exception)$", ast.unparse(base)) for base in node.bases)
+    }
+
+
+def test_no_other_module_defines_exceptions_that_users_see() -> None:
+    folder = pathlib.Path(shardkit.__file__).parent
+    own = pathlib.Path(_errors.__file__)
+    found = set[str]()
+    for path in folder.rglob("*.py"):
+        if path != own:
+            found |= classes_of_exceptions(path.read_text(encoding="utf-8"))
+    # What a metadata file that names other classes leads to; it becomes a CheckpointError.
+    assert found == {"ForeignPickleError"}
+    assert classes_of_exceptions(own.read_text(encoding="utf-8")) == {*BUILTINS, "ShardkitError"}
 
 
 def test_no_class_catches_another() -> None:

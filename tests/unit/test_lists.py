@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recording import recording_mesh
 from shardkit import ShardedTensor, fully_shard
-from shardkit.backends.recording import recording_mesh
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 import workers
+from workers import Spawn
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
-
-Spawn = typing.Callable[..., list[typing.Any]]
 
 
 def sum_of_ranks(factor: int) -> float:

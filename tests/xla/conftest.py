@@ -12,7 +12,7 @@ import typing
 import pytest
 import virtual_devices  # noqa: F401 - sets the environment, before torch_xla is imported
 
-from backends import XLA_MARKS
+from parity import XLA_MARKS
 
 HERE = pathlib.Path(__file__).parent
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from pairs import own_graph
 from torch import nn
+from xla_graphs import own_graph
 from xla_ranks import on_xla
 
 from shardkit import checkpoint_module, fully_shard

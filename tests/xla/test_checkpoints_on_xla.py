@@ -10,8 +10,10 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import BATCH, Pair, adamw, sharding_of
+from xla_graphs import adamw, sharding_of
+from xla_ranks import XlaRanks
 
+from parity import Pair
 from shardkit import checkpoint
 
 if typing.TYPE_CHECKING:
@@ -21,7 +23,7 @@ if typing.TYPE_CHECKING:
 
 
 def trained(mesh: DeviceMesh, *, steps: int, seed: int = 0) -> Pair:
-    pair = Pair.make("tiny", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "tiny", adamw)
     pair.generator.manual_seed(seed)
     for _ in range(steps):
         pair.step()
@@ -56,7 +58,7 @@ def test_a_checkpoint_goes_on_where_it_was_saved(mesh: DeviceMesh, tmp_path: pat
     torch_xla.sync()
     for param in other.sharded.parameters():
         assert sharding_of(param.local_piece) == "{devices=[4]0,1,2,3}"
-    batch = pair.draw(BATCH)
+    batch = pair.draw()
     losses = []
     for each in (pair, other):
         loss = each.case.loss(each.sharded, tuple(part.to("xla") for part in batch))
@@ -128,7 +130,7 @@ def test_whole_models_are_written_and_read(
 ) -> None:
     pair = trained(mesh, steps=1)
     checkpoint.save_full(tmp_path / "whole", pair.sharded, format=kind)
-    fresh = Pair.make("tiny", mesh)
+    fresh = Pair(XlaRanks(mesh), "tiny")
     checkpoint.load_full(tmp_path / "whole", fresh.sharded)
     for name, param in fresh.sharded.named_parameters():
         expected = pair.sharded.get_parameter(name).full_tensor()

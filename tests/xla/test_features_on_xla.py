@@ -11,9 +11,11 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import BATCH, Pair, adamw, num_compiles, on_xla, sharding_of
 from torch import nn
+from xla_graphs import adamw, num_compiles, sharding_of
+from xla_ranks import XlaRanks, on_xla
 
+from parity import ROWS, Pair
 from shardkit import (
     ShardedTensorError,
     StateError,
@@ -44,7 +46,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def test_state_dicts_are_pickled(mesh: DeviceMesh, tmp_path: pathlib.Path) -> None:
-    pair = Pair.make("mlp", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
     pair.step()
     states = (pair.sharded.state_dict(), pair.optimizers[1].state_dict())
     torch.save(states, tmp_path / "saved")
@@ -65,7 +67,7 @@ def test_state_dicts_are_pickled(mesh: DeviceMesh, tmp_path: pathlib.Path) -> No
 
 
 def test_models_are_pickled(mesh: DeviceMesh, tmp_path: pathlib.Path) -> None:
-    pair = Pair.make("mlp", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
     torch.save(pair.sharded, tmp_path / "saved")
     pair.sharded = torch.load(tmp_path / "saved", weights_only=False)
     pair.optimizers[1] = adamw(pair.sharded.parameters())
@@ -95,13 +97,13 @@ def test_a_pickle_says_where_it_can_be_loaded(mesh: DeviceMesh, tmp_path: pathli
 def test_training_goes_on_while_a_checkpoint_is_written(
     mesh: DeviceMesh, tmp_path: pathlib.Path
 ) -> None:
-    pair = Pair.make("mlp", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
     pair.step()
     expected = whole(pair.sharded)
     handle = checkpoint.async_save(tmp_path / "saved", pair.sharded, pair.optimizers[1], step=1)
     pair.step()
     handle.result()
-    other = Pair.make("mlp", mesh, adamw)
+    other = Pair(XlaRanks(mesh), "mlp", adamw)
     assert checkpoint.load(tmp_path / "saved", other.sharded, other.optimizers[1])["step"] == 1
     assert_same(whole(other.sharded), expected)
 
@@ -120,7 +122,7 @@ def squares(model: nn.Module) -> torch.Tensor:
 
 
 def test_gradients_of_parameters_used_by_hand(mesh_2d: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh_2d)
+    pair = Pair(XlaRanks(mesh_2d), "mlp")
     groups = (pair.sharded, *pair.sharded.layers)  # The root first: it takes over the others.
     for group in groups:
         group.unshard()
@@ -132,7 +134,7 @@ def test_gradients_of_parameters_used_by_hand(mesh_2d: DeviceMesh) -> None:
 
 
 def test_parameters_may_be_looked_at_between_forward_and_backward(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     losses = pair.losses(pair.draw())
     layer = pair.sharded.layers[1]
     layer.unshard()
@@ -149,7 +151,7 @@ def test_parameters_may_be_looked_at_between_forward_and_backward(mesh: DeviceMe
 def test_by_hand_and_in_forward_in_one_backward_is_an_error(
     runs_before: bool, mesh: DeviceMesh
 ) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     if runs_before:
         pair.step()
     pair.sharded.layers[0].unshard()
@@ -183,7 +185,7 @@ def test_models_without_memory_are_filled_after_sharding(way: str, mesh: DeviceM
     for module in (*model, model):
         fully_shard(module, mesh)
     with pytest.raises(StateError, match="on the meta device"):
-        model(torch.randn(BATCH, 7))
+        model(torch.randn(ROWS, 7))
     if way != "assign":
         model.to_empty(device="xla")
     if way == "initialize":
@@ -193,7 +195,7 @@ def test_models_without_memory_are_filled_after_sharding(way: str, mesh: DeviceM
                 nn.init.zeros_(layer.bias)
     else:
         model.load_state_dict(plain.state_dict(), assign=way == "assign")
-    x = torch.randn(BATCH, 7)
+    x = torch.randn(ROWS, 7)
     torch.testing.assert_close(model(x).cpu(), plain(x), rtol=0, atol=1e-6)
     torch_xla.sync()
     for param in model.parameters():
@@ -204,7 +206,7 @@ def test_models_without_memory_are_filled_after_sharding(way: str, mesh: DeviceM
 
 
 def test_hooks_see_reduced_gradients(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     for module in (*pair.sharded.layers, pair.sharded):
         module.set_all_reduce_hook(lambda flat: flat.mul_(3))
     pair.backward(pair.draw())
@@ -245,7 +247,7 @@ def test_parameters_that_gather_themselves_are_refused(mesh: DeviceMesh) -> None
 
 
 def test_prefetches_are_chosen(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     layers = list(pair.sharded.layers)
     layers[0].set_modules_to_forward_prefetch(layers[1:])
     layers[-1].set_modules_to_backward_prefetch(layers[:-1])
@@ -263,7 +265,7 @@ class Twice(nn.Linear):
 def test_other_methods_run_as_a_forward(mesh: DeviceMesh) -> None:
     plain = Twice(7, 3)
     model = fully_shard(on_xla(plain), mesh)
-    x = torch.randn(BATCH, 7)
+    x = torch.randn(ROWS, 7)
     with pytest.raises(ShardedTensorError, match="register_fsdp_forward_method"):
         model.twice(x.to("xla"))
     register_fsdp_forward_method(model, "twice")
@@ -276,7 +278,7 @@ def test_other_methods_run_as_a_forward(mesh: DeviceMesh) -> None:
 
 
 def test_an_average_of_weights_follows(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
     averages = [copy.deepcopy(model) for model in (pair.plain, pair.sharded)]
     for _ in range(3):
         pair.step()
@@ -293,7 +295,7 @@ def test_an_average_of_weights_follows(mesh: DeviceMesh) -> None:
 
 
 def test_autocast_and_gradient_scaling(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     x, _ = pair.draw()
     with torch.autocast("xla", torch.bfloat16):
         assert pair.sharded(x.to("xla")).dtype == torch.bfloat16
@@ -317,7 +319,7 @@ def test_autocast_and_gradient_scaling(mesh: DeviceMesh) -> None:
 
 
 def test_another_learning_rate_compiles_nothing(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
     for i in range(5):
         if i == 2:
             before = num_compiles()

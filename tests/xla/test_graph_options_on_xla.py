@@ -10,10 +10,12 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from pairs import Pair, on_xla, own_graph
 from torch import nn
+from xla_graphs import own_graph
+from xla_ranks import XlaRanks, on_xla
 
 import models
+from parity import Pair
 from shardkit import defer_sharding, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -40,7 +42,7 @@ def num_runs() -> int:
 def test_gathers_wait_where_there_is_a_barrier(
     forward: bool, backward: bool, mesh: DeviceMesh
 ) -> None:
-    pair = Pair.make(DEEP, mesh)
+    pair = Pair(XlaRanks(mesh), DEEP)
     pair.sharded.set_optimization_barriers(forward=forward, backward=backward)
     for _ in range(2):
         pair.step()
@@ -54,7 +56,7 @@ def test_gathers_wait_where_there_is_a_barrier(
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_a_graph_runs_at_the_end_of_backward_if_it_is_to(enable: bool, mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     pair.sharded.set_sync_on_finalization(enable)
     for _ in range(2):
         pair.step()
@@ -92,7 +94,7 @@ def test_parameters_are_cut_together_if_that_is_deferred(mesh: DeviceMesh) -> No
 
 
 def test_norms_of_a_module_take_one_graph_for_every_order(mesh: DeviceMesh) -> None:
-    pair = Pair.make("tiny", mesh)
+    pair = Pair(XlaRanks(mesh), "tiny")
     pair.step()
     pair.backward(pair.draw())
     torch_xla.sync(wait=True)

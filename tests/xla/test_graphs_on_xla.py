@@ -8,10 +8,12 @@ import typing
 
 import hlo
 import pytest
-from pairs import BATCH, Pair, adamw, num_compiles, own_graph, sharding_of
 from processes import run_python
+from xla_graphs import adamw, num_compiles, own_graph, sharding_of
+from xla_ranks import XlaRanks
 
 import models
+from parity import Pair
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
@@ -42,14 +44,14 @@ def test_one_gather_and_one_reduction_per_group_and_pass(
     reshard: bool | None, gathers: int, mesh: DeviceMesh
 ) -> None:
     """Five layers: the last one is still there when backward begins."""
-    count = graph_of_third_step(Pair.make(DEEP, mesh, reshard_after_forward=reshard)).count()
+    count = graph_of_third_step(Pair(XlaRanks(mesh), DEEP, reshard_after_forward=reshard)).count()
     assert count["all-gather"] == gathers
     assert count["reduce-scatter"] == 5
     assert count["all-reduce"] == count["all-to-all"] == count["collective-permute"] == 0
 
 
 def test_hybrid_sharding_gathers_in_rows_and_sums_in_columns(mesh_2d: DeviceMesh) -> None:
-    program = graph_of_third_step(Pair.make("mlp", mesh_2d))
+    program = graph_of_third_step(Pair(XlaRanks(mesh_2d), "mlp"))
     count = program.count()
     assert (count["all-gather"], count["reduce-scatter"], count["all-reduce"]) == (5, 3, 3)
     over = {
@@ -62,7 +64,7 @@ def test_hybrid_sharding_gathers_in_rows_and_sums_in_columns(mesh_2d: DeviceMesh
 
 def test_gathers_run_beside_the_compute_before_them(mesh: DeviceMesh) -> None:
     """Layer i + 1 is gathered when layer i begins, whose product it does not wait for."""
-    program = graph_of_third_step(Pair.make(DEEP, mesh))
+    program = graph_of_third_step(Pair(XlaRanks(mesh), DEEP))
     waits = [program.num_before(name, "dot") for name in program.of("all-gather")]
     # Forward: the first two at once, then each after the input of the layer before.
     assert waits[:5] == [0, 0, 1, 2, 3]
@@ -75,7 +77,7 @@ def test_gathers_run_beside_the_compute_before_them(mesh: DeviceMesh) -> None:
 
 
 def test_a_model_of_the_users_makes_no_other_collectives(mesh: DeviceMesh) -> None:
-    pair = Pair.make("gpt", mesh)
+    pair = Pair(XlaRanks(mesh), "gpt")
     program = graph_of_third_step(pair)
     count = program.count()
     assert (count["all-gather"], count["reduce-scatter"]) == (4, 3)
@@ -108,8 +110,8 @@ def test_resharding_takes_less_memory_in_the_compiled_program(tmp_path: pathlib.
 
 
 def test_gathers_are_padded_to_whole_lanes(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
-    pair.backward(pair.draw(BATCH))
+    pair = Pair(XlaRanks(mesh), "mlp")
+    pair.backward(pair.draw())
     text = own_graph([p.grad.local_piece for p in pair.sharded.parameters()])
     sizes = [
         int(line.split("= f32[")[1].split("]")[0])
@@ -121,7 +123,7 @@ def test_gathers_are_padded_to_whole_lanes(mesh: DeviceMesh) -> None:
 
 
 def test_steps_after_the_second_compile_nothing(mesh: DeviceMesh) -> None:
-    pair = Pair.make("gpt", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "gpt", adamw)
     for _ in range(2):
         pair.step()
     before = num_compiles()
@@ -138,7 +140,7 @@ def test_steps_leave_parameters_spread_over_the_devices(
         mesh_2d: "{devices=[2,2]0,2,1,3 last_tile_dim_replicate}",
     }
     for each, expected in spread.items():
-        pair = Pair.make("tiny", each, adamw)
+        pair = Pair(XlaRanks(each), "tiny", adamw)
         for _ in range(2):
             pair.step()
         for param in pair.sharded.parameters():

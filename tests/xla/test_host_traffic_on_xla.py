@@ -9,9 +9,11 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from pairs import Pair, num_compiles, on_xla
 from torch import nn
+from xla_graphs import num_compiles
+from xla_ranks import XlaRanks, on_xla
 
+from parity import Pair
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -25,7 +27,7 @@ def num_reads() -> int:
 
 
 def test_an_evaluation_without_sync_compiles_once(mesh: DeviceMesh) -> None:
-    pair = Pair.make("gpt", mesh)
+    pair = Pair(XlaRanks(mesh), "gpt")
     pair.step()
     with torch.no_grad():
         for i in range(5):
@@ -57,7 +59,7 @@ def test_a_step_takes_nothing_from_the_devices(device: str, mesh: DeviceMesh) ->
 def test_a_batch_may_be_sharded_already(mesh: DeviceMesh) -> None:
     import torch_xla.distributed.spmd as xs
 
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     x, _ = pair.draw()
     devices = xs.Mesh(list(range(4)), (4,), ("any",))
     batch = x.to("xla")

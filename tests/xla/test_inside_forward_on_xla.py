@@ -6,8 +6,8 @@ import typing
 
 import pytest
 import torch
-from pairs import on_xla
 from torch import nn
+from xla_ranks import on_xla
 
 from shardkit import ShardedTensorError, StateError, checkpoint_module, fully_shard
 

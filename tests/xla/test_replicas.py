@@ -1,107 +1,120 @@
 """Replica mode (`torch_xla.launch`): one and two replicas train, the graph of four is as it should.
 
-XLA's CPU client runs replicas as threads of a process; see `replicas` for what they do.
+XLA's CPU client runs replicas as threads of a process (`replica_pool`). They train by the cases of
+other backends; `replicas` has what is about them alone.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import pathlib
-import tempfile
 import typing
 
 import pytest
-from processes import run_python
+import replicas
+from replica_pool import ReplicaPools
 
-HERE = pathlib.Path(__file__).parent
-ENVIRONMENT = {
-    "PJRT_DEVICE": "CPU",
-    "PJRT_CPU_ASYNC_CLIENT": "0",  # With it collectives between threads hang.
-    "NPROC": "16",
-    "XLA_THREAD_POOL_SIZE": "16",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-}
-TRAINED = (
-    "mlp",
-    "gpt",
-    "tiny_clipped_by_the_largest",
-    "frozen_kept_from_forward_to_backward",
-    "unused",
-    "tied_in_micro_batches",
-    "replicas_of_shards",
-    "checkpointed",
+from parity import Run
+from parity_cases import (
+    ACCUMULATED,
+    CLIPPED,
+    TRAINING,
+    accumulate,
+    train_checkpointed,
+    train_clipped,
+    train_sharded,
 )
-CASES = (*TRAINED, "half_precision", "reductions_leave_padding_out", "masks", "statistics", "files")
+from reference import assert_within
+
+if typing.TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from workers import Spawn
+
+SYNC = "set_requires_gradient_sync"
+BY = "its method"  # torch_xla's function reads the largest on the host, of which replicas hang.
+
+ALL = "all replicas are shards"
+NO_SHARDS = "all replicas are copies"
+TRAINED: dict[str, tuple[tuple[typing.Any, ...], str, dict[str, float]]] = {
+    "mlp, clipped": ((train_clipped, "mlp", 2.0, BY), ALL, CLIPPED),
+    "mlp by adamw": ((train_sharded, "mlp", None, "adamw"), ALL, TRAINING["adamw"]),
+    "gpt": ((train_sharded, "gpt", None, "sgd"), ALL, TRAINING["sgd"]),
+    "gpt, checkpointed": ((train_checkpointed,), ALL, TRAINING["sgd"]),
+    "tiny, clipped by the largest": ((train_clipped, "tiny", float("inf"), BY), ALL, CLIPPED),
+    "frozen, kept": ((train_sharded, "frozen", False, "adamw"), ALL, TRAINING["adamw"]),
+    "unused": ((train_sharded, "unused", None, "adamw"), ALL, TRAINING["adamw"]),
+    "tied, in micro-batches": ((accumulate, "tied", SYNC), ALL, ACCUMULATED),
+    "replicas of shards": ((accumulate, "mlp", SYNC), NO_SHARDS, ACCUMULATED),
+}
 
 
-@functools.cache
-def found(num_replicas: int, names: tuple[str, ...]) -> list[dict[str, typing.Any]]:
-    """Return what each replica found; all cases run in one process, which is slow to start."""
-    environment = {**ENVIRONMENT, "CPU_NUM_DEVICES": str(num_replicas)}
-    with tempfile.TemporaryDirectory() as folder:
-        done = run_python([str(HERE / "replicas.py"), folder, *names], environment)
-        assert done.returncode == 0, done.stderr[-6000:]
-        files = [pathlib.Path(folder, f"{index}.json") for index in range(num_replicas)]
-        return [json.loads(file.read_text()) for file in files]
+@pytest.fixture(scope="module")
+def spawn_replicas() -> Iterator[Spawn]:
+    with ReplicaPools() as pools:
+        yield pools.spawn
 
 
 @pytest.mark.parametrize("case", TRAINED)
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_training_is_that_of_the_plain_model(num_replicas: int, case: str) -> None:
-    for replica in found(num_replicas, CASES):
-        differences = replica[case]
-        assert differences["gradient"] <= 1e-6
-        assert differences["parameter"] <= 2e-6
-        assert differences["norm"] <= 1e-6
-        assert differences["compiled"] == 0, "the third step compiled something"
+def test_training_is_that_of_the_plain_model(
+    spawn_replicas: Spawn, num_replicas: int, case: str
+) -> None:
+    call, kind, tolerances = TRAINED[case]
+    shape = (num_replicas,) if kind == ALL else (num_replicas, 1)
+    assert_within(Run("replicas", shape, spawn_replicas)(*call), **tolerances)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_half_precision_gathers_in_16_bits_and_reduces_in_32(num_replicas: int) -> None:
-    for replica in found(num_replicas, CASES):
-        case = replica["half_precision"]
+def test_half_precision_gathers_in_16_bits_and_reduces_in_32(
+    spawn_replicas: Spawn, num_replicas: int
+) -> None:
+    for case in spawn_replicas(replicas.half_precision, num_replicas):
         assert case["gathered"] == (["bf16"] if num_replicas > 1 else [])
         assert case["reduced"] == (["f32"] if num_replicas > 1 else [])
         assert case["dtypes"] == ["torch.float32"]
         assert case["relative"] < 2e-2  # Of numbers with eight bits.
 
 
-def test_reductions_leave_padding_out() -> None:
-    for replica in found(2, CASES):
-        assert max(replica["reductions_leave_padding_out"].values()) <= 1e-5
+def test_reductions_leave_padding_out(spawn_replicas: Spawn) -> None:
+    for differences in spawn_replicas(replicas.reductions_leave_padding_out, 2):
+        assert len(differences) == 11
+        assert max(differences.values()) <= 1e-5
 
 
-def test_replicas_drop_other_elements_and_the_same_ones_again() -> None:
-    first, second = (replica["masks"] for replica in found(2, CASES))
+def test_replicas_drop_other_elements_and_the_same_ones_again(spawn_replicas: Spawn) -> None:
+    first, second = spawn_replicas(replicas.masks, 2)
     assert first["first"] == first["second"]
     assert second["first"] == second["second"]
     assert first["first"] != second["first"]
 
 
-def test_batch_statistics_are_those_of_a_replica() -> None:
-    first, second = (replica["statistics"]["sum"] for replica in found(2, CASES))
-    assert first != second
+def test_batch_statistics_are_those_of_a_replica_s_part(spawn_replicas: Spawn) -> None:
+    for off in spawn_replicas(replicas.statistics, 2):
+        assert off["of its part"] <= 1e-6
+        assert off["of all"] > 1e-3, "parts too alike to tell"
 
 
-def test_whole_tensors_are_saved_and_loaded_and_pieces_refused() -> None:
-    for replica in found(2, CASES):
-        assert replica["files"]["off"] == 0
-        *files, view = replica["files"]["refused"]
+def test_whole_tensors_are_saved_and_loaded_and_pieces_refused(
+    spawn_replicas: Spawn, tmp_path: pathlib.Path
+) -> None:
+    for replica in spawn_replicas(replicas.files, 2, tmp_path):
+        assert replica["off"] == 0
+        *files, view = replica["refused"]
         assert len(files) == 3
         assert all("Call full_tensor() on all replicas" in reason for reason in files)
         assert "can write whole tensors only" in view
 
 
-def test_replicas_of_other_models_are_told() -> None:
-    for replica in found(2, ("other_models",)):
-        assert "'weight' is (4, 3)" in replica["other_models"]
-        assert "(5, 3)" in replica["other_models"]
+def test_replicas_of_other_models_are_told(spawn_replicas: Spawn) -> None:
+    for message in spawn_replicas(replicas.other_models, 2):
+        assert "'weight' is (4, 3)" in message
+        assert "(5, 3)" in message
 
 
 @pytest.fixture(scope="module")
-def traced() -> list[dict[str, typing.Any]]:
-    return [replica["graphs"] for replica in found(4, ("graphs",))]
+def traced(spawn_replicas: Spawn) -> list[dict[str, typing.Any]]:
+    """Of four replicas, which run nothing else: they cannot run what they trace."""
+    return spawn_replicas(replicas.graphs, 4)
 
 
 @pytest.mark.parametrize("name", ["resharded", "kept", "hybrid"])

@@ -8,11 +8,12 @@ import typing
 import pytest
 import torch
 import torch_xla
-from pairs import BATCH, Pair, adamw, own_graph, sharding_of
 from torch import nn
-from xla_ranks import on_xla
+from xla_graphs import adamw, own_graph, sharding_of
+from xla_ranks import XlaRanks, on_xla
 
 import models
+from parity import ROWS, Pair
 from shardkit import (
     FreedParameterError,
     MeshError,
@@ -33,7 +34,7 @@ if typing.TYPE_CHECKING:
 
 
 def test_gradients_are_accumulated_over_graphs(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh, adamw)
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
     for _ in range(2):
         for is_last in (False, False, True):
             pair.sharded.set_requires_gradient_sync(is_last)
@@ -48,7 +49,7 @@ def test_gradients_are_accumulated_over_graphs(mesh: DeviceMesh) -> None:
 
 
 def test_a_step_may_be_cut_anywhere(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     for _ in range(2):
         plain, sharded = pair.losses(pair.draw())
         assert sharded.item() == pytest.approx(plain.item(), abs=2e-6)
@@ -61,7 +62,7 @@ def test_a_step_may_be_cut_anywhere(mesh: DeviceMesh) -> None:
 
 
 def test_a_compiled_step_is_the_same_step(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = pair.case.loss(pair.sharded, (x, y))
@@ -86,7 +87,7 @@ def test_a_compiled_step_is_the_same_step(mesh: DeviceMesh) -> None:
 
 def test_parameters_travel_in_bf16_and_gradients_in_fp32(mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    pair = Pair.make("mlp", mesh, mp_policy=policy)
+    pair = Pair(XlaRanks(mesh), "mlp", mp_policy=policy)
     plain, sharded = pair.backward(pair.draw())
     hlo = own_graph([p.grad.local_piece for p in pair.sharded.parameters()])
     gathers = [line for line in hlo.splitlines() if " all-gather(" in line]
@@ -119,7 +120,7 @@ class Mixed(nn.Module):
 def test_batches_are_split_and_other_inputs_are_not(mesh: DeviceMesh) -> None:
     plain = Mixed()
     sharded = fully_shard(on_xla(plain), mesh)
-    x, table, scale = torch.randn(BATCH, 5), torch.randn(3, 2), torch.tensor(1.5)
+    x, table, scale = torch.randn(ROWS, 5), torch.randn(3, 2), torch.tensor(1.5)
     inputs = [[t.clone().to(d).requires_grad_() for t in (x, table, scale)] for d in ("cpu", "xla")]
     outputs = [
         model(mine[0], mine[1], scale=mine[2])
@@ -138,7 +139,7 @@ def test_batches_are_split_and_other_inputs_are_not(mesh: DeviceMesh) -> None:
 
 
 def test_a_batch_that_cannot_be_split_is_refused(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     with pytest.raises(StateError, match=r"4 ranks: dim 0 .* \(6, 7\), is 6"):
         pair.sharded(torch.randn(6, 7))
     pair.step()
@@ -161,7 +162,7 @@ class Hiding(nn.Linear):
 def test_tensors_in_an_object_are_refused(mesh: DeviceMesh) -> None:
     """They would stay what one rank has of them, and gradients be wrong."""
     model = fully_shard(Hiding(5, 3).to("xla"), mesh)
-    x = torch.randn(BATCH, 5)
+    x = torch.randn(ROWS, 5)
     with pytest.raises(StateError, match="was passed its tensors in an object that is neither"):
         model(Opaque(x))
     with pytest.raises(StateError, match="returned its tensors in an object that is neither"):
@@ -204,7 +205,7 @@ def test_ranks_drop_different_elements_and_a_seed_repeats_them(mesh: DeviceMesh)
 
 def test_running_statistics_are_the_mean_over_the_ranks(mesh: DeviceMesh) -> None:
     model = fully_shard(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).to("xla"), mesh)
-    x = torch.randn(BATCH, 3)
+    x = torch.randn(ROWS, 3)
     model(x).sum().backward()
     torch_xla.sync()
     parts = x.chunk(mesh.size())
@@ -223,7 +224,7 @@ def test_running_statistics_are_the_mean_over_the_ranks(mesh: DeviceMesh) -> Non
 
 
 def test_an_ungathered_parameter_cannot_be_used(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     weight = pair.sharded.layers[0].weight
     for use in (
         lambda: weight @ weight.t(),
@@ -239,7 +240,7 @@ def test_an_ungathered_parameter_cannot_be_used(mesh: DeviceMesh) -> None:
 
 
 def test_parameters_unsharded_by_hand_can_be_read(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     pair.step()
     layer = pair.sharded.layers[0]
     layer.unshard()
@@ -285,7 +286,7 @@ def test_initialization_of_sharded_parameters(mesh: DeviceMesh) -> None:
 
 
 def test_state_dicts_are_loaded_and_copies_are_independent(mesh: DeviceMesh) -> None:
-    pair = Pair.make("gpt", mesh)
+    pair = Pair(XlaRanks(mesh), "gpt")
     torch.manual_seed(5)
     other = models.CASES["gpt"].make()
     copied = copy.deepcopy(pair.sharded)
@@ -320,7 +321,7 @@ def test_what_is_not_supported_is_refused(mesh: DeviceMesh) -> None:
 
 
 def test_a_forward_that_failed_leaves_nothing_behind(mesh: DeviceMesh) -> None:
-    pair = Pair.make("mlp", mesh)
+    pair = Pair(XlaRanks(mesh), "mlp")
     pair.step()
 
     def fail(*_: object) -> None:
@@ -343,7 +344,7 @@ def assert_outside() -> None:
 
 def test_a_root_that_is_refused_leaves_nothing_behind(mesh: DeviceMesh) -> None:
     model = fully_shard(nn.Linear(7, 3).to("xla"), mesh)
-    x = torch.randn(BATCH, 7)
+    x = torch.randn(ROWS, 7)
     model(x)
     own = model.weight
     del model.weight

@@ -1,4 +1,4 @@
-"""The ranks of a parity case on XLA: this process computes for all of them."""
+"""The ranks of a case on XLA: this process computes for all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import virtual_devices  # noqa: F401 - sets the environment, before torch_xla is
 
 import torch
 import torch_xla
+import torch_xla.runtime as xr
 from torch import Tensor, nn
 
-from reference import AXES, Ranks
+from parity import Ranks
+from reference import AXES
 from shardkit import init_device_mesh
 
 if typing.TYPE_CHECKING:
@@ -70,3 +72,13 @@ def on_xla(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model).to("xla")
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def finish_graph() -> None:
+    """Run what has been traced, here or on all replicas, of which each calls this."""
+    if xr.is_spmd():
+        torch_xla.sync()
+    else:
+        from shardkit.backends.xla import replica
+
+        replica.run_graph()  # Of `torch_xla.sync()` replicas on the CPU hang.

@@ -1,0 +1,129 @@
+"""What of files of whole tensors does not fit, or cannot be written: all ranks say why."""
+
+from __future__ import annotations
+
+import pathlib
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from whole_files import assert_holds, draw, write
+
+from models import CASES
+from reference import full, make_mesh, shard
+from shardkit import fully_shard
+from shardkit.checkpoint import load_full, save_full
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def misfit_file(folder: str) -> tuple[nn.Module, pathlib.Path]:
+    case = CASES["conv"]
+    state = draw(case.make().state_dict())
+    del state["head.bias"]
+    state["nobody"] = torch.ones(3)
+    state["head.weight"] = torch.ones(2, 5)
+    state["stages.0.1.num_batches_tracked"] = torch.tensor(1.5)
+    return shard(case, case.make(), make_mesh((2,))), write(state, "nested.pt", folder)
+
+
+def load_misfits(folder: str, strict: bool) -> None:
+    model, path = misfit_file(folder)
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
+    try:
+        load_full(path, model, strict=strict)
+    finally:
+        assert_holds(model, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_all_that_does_not_fit_is_listed(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, strict: bool
+) -> None:
+    for error in spawn_errors(load_misfits, 2, str(tmp_path), strict):
+        assert error.type_name == "CheckpointError"
+        assert (
+            "shape: 'head.weight' of shape (5, 6), float32 in the model; in the file (2, 5)"
+            in error.message
+        )
+        assert "of another kind of dtype: 'stages.0.1.num_batches_tracked'" in error.message
+        for text in (
+            "missing in the file: 'head.bias' of shape (5,)",
+            "unexpected in the file: 'nobody' of shape (3,)",
+        ):
+            assert (text in error.message) == strict
+
+
+def load_loosely(folder: str) -> None:
+    case = CASES["mlp"]
+    state = draw(case.make().state_dict())
+    kept = state.pop("layers.1.bias")
+    with torch.device("meta"):
+        model = shard(case, case.make(), make_mesh((2,)))
+    names = load_full(write(state | {"x": kept}, "nested.pt", folder), model, strict=False)
+    assert names == (["layers.1.bias"], ["x"], ["layers.1.bias"])
+
+
+def test_what_is_missing_is_returned(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(load_loosely, 2, str(tmp_path))
+
+
+def save_where_it_fails(folder: str, how: str) -> None:
+    case = CASES["mlp"]
+    model = shard(case, case.make(), make_mesh((2,)))
+    if how == "late" and dist.get_rank() == 0:
+        from shardkit.checkpoint._files import torch_zip
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        torch_zip.write_at, write_at = fail, torch_zip.write_at
+    try:
+        save_full(pathlib.Path(folder) / "model.pt", model)
+    finally:
+        if how == "late" and dist.get_rank() == 0:
+            torch_zip.write_at = write_at
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+def test_all_ranks_say_why_the_first_could_not_write(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, how: str
+) -> None:
+    folder = tmp_path / "folder"
+    if how == "early":
+        folder.write_text("a file")
+    else:
+        folder.mkdir()
+    for error in spawn_errors(save_where_it_fails, 2, str(folder), how):
+        assert error.type_name == "CheckpointError"
+        assert "rank 0 could not write" in error.message
+        assert ("Not a directory" if how == "early" else "No space left") in error.message
+    if how == "late":
+        assert list(folder.iterdir()) == []
+
+
+def save_plain(folder: str) -> None:
+    save_full(pathlib.Path(folder) / "x.pt", nn.Linear(2, 2))
+
+
+def save_meta(folder: str) -> None:
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(2, 2), make_mesh((2,)))
+    save_full(pathlib.Path(folder) / "x.pt", model)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [(save_plain, "has no sharded parameters"), (save_meta, "'weight' is on the meta device")],
+)
+def test_models_that_cannot_be_saved(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, save: typing.Any, message: str
+) -> None:
+    for error in spawn_errors(save, 2, str(tmp_path)):
+        assert error.type_name == "CheckpointError"
+        assert message in error.message

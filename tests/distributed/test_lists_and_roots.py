@@ -1,0 +1,255 @@
+"""Several modules in one group, several roots, other methods than forward, passes cut short."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import CASES
+from parity import Ranks, compare_training, on_meshes
+from reference import (
+    LOSS_TOLERANCE,
+    STEPS,
+    Differences,
+    assert_within,
+    global_batch,
+    make_mesh,
+    mean_over_ranks,
+    my_batch,
+    shard,
+)
+from shardkit import (
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from parity import Run
+    from workers import Spawn
+
+TOLERANCE = 1e-6
+
+
+def check(by_rank: Sequence[Differences]) -> None:
+    assert_within(by_rank, loss=LOSS_TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)
+
+
+# --- lists of modules ---------------------------------------------------------------------------
+
+
+def train_lists(ranks: Ranks, together: list[list[int]], reshard: bool | None) -> Differences:
+    reference = CASES["mlp"].make()
+    model, mesh = ranks.put(reference), ranks.mesh
+    for indices in together:
+        modules = [model.layers[i] for i in indices]
+        assert fully_shard(modules, mesh, reshard_after_forward=reshard) is modules
+    fully_shard(model, mesh)
+    differences = compare_training(CASES["mlp"], model, reference, ranks=ranks)
+    stats = model.memory_stats()
+    assert stats["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("together", [[[0, 1, 2]], [[0, 2], [1]], [[2, 0]]], ids=str)
+@on_meshes((2,))
+def test_a_list_of_modules_is_one_group(
+    run: Run, together: list[list[int]], reshard: bool | None
+) -> None:
+    check(run(train_lists, together, reshard))
+
+
+class Chunked(nn.Module):
+    """The loss calls the head on its own, chunk by chunk, after the forward of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(7, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.body(x)))
+
+    def loss(self, x: Tensor) -> Tensor:
+        hidden = self(x)
+        return sum(self.head(chunk).square().sum() for chunk in hidden.chunk(2)) / len(x)
+
+
+def train_chunks() -> Differences:
+    torch.manual_seed(3)
+    reference = Chunked()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    fully_shard(model.body, mesh)
+    fully_shard([model.norm, model.head], mesh)
+    fully_shard(model, mesh)
+    differences = Differences()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference)]
+    for step in range(STEPS):
+        parts = [
+            torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(dist.get_world_size())
+        ]
+        loss = model.loss(parts[dist.get_rank()])
+        loss.backward()
+        expected = reference.loss(torch.cat(parts))
+        expected.backward()
+        differences.note("loss", mean_over_ranks(loss), expected.detach().double())
+        differences.note_grads(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(model, reference)
+    return differences
+
+
+def test_a_head_that_runs_alone_in_chunks(spawn: Spawn) -> None:
+    check(spawn(train_chunks, 2))
+
+
+# --- methods other than forward -----------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """A model that is also used by a method that is not its forward, and calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+        if depth:
+            x = self(x, depth - 1)
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x)) * self.scale
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self(x) + self.encode(x)
+        return x
+
+
+def use_methods(method: str, how: str) -> Differences:
+    torch.manual_seed(5)
+    reference = Encoder()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    for name in ("encode", "generate"):
+        register_fsdp_forward_method(model, name)
+        register_fsdp_forward_method(reference, name)  # Not sharded: nothing happens.
+    if how == "copied":
+        model = copy.deepcopy(model)
+    differences = Differences()
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(2, 6)
+        out, expected = (getattr(m, method)(x) for m in (model, reference))
+        differences.note("loss", out.detach(), expected.detach())
+        out.square().mean().backward()
+        expected.square().mean().backward()
+        differences.note_grads(model, reference)
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("how", ["made", "copied"])
+@pytest.mark.parametrize("method", ["encode", "generate"])
+def test_registered_methods_gather_as_forward_does(spawn: Spawn, method: str, how: str) -> None:
+    assert_within(spawn(use_methods, 2, method, how), loss=TOLERANCE, grad=5e-6)
+
+
+def call_itself() -> Differences:
+    torch.manual_seed(5)
+    reference = Encoder()
+    model = fully_shard(copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
+    differences = Differences()
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(2, 6)
+        for m in (model, reference):
+            m(x, depth=2).square().mean().backward()
+        differences.note_grads(model, reference)
+    return differences
+
+
+def test_a_root_may_call_itself(spawn: Spawn) -> None:
+    assert_within(spawn(call_itself, 2), grad=5e-6)
+
+
+# --- several roots ------------------------------------------------------------------------------
+
+
+def two_roots() -> list[Differences]:
+    case = CASES["mlp"]
+    mesh = make_mesh((dist.get_world_size(),))
+    references = [case.make(), case.make()]
+    models = [shard(case, copy.deepcopy(reference), mesh) for reference in references]
+    share_comm_ctx(models)
+    differences = [Differences(), Differences()]
+    for step in range(STEPS):
+        # Interleaved, as stages of a pipeline are.
+        losses = [case.loss(model, my_batch(case, step)) for model in models]
+        for loss in losses:
+            loss.backward()
+        for model, reference, found in zip(models, references, differences, strict=True):
+            case.loss(reference, global_batch(case, step)).backward()
+            found.note_grads(model, reference)
+    return differences
+
+
+def test_two_roots_share_streams_and_memory(spawn: Spawn) -> None:
+    for found in spawn(two_roots, 2):
+        assert_within(found, grad=2e-6)
+
+
+# --- after exceptions ---------------------------------------------------------------------------
+
+
+class BoomError(Exception):
+    """Raised in the middle of a step."""
+
+
+def boom(*_: typing.Any) -> None:
+    raise BoomError
+
+
+def fail_and_reset(where: str) -> Differences:
+    case = CASES["mlp"]
+    reference = case.make()
+    model = shard(case, copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
+    case.loss(model, my_batch(case, 0)).backward()
+    model.zero_grad()
+    layer = model.layers[1]
+    if where == "forward":
+        handle = layer.register_forward_hook(boom)
+    else:
+        handle = layer.register_full_backward_hook(boom)
+    with pytest.raises(BoomError):
+        case.loss(model, my_batch(case, 0)).backward()
+    handle.remove()
+    assert model.memory_stats()["unsharded_nbytes"] > 0
+    model.reset_iter_state()
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    model.zero_grad()
+    return compare_training(CASES["mlp"], model, reference)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_reset_iter_state_gives_the_memory_back_at_once(spawn: Spawn, where: str) -> None:
+    check(spawn(fail_and_reset, 2, where))

@@ -1,0 +1,166 @@
+"""Parameters that some ranks, or all, do not use in a step; and that are frozen."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_backward import (
+    TOLERANCE,
+    assert_same_gradients,
+    compare_later_training,
+    compare_one_backward,
+    in_every_mode,
+    sharded_and_plain,
+)
+from torch import Tensor, nn
+
+from models import CASES
+from parity import Ranks, on_meshes
+from reference import LOSS_TOLERANCE, Differences, assert_within, full_grads, make_mesh
+from shardkit import fully_shard
+
+if typing.TYPE_CHECKING:
+    from parity import Run
+    from workers import Spawn
+
+# --- unused parameters --------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Parameters of one group, of which a forward uses the one it is told."""
+
+    def __init__(self, num_experts: int = 3) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList(nn.Parameter(torch.zeros(5)) for _ in range(num_experts))
+
+    def forward(self, expert: int) -> Tensor:
+        return self.experts[expert].sum()
+
+
+def each_rank_uses_its_own() -> list[list[float] | None]:
+    model = fully_shard(Experts())
+    model(dist.get_rank()).backward()
+    return [None if grad is None else grad.tolist() for grad in full_grads(model).values()]
+
+
+def test_ranks_that_use_different_parameters_average_the_right_ones(spawn: Spawn) -> None:
+    """A rank that did not use a parameter adds zero to its mean; nobody used the last one."""
+    assert spawn(each_rank_uses_its_own, 2) == [[[0.5] * 5, [0.5] * 5, None]] * 2
+
+
+def experts_over_several_steps(synced: bool) -> list[list[float] | None]:
+    """Use expert 0 on rank 0 in the first micro-batch and expert 1 everywhere in the second."""
+    model = fully_shard(Experts())
+    model.set_requires_gradient_sync(synced)
+    model(2 if dist.get_rank() else 0).backward()
+    model.set_requires_gradient_sync(True)
+    model(1).backward()
+    return [None if grad is None else grad.tolist() for grad in full_grads(model).values()]
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_different_parameters_in_different_micro_batches(spawn: Spawn, synced: bool) -> None:
+    assert spawn(experts_over_several_steps, 2, synced) == [[[0.5] * 5, [1.0] * 5, [0.5] * 5]] * 2
+
+
+def experts_with_late_all_reduce() -> list[list[float] | None]:
+    """Use expert r on rank r while the all-reduce is off, and expert 0 everywhere when it is on."""
+    model = fully_shard(Experts(num_experts=5), make_mesh((2, 2)))
+    model.set_requires_all_reduce(False)
+    model(dist.get_rank()).backward()
+    model.set_requires_all_reduce(True)
+    model(0).backward()
+    return [None if grad is None else grad.tolist() for grad in full_grads(model).values()]
+
+
+def test_different_parameters_before_a_late_all_reduce(spawn: Spawn) -> None:
+    expected = [[1.25] * 5, [0.25] * 5, [0.25] * 5, [0.25] * 5, None]
+    assert spawn(experts_with_late_all_reduce, 4) == [expected] * 4
+
+
+def unused_with_weight_decay() -> list[bool]:
+    """Return whether the parameter that nobody uses is as it was, and the used ones are not."""
+    model = fully_shard(Experts())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        model(dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [torch.equal(parameter.full_tensor(), torch.ones(5)) for parameter in model.parameters()]
+
+
+def test_a_parameter_unused_everywhere_does_not_decay(spawn: Spawn) -> None:
+    """Its gradient is None as in plain PyTorch; a zero would let AdamW decay it."""
+    assert spawn(unused_with_weight_decay, 2) == [[False, False, True]] * 2
+
+
+def unused_group(ranks: Ranks) -> list[bool]:
+    model, _ = sharded_and_plain(ranks, "unused")
+    case = CASES["unused"]
+    case.loss(model, ranks.batch(case, 0)).backward()
+    return [
+        parameter.grad is None
+        for name, parameter in model.named_parameters()
+        if name.startswith("unused")
+    ]
+
+
+@on_meshes((2,))
+def test_a_group_unused_everywhere_keeps_none(run: Run) -> None:
+    assert all(found == [True, True] for found in run(unused_group))
+
+
+# --- freezing -----------------------------------------------------------------------------------
+
+
+def frozen_before_trainable(ranks: Ranks, reshard_after_forward: bool | None) -> Differences:
+    """Backward needs the frozen weight after the last gradient of its group has arrived."""
+    plain = nn.Sequential(*(half_frozen_group() for _ in range(3)), nn.Linear(7, 5))
+    model = ranks.put(plain)
+    for layer in model[:-1]:
+        fully_shard(layer, ranks.mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, ranks.mesh, reshard_after_forward=reshard_after_forward)
+    differences = compare_one_backward(
+        ranks, model, plain, lambda each, batch: CASES["mlp"].loss(each, batch).backward()
+    )
+    return differences | compare_later_training(ranks, model, plain)
+
+
+def half_frozen_group() -> nn.Sequential:
+    """Make a group of a frozen linear layer and, after it, a trainable one."""
+    group = nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7))
+    group[0].requires_grad_(requires_grad=False)
+    return group
+
+
+@in_every_mode
+@on_meshes((2,))
+def test_a_frozen_linear_before_a_trainable_layer_of_its_group(
+    run: Run, reshard_after_forward: bool | None
+) -> None:
+    found = run(frozen_before_trainable, reshard_after_forward)
+    assert_within(found, grad=TOLERANCE, loss=LOSS_TOLERANCE, parameter=TOLERANCE)
+
+
+def freeze_and_thaw(ranks: Ranks) -> Differences:
+    model, plain = sharded_and_plain(ranks)
+    differences = Differences()
+    for frozen in (True, False, True):
+        for each in (model, plain):
+            each.zero_grad()
+            each.layers[1].requires_grad_(requires_grad=not frozen)
+        differences |= compare_one_backward(
+            ranks, model, plain, lambda each, batch: CASES["mlp"].loss(each, batch).backward()
+        )
+    return differences
+
+
+@on_meshes((2,))
+def test_layers_frozen_and_thawed_after_sharding(run: Run) -> None:
+    assert_same_gradients(run(freeze_and_thaw))
