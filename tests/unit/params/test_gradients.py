@@ -158,7 +158,7 @@ def test_one_rank_assigns_at_once() -> None:
     collecting = Collecting((1,))
     assert collecting.gradients.is_local
     for expected in (5.0, 10.0):
-        collecting.gradients.assign(0, 1, torch.full((2,), 5.0))
+        collecting.gradients.assign(collecting.gradients.buckets[0], 1, torch.full((2,), 5.0))
         assert collecting.grads() == {"a": None, "b": {expected}, "c": None}
     collecting.model.set_all_reduce_hook(lambda flat: flat.mul_(1))
     assert not collecting.gradients.is_local, "the hook sees reduced buffers"
@@ -176,13 +176,13 @@ def test_a_parameter_unused_here_gets_a_gradient_if_any_rank_used_it(
     collecting.reduce()
     gradients = collecting.gradients
     assert collecting.grads() == {"a": {1.0}, "b": None, "c": None}
-    assert [list(fired) for fired in gradients.fired] == [[1, 0, 0]]
+    assert [list(fired) for fired in (each.fired for each in gradients.buckets)] == [[1, 0, 0]]
     assert gradients.needs_settling
     gradients.settle([[1, int(is_used_elsewhere), 0]])
     assert collecting.grads() == {"a": {1.0}, "b": {0.0} if is_used_elsewhere else None, "c": None}
     assert not gradients.needs_settling
     gradients.forget_fired()
-    assert [list(fired) for fired in gradients.fired] == [[0, 0, 0]]
+    assert [list(fired) for fired in (each.fired for each in gradients.buckets)] == [[0, 0, 0]]
 
 
 # --- sums that wait for an all-reduce -------------------------------------------------------------
@@ -200,10 +200,12 @@ def test_partial_sums_wait_and_are_carried_along() -> None:
         assert gradients.has_pending
         assert not gradients.has_collected
         assert gradients.buffer_nbytes == gradients.send_nbytes // 2, "one shard of sums in fp32"
-        assert [list(fired) for fired in gradients.fired] == [[1, 1, 1]], "not assigned yet"
+        assert [list(fired) for fired in (each.fired for each in gradients.buckets)] == [
+            [1, 1, 1]
+        ], "not assigned yet"
     (reduction,) = gradients.prepare(collecting.streams, collecting.pool, all_reduce=True)
     assert reduction.carry is not None
-    pieces = [collecting.bucket.piece(reduction.carry, i) for i in range(len(NAMES))]
+    pieces = [collecting.bucket.store.piece(reduction.carry, i) for i in range(len(NAMES))]
     assert set(torch.cat(pieces).tolist()) == {2.0}
     assert reduction.scale == 1 / 4
     assert not gradients.has_pending
@@ -226,7 +228,7 @@ def test_reset_drops_what_is_in_no_gradient_yet(when: str) -> None:
     assert not gradients.is_reducing
     assert not gradients.needs_settling
     assert gradients.buffer_nbytes == 0
-    assert [list(fired) for fired in gradients.fired] == [[0, 0, 0]]
+    assert [list(fired) for fired in (each.fired for each in gradients.buckets)] == [[0, 0, 0]]
     assert collecting.grads() == dict.fromkeys(NAMES)
     collecting.take("b", 1.0)
     assert collecting.send() == {"a": {0.0}, "b": {1.0}, "c": {0.0}}
