@@ -155,7 +155,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     which gathers the module's parameters once for the repetition and the backward::
 
         for block in model.blocks:
-            fully_shard(checkpoint_module(block), mesh)
+            fully_shard(checkpoint_module(block), mesh=mesh)
 
     Args:
         module: Its forward is a method of its class.

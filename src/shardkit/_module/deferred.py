@@ -33,8 +33,8 @@ def defer_sharding() -> Iterator[None]:
 
         with defer_sharding():
             for block in model.blocks:
-                fully_shard(block, mesh)
-            fully_shard(model, mesh)
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
     """
     regions: list[Region] = []
     before, _deferred.regions = getattr(_deferred, "regions", None), regions

@@ -53,8 +53,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     gradients averaged by one reduce-scatter. So call it on the layers first, then on the root::
 
         for block in model.blocks:
-            fully_shard(block, mesh)
-        fully_shard(model, mesh)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
     The user's own Parameter objects become the sharded ones (`ShardedTensor`): an optimizer, its
     parameter groups and every other reference made before this call stay valid. All ranks must
