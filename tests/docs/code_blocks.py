@@ -137,6 +137,7 @@ def run_blocks(blocks: typing.Sequence[Block], folder: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9's own
             for block in blocks:
                 exec(compiled(block), namespace)
     finally:

@@ -190,3 +190,43 @@ def test_commands_name_what_exists(block: Block) -> None:
     assert found, f"{block.where}: no command"
     for words in found:
         assert shell_blocks.problems(words, scripts) == [], f"{block.where}: {words}"
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("nox -s nothing", "no session nothing"),
+        ("nox -s demo -- --nothing", "unknown option --nothing"),
+        ("python -m shardkit nothing", "no command nothing"),
+        ("python -m shardkit inspect x --nothing", "unknown option --nothing"),
+        ("torchrun --nothing examples/train_gpt.py", "unknown option --nothing"),
+        ("torchrun nowhere.py", "no file nowhere.py"),
+        ("python examples/resume.py --nothing", "unknown option --nothing"),
+        ("pip install './shardkit[nothing]'", "extra nothing"),
+        ("A=1 nothing --at all", "nothing is known of 'nothing'"),
+    ],
+)
+def test_a_command_that_cannot_work_is_found(command: str, problem: str) -> None:
+    block = Block("README.md", 1, "sh", f"{command}  # and a comment\n", {})
+    [words] = shell_blocks.commands(block)
+    assert problem in " ".join(shell_blocks.problems(words))
+
+
+def test_names_that_lead_nowhere_are_found() -> None:
+    source = "from shardkit import fully_shard, nothing\nfor x in range(2):\n    print(x, y)\n"
+    block = Block("README.md", 1, "python", source, {})
+    assert code_blocks.unknown_names([block]) == ["shardkit.nothing", "y"]
+
+
+def test_blocks_are_read_with_their_options() -> None:
+    page = ROOT / "docs" / "index.md"
+    assert [block.language for block in code_blocks.blocks_of(page)] == ["sh"]
+    assert code_blocks.parse_options('ranks=4 continues reason="as it is"', "here") == {
+        "ranks": "4",
+        "continues": "",
+        "reason": "as it is",
+    }
+    with pytest.raises(ValueError, match="here: unknown option 'rank=4'"):
+        code_blocks.parse_options("rank=4", "here")
+    assert code_blocks.is_in_message("a b ... d", "x: a  b\n c d.")
+    assert not code_blocks.is_in_message("a ... b", "b a")
