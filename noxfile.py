@@ -101,6 +101,14 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages of docs/ into site/; a warning is an error. No source is imported."""
+    if not use_outer_environment(session):
+        session.install(*nox.project.load_toml()["project"]["optional-dependencies"]["docs"])
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests that need no GPU; arguments after `--` go to pytest.
 
@@ -134,10 +142,13 @@ def streams(session: nox.Session) -> None:
 
 @nox.session
 def models(session: nox.Session) -> None:
-    """Train models of the transformers package, made here with random weights, sharded."""
+    """Train models of the transformers package, made here with random weights, sharded.
+
+    The blocks of docs/ that need the package run here, too.
+    """
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
-    session.run("pytest", "-m", "models", "tests/real_models", *session.posargs)
+    session.run("pytest", "-m", "models", "tests/real_models", "tests/docs", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -93,8 +93,8 @@ class Run:
         self.device = device
         self.model = Classifier().to(device)
         for block in self.model.blocks:
-            fully_shard(checkpoint_module(block), mesh)
-        fully_shard(self.model, mesh)
+            fully_shard(checkpoint_module(block), mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, epochs)
 

@@ -120,8 +120,8 @@ def shard(model: GPT, mesh: DeviceMesh, options: argparse.Namespace) -> None:
     if options.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mesh, policy)
-    fully_shard(model, mesh, policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 # -------------------------------------------------------------------------------------------- text

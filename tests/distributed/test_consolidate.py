@@ -279,6 +279,8 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     assert (described["step"], described["world_size"], described["verified"]) == (7, 2, True)
     entry = next(e for e in described["entries"] if e["name"] == "model.layers.1.weight")
     assert entry["shape"] == [24, 13]
+    names = [each["name"] for each in described["entries"]]
+    assert names == sorted(names)
     numels = [torch.Size(chunk["sizes"]).numel() for chunk in entry["chunks"]]
     assert sum(numels) == 24 * 13
     assert describe(out).kind == "whole tensors"

@@ -94,7 +94,7 @@ def test_fully_shard_takes_what_fsdp2_takes_by_the_same_names() -> None:
 
 
 def test_mesh_and_policy_may_be_passed_by_position() -> None:
-    """``fully_shard(block, mesh, policy)``, as the examples do."""
+    """FSDP2 takes the mesh by its name only, so the documentation passes it so."""
     mesh, _ = recording_mesh((2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fully_shard(nn.Linear(4, 4), mesh, policy, True)

@@ -146,6 +146,17 @@ def test_reading_is_refused_by_name(name: str) -> None:
         READS[name](holder.weight)
 
 
+def test_the_refusal_says_what_to_do_instead() -> None:
+    mesh, _ = recording_mesh((2,))
+    holder = fully_shard(Holder((6, 20)), mesh)
+    with torch.no_grad(), pytest.raises(ShardedTensorError) as caught:
+        holder.weight[0] + 1
+    message = str(caught.value)
+    assert message.startswith("aten.add.Tensor reads a view (an index, a slice, a transpose)")
+    for remedy in ("full_tensor()", "register_fsdp_forward_method()", "unshard()"):
+        assert remedy in message
+
+
 def test_views_that_backward_would_read_are_refused() -> None:
     mesh, _ = recording_mesh((2,))
     holder = fully_shard(Holder((6, 20)), mesh)

@@ -149,10 +149,10 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
     Less memory for one more forward. Random numbers are repeated, autocast too; buffers, such as
     running statistics, are written once. Works on every backend, before or after `fully_shard`,
-    which gathers the module's parameters once for the repetition and the backward::
+    which gathers the module's parameters once for the repetition and the backward:
 
         for block in model.blocks:
-            fully_shard(checkpoint_module(block), mesh)
+            fully_shard(checkpoint_module(block), mesh=mesh)
 
     Args:
         module: Its forward is a method of its class.

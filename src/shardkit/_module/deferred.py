@@ -29,12 +29,12 @@ def defer_sharding() -> Iterator[None]:
 
     On XLA devices only, where each call runs a graph that cuts its parameters, so that the memory
     of the whole ones is free at once. Here one graph cuts all: fewer compilations, but the whole
-    model is in memory until then. Elsewhere it has no effect::
+    model is in memory until then. Elsewhere it has no effect:
 
         with defer_sharding():
             for block in model.blocks:
-                fully_shard(block, mesh)
-            fully_shard(model, mesh)
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
     """
     regions: list[Region] = []
     before, _deferred.regions = getattr(_deferred, "regions", None), regions

@@ -40,7 +40,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     model, whose encoder it calls by itself. Within the method the module's own parameters are
     unsharded, and modules inside are gathered and freed as usual; when it returns, all is as after
     a forward. It may call the module's forward, any number of times: the module's own parameters
-    are gathered once. All ranks must call it, and in it the same modules in the same order::
+    are gathered once. All ranks must call it, and in it the same modules in the same order:
 
         fully_shard(model)
         register_fsdp_forward_method(model, "generate")

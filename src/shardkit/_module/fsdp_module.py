@@ -196,7 +196,7 @@ class FSDPModule:
         """Accumulate gradients without averaging them over the ranks, in the ``with`` block.
 
         As `set_requires_gradient_sync` set to False for this module and those in it, and then to
-        what it was. Backwards must run inside::
+        what it was. Backwards must run inside:
 
             with model.no_sync():
                 for batch in batches[:-1]:
@@ -254,7 +254,7 @@ class FSDPModule:
             RuntimeError: See `error_if_nonfinite`.
 
         Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
-            of gradients.
+        of gradients.
         """
         params = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         norm = total_norm([p.grad for p in params], float(norm_type))

@@ -42,11 +42,11 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 
     All parameters in `module` that no earlier call took form one group: gathered by one
     all-gather just before the module's forward (and again before its backward), freed after, their
-    gradients averaged by one reduce-scatter. So call it on the layers first, then on the root::
+    gradients averaged by one reduce-scatter. So call it on the layers first, then on the root:
 
         for block in model.blocks:
-            fully_shard(block, mesh)
-        fully_shard(model, mesh)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
     The user's own Parameter objects become the sharded ones (`ShardedTensor`): an optimizer, its
     parameter groups and every other reference made before this call stay valid. All ranks must
@@ -92,8 +92,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             that shares an axis with the mesh of a DTensor.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
-        `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,
-        m times. Memory per rank: ``1/N`` of parameters, gradients and optimizer state.
+    `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,
+    m times. Memory per rank: ``1/N`` of parameters, gradients and optimizer state.
     Source: ZeRO-3, arXiv:1910.02054; PyTorch FSDP2.
     """
     modules = _modules_of(module)

@@ -51,7 +51,7 @@ class Description:
         step: Training step that was saved with it, or None.
         world_size: Ranks that wrote it, or None where that is not recorded.
         verified: Whether checksums of its content were saved.
-        entries: Its tensors.
+        entries: Its tensors, sorted by name.
         others: Names of entries that are no tensors.
         files: Sizes of the files in bytes, by name.
     """
@@ -97,7 +97,7 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
         Entry(
             name, info.shape, dtype_name(info.dtype), info_nbytes(info), _chunks(checkpoint, name)
         )
-        for name, info in checkpoint.infos.items()
+        for name, info in sorted(checkpoint.infos.items())
     ]
     sizes = {path.name: path.stat().st_size for path in files}
     return Description(kind, step, world_size, verified, entries, list(checkpoint.others), sizes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _compat
+from shardkit._errors import ShardedTensorError
 from shardkit._tensor.ops.common import note_write, refuse
 from shardkit._tensor.ops.structural import DEPEND_ON_VALUES, reshape
 from shardkit._tensor.sharded import ShardedTensor
@@ -59,10 +60,20 @@ class ShardedView(Tensor):
             if _writes_elements(func) and not _has_sharded([args[1:], kwargs]):
                 return _write(func, target, args[1:], kwargs)
         found = next(t for t in iter_tensors([args, kwargs]) if type(t) is ShardedView)
-        raise refuse(func, found.base, _READ)
+        raise _refuse_reading(func, found.base)
 
 
-_READ = "a view of a sharded tensor can only be written to, element by element."
+def _refuse_reading(func: Any, base: ShardedTensor) -> ShardedTensorError:
+    spec = base.spec
+    return ShardedTensorError(
+        f"{func} reads a view (an index, a slice, a transpose) of sharded {spec.name!r} of shape "
+        f"{tuple(base.shape)}. Its values are spread over the ranks, so a view can only be written "
+        f"to, with plain values, as by weight[0].zero_(). To read values call full_tensor() on the "
+        f"parameter, on every rank, and index the result. If this is a module's weight used "
+        f"outside that module's forward, shard both modules in one group, call "
+        f"register_fsdp_forward_method() on the method that uses it, or unshard() around the use."
+    )
+
 
 _ELEMENTWISE_WRITES = (
     _aten.copy_.default,
