@@ -180,8 +180,11 @@ class ScheduleMachine(RuleBasedStateMachine):
     def end_backward(self) -> None:
         self.in_backward.clear()
         self.backward_runs = False
+        # The root may go backward inside its forward, and return another loss.
+        open_pass = self.schedule.current_pass if self.stack else None
         for entry in [entry for entry in self.outstanding if entry[1] in self.reached]:
-            del self.outstanding[entry]
+            if entry[1] != open_pass:
+                del self.outstanding[entry]
         self.reached.clear()
         self.carry_out(self.schedule.end_backward())
         assert self.live == self.in_use
