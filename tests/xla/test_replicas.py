@@ -35,14 +35,15 @@ BY = "its method"  # torch_xla's function reads the largest on the host, of whic
 
 ALL = "all replicas are shards"
 NO_SHARDS = "all replicas are copies"
+ADAMW = TRAINING["adamw"] | {"grad": 1e-6, "parameter": 2e-6}
 TRAINED: dict[str, tuple[tuple[typing.Any, ...], str, dict[str, float]]] = {
     "mlp, clipped": ((train_clipped, "mlp", 2.0, BY), ALL, CLIPPED),
-    "mlp by adamw": ((train_sharded, "mlp", None, "adamw"), ALL, TRAINING["adamw"]),
+    "mlp by adamw": ((train_sharded, "mlp", None, "adamw"), ALL, ADAMW),
     "gpt": ((train_sharded, "gpt", None, "sgd"), ALL, TRAINING["sgd"]),
     "gpt, checkpointed": ((train_checkpointed,), ALL, TRAINING["sgd"]),
     "tiny, clipped by the largest": ((train_clipped, "tiny", float("inf"), BY), ALL, CLIPPED),
-    "frozen, kept": ((train_sharded, "frozen", False, "adamw"), ALL, TRAINING["adamw"]),
-    "unused": ((train_sharded, "unused", None, "adamw"), ALL, TRAINING["adamw"]),
+    "frozen, kept": ((train_sharded, "frozen", False, "adamw"), ALL, ADAMW),
+    "unused": ((train_sharded, "unused", None, "adamw"), ALL, ADAMW),
     "tied, in micro-batches": ((accumulate, "tied", SYNC), ALL, ACCUMULATED),
     "replicas of shards": ((accumulate, "mlp", SYNC), NO_SHARDS, ACCUMULATED),
 }
