@@ -193,10 +193,10 @@ def other_models() -> str:
 def graphs() -> dict[str, object]:
     """The third step's graph. Nothing is run: XLA's CPU client is not sure with four threads."""
     import shardkit.backends.xla.replica
-    from shardkit._runtime import agreement
+    from shardkit._runtime import runtime
 
     shardkit.backends.xla.replica.run_graph = lambda: None
-    agreement.check_same_model = lambda *_: None  # It runs a collective.
+    runtime.check_same_model = lambda *_: None  # It runs a collective.
     found: dict[str, object] = {}
     for name, shape, reshard in (
         ("resharded", (xr.world_size(),), None),
