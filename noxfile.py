@@ -26,7 +26,7 @@ VERSIONS = ("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0")  # of torch; README
 XLA = (f"torch=={VERSIONS[0]}", f"torch_xla=={VERSIONS[0]}")
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NUM_FRESH_SEEDS = 3
-NEED_NOTHING = "not gpu and not models and not xla"  # tests that need no more than torch
+NEED_NOTHING = "not gpu and not models and not xla and not parting"  # no more than torch
 
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
@@ -138,6 +138,13 @@ def streams(session: nox.Session) -> None:
     session.run("pytest", "-m", "streams", *session.posargs)
     # Cases of all backends, and others that were written for CPU ranks.
     session.run("pytest", "--simulated", "-m", NEED_NOTHING, *SIMULATED, *session.posargs)
+
+
+@nox.session
+def watch(session: nox.Session) -> None:
+    """Let ranks part in every way, on 2, 4 and 2x2 ranks: all are told who and where."""
+    install(session, "test")
+    session.run("pytest", "-m", "parting", *session.posargs)
 
 
 @nox.session

@@ -38,19 +38,6 @@ class Residual(nn.Module):
         return x + self.layers(x)
 
 
-def join_ranks() -> None:
-    """Join the process group of this attempt.
-
-    torchrun keeps one store over all attempts, and a rank that finds there the address of one that
-    has died waits for it. Under names of its own, an attempt sees its own ranks only.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-
-
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """Draw this rank's samples of a step; they depend on nothing that a crash could lose."""
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
@@ -60,7 +47,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     options = parse()
-    join_ranks()
+    dist.init_process_group("gloo")
     say = console.print if dist.get_rank() == 0 else lambda *_: None
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual() for _ in range(DEPTH)))

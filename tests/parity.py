@@ -42,6 +42,7 @@ from reference import (
     full_parameters,
     make_mesh,
     mean_over_ranks,
+    own_grads,
     rank_batch,
     shard,
     train,
@@ -150,7 +151,7 @@ def compare_with(
     batches = (ranks.batch(case, i) for i in range(len(expected.losses)))
     losses = train(case, model, OPTIMIZERS[optimizer](model.parameters()), batches, ranks.end_step)
     for loss, wanted, grads in zip(losses, expected.losses, expected.grads, strict=True):
-        differences.note_all("grad", full_grads(model), grads)
+        differences.note_all("grad", *own_grads(model, grads))
         differences.note("loss", ranks.mean(loss), wanted)
     differences.note_all("parameter", full_parameters(model), expected.parameters)
     return differences

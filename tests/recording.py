@@ -70,10 +70,6 @@ class RecordingHandle:
         self._entry = (what, numel)
         self._outs = outs
 
-    def is_done(self) -> bool:
-        """Nothing needs to be waited for."""
-        return True
-
     def wait_sent(self) -> None:
         """Nothing is sent."""
 
@@ -95,10 +91,10 @@ class RecordingStreams(CommStreams):
         self._log.append(("after optimizer", 0))
 
     def start_gather(
-        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any], of: str
     ) -> RecordingHandle:
         """Log; fill other ranks' ranges with zeros."""
-        del axis, after
+        del axis, after, of
         numel = 0
         for gather in gathers:
             gather.full.zero_()
@@ -107,8 +103,9 @@ class RecordingStreams(CommStreams):
         self._log.append(("start all_gather", numel))
         return RecordingHandle(self._log, "wait all_gather", numel, [])
 
-    def start_reduce(self, reductions: Sequence[Reduction]) -> RecordingHandle:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> RecordingHandle:
         """Log; reduce as if all ranks had sent the same."""
+        del of
         outs, numel = [], 0
         for reduction in reductions:
             axis = reduction.shard_axis
@@ -123,9 +120,11 @@ class RecordingStreams(CommStreams):
             self._log.append(("start all_reduce", sum(out.numel() for out in outs)))
         return RecordingHandle(self._log, "wait reduce_scatter", numel, outs)
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> RecordingHandle:
+    def start_all_reduce_max(
+        self, tensor: Tensor, axes: Sequence[AxisComm], of: str
+    ) -> RecordingHandle:
         """Log."""
-        del axes
+        del axes, of
         self._log.append(("start check", tensor.numel()))
         return RecordingHandle(self._log, "wait check", tensor.numel(), [])
 

@@ -154,8 +154,6 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     environment = dict(os.environ)
-    # The collection before each call then looks at what calls left and not at all of torch.
-    gc.freeze()
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -188,13 +186,25 @@ def _run_call(
         return Raised.of(error)
 
 
+_modules_frozen = 0
+
+
+def _collect_garbage() -> None:
+    """Collect what the last call left; leave modules out, which have most objects by far."""
+    global _modules_frozen  # noqa: PLW0603 - of this process
+    gc.collect()
+    if len(sys.modules) > _modules_frozen:  # Not each time: what is frozen is never collected.
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
+
+
 def _reset_state(environment: dict[str, str]) -> None:
     """Undo what the last call left.
 
     The old process group goes here and not when its call ends: then all ranks have answered, so
     that none closes a connection on which another still receives.
     """
-    gc.collect()
+    _collect_garbage()
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
@@ -202,7 +212,8 @@ def _reset_state(environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(mode=False)
+    if torch.are_deterministic_algorithms_enabled():  # To turn it off imports inductor.
+        torch.use_deterministic_algorithms(mode=False)
     torch.manual_seed(0)
 
 

@@ -15,6 +15,7 @@ from shardkit._errors import (
 from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.deferred import defer_sharding
+from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.forward_methods import register_fsdp_forward_method
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard
@@ -22,6 +23,7 @@ from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPoli
 from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
+from shardkit._watch_settings import set_watch
 from shardkit.backends import init_device_mesh
 
 __version__ = "0.1.0"
@@ -32,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "Comm",
     "DeviceMesh",
+    "EvenSteps",
     "FSDPModule",
     "FlatShard",
     "FreedParameterError",
@@ -50,9 +53,11 @@ __all__ = [
     "WrapError",
     "checkpoint_module",
     "defer_sharding",
+    "even_steps",
     "fully_shard",
     "init_device_mesh",
     "register_fsdp_forward_method",
+    "set_watch",
     "share_comm_ctx",
     "shared_input",
 ]

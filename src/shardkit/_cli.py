@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, StateError
+from shardkit._why import report
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate
 from shardkit.checkpoint._inspect import describe, verify
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
-        "Checkpoints of sharded models, in one process, without a GPU.\n\n"
+        "Checkpoints of sharded models, and runs that hang.\n\n"
         "CKPT is a checkpoint directory (of shardkit, FSDP2 or torch.distributed.checkpoint), a "
         "file of torch.save or safetensors, a Hugging Face directory, or the common prefix of "
         "per-rank files."
@@ -166,11 +167,24 @@ def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> No
     print(f"{source}: nothing is wrong")
 
 
+@app.command(name="why")
+def why_command(
+    pid: Annotated[int | None, typer.Option(help="Of a rank; default: the latest run.")] = None,
+    no_stacks: Annotated[bool, typer.Option(help="Do not print stacks.")] = False,  # noqa: FBT002
+) -> None:
+    """Say why the ranks of a run on this host wait, and where each of them is.
+
+    It asks the ranks, also those that hang. If no run is there, it prints the last verdict.
+    """
+    for line in _or_exit(report, pid).lines(stacks=not no_stacks):
+        print(line)
+
+
 def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call; print an error of a checkpoint or of the system, and exit with 1."""
+    """Call; print an error that users can do something about, and exit with 1."""
     try:
         return call(*args, **kwargs)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, StateError, OSError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.util
+import os
 import sys
 import threading
 import types
@@ -22,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a priva
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 
+from shardkit._after_import import AfterImport
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
@@ -134,6 +134,27 @@ def root_mesh(mesh: Any) -> Any:
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
+
+
+def separate_attempts() -> None:
+    """Keep the ranks that torchrun starts again from names that those before them left.
+
+    With ``--max-restarts`` all attempts share torchrun's store (`_create_c10d_store` of torch 2.9
+    to 2.13 expects a new one), and a rank would wait for the address of one that has died.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    module: Any = sys.modules["torch.distributed.rendezvous"]
+    original = getattr(module, "_create_c10d_store", None)
+    if attempt == "0" or original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = original(*args, **kwargs)
+        return c10d.PrefixStore(f"attempt_{attempt}", store) if is_shared else store
+
+    module._create_c10d_store = create
 
 
 def process_group_backend(group: Any, device: torch.device) -> Any:
@@ -323,7 +344,7 @@ def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
         if name in sys.modules:
             wrap(sys.modules[name])
         else:
-            sys.meta_path.insert(0, _AfterImport(name, wrap))
+            sys.meta_path.insert(0, AfterImport(name, wrap))
 
 
 def _has_all(names: Iterable[str]) -> bool:
@@ -354,29 +375,3 @@ def _refuse_full_state_dicts(module: types.ModuleType) -> None:
 
     for name in _PUBLIC_STATE_DICT_FUNCTIONS:
         setattr(module, name, _wrapped(getattr(module, name), refuse))
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after it was imported, once."""
-
-    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
-        """Let others find the module; add the call to what loads it."""
-        del path, target
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                self._then(module)
-
-            loader.exec_module = exec_module
-        return spec

@@ -126,7 +126,9 @@ def _find_mesh(name: str, described: Description) -> DeviceMesh:
     fitting = [
         mesh
         for mesh in known_meshes()
-        if (mesh.device_type, mesh.shape) == (device_type, tuple(shape)) and mesh.rank in mesh.ranks
+        if mesh.backend.is_current
+        and (mesh.device_type, mesh.shape) == (device_type, tuple(shape))
+        and mesh.rank in mesh.ranks
     ]
     for mesh in fitting:
         if (mesh.ranks, mesh.mesh_dim_names) == (tuple(ranks), names):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardkit
 from models import CASES, GPT, MLP
-from reference import my_batch, shard
+from reference import global_batch, my_batch, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
@@ -148,7 +148,7 @@ def refused_by_a_late_parameter() -> None:
     assert model_facts(model) == before
     assert reference() is model.late
     del model.late
-    loss = CASES["gpt"].loss(model, my_batch(CASES["gpt"], 0))
+    loss = CASES["gpt"].loss(model, global_batch(CASES["gpt"], 0))
     loss.backward()
     optimizer.step()
     # Nothing of the failed calls is in the way of a good one.

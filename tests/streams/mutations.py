@@ -296,8 +296,8 @@ MUTATIONS = (
     # --- the runtime ---
     Mutation(
         "_runtime.runtime",
-        "        self.streams.follow_compute()\n        self.check",
-        "        self.check",
+        "        self.streams.follow_compute()\n        self.used",
+        "        self.used",
         "by_hand",
     ),
     Mutation(
@@ -323,8 +323,8 @@ MUTATIONS = (
     ),
     Mutation(
         "_runtime.runtime",
-        "        self.check.reset()\n        self.gathers.settle_host_reads()",
-        "        self.check.reset()",
+        "        self.used.reset()\n        self.gathers.settle_host_reads()",
+        "        self.used.reset()",
         "offload_interrupted",
     ),
     Mutation(
@@ -373,14 +373,14 @@ MUTATIONS = (
     # --- reductions ---
     Mutation(
         "_runtime.reductions",
-        "        self._check.start(self._streams)\n        self.finish_all()",
-        "        self._check.start(self._streams)",
+        "        self._used.start(self._streams)\n        self.finish_all()",
+        "        self._used.start(self._streams)",
         "zero3",
     ),
     Mutation(
         "_runtime.reductions",
-        "            self._finish_through(group)\n            self._check",
-        "            self._check",
+        "            self._finish_through(group)\n        many",
+        "            pass\n        many",
         "overlapping_backwards",
     ),
 )

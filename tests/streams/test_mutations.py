@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 ORDERING = re.compile(
-    r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|\.join\(|follow_compute\("
+    r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\("
     r"|settle_host_reads\(|\.passed\(|\.after_optimizer\(|_follow\(|wait_sent\(|_kept"
 )
 """What lines that order things look like, in the modules below."""
@@ -35,7 +35,7 @@ NEEDLESS = {
         # Definitions, or what others are told by that are taken away themselves.
         "def ": "a definition",
         "return self._device.record(self._device.current_stream())": "fences are taken away",
-        "work.wait()": "a wait of the host, that is no order of streams",
+        "issued.wait([work])": "a wait of the host, that is no order of streams",
         "self._kept: list[Tensor] = []": "a definition",
         "self._kept.clear()": "gives back; what holds is taken away in `keep`",
         "event = self._device.record(self._gather)": "an event; its waits are taken away",

@@ -13,6 +13,7 @@ from shardkit._errors import StateError
 from shardkit._module import copies, setters
 from shardkit._module.hooks import get_state, groups_in, state_of
 from shardkit._module.setters import update_options
+from shardkit._runtime.agreement import check_same_replicas
 from shardkit._tensor.ops import total_norm
 
 if TYPE_CHECKING:
@@ -142,17 +143,6 @@ class FSDPModule:
         state.group.refresh_params(attributes)
         return result
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return parameters and buffers, after the last comparison between the ranks was read.
-
-        Raises:
-            RankMismatchError: On every rank, if ranks communicated different things.
-        """
-        runtime = state_of(self).runtime
-        if runtime is not None:
-            runtime.check.finish()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters; after an exception in a step, the sharded ones again.
 
@@ -269,6 +259,19 @@ class FSDPModule:
             raise RuntimeError(msg)
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
+
+    def check_replicas(self) -> None:
+        """Compare the replicas of a hybrid mesh: all elements of all parameters, bit by bit.
+
+        They stay equal if all ranks do the same. Call it on all ranks, from time to time. Where
+        nothing is replicated it does nothing.
+
+        Raises:
+            RankMismatchError: On all ranks, naming the first parameter that differs.
+
+        Cost: reads the shards; one all-reduce of 16 bytes per parameter, one exchange per group.
+        """
+        check_same_replicas([*groups_in(self, recurse=True)])
 
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.

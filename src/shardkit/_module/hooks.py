@@ -272,7 +272,11 @@ class ModuleState:
         if sys.exception() is not forward.handled:
             if runtime is not None:
                 runtime.interrupt_forward(
-                    group, record, is_root=forward.is_root, is_recompute=forward.is_recompute
+                    group,
+                    record,
+                    error=sys.exception(),
+                    is_root=forward.is_root,
+                    is_recompute=forward.is_recompute,
                 )
             return output
         outputs = []

@@ -238,9 +238,15 @@ class GroupGradients:
 
 
 def start_reduce(
-    many: Sequence[tuple[GroupGradients, bool]], streams: CommStreams, pool: SlotPool
+    many: Sequence[tuple[GroupGradients, bool]], streams: CommStreams, pool: SlotPool, of: str
 ) -> None:
     """Reduce the gradients of groups, each with or without the all-reduce, in one go.
+
+    Args:
+        many: Each with whether to all-reduce it.
+        streams: Where it runs.
+        pool: Memory.
+        of: Names of the groups.
 
     Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis; small
     reduce-scatters may travel together.
@@ -250,6 +256,6 @@ def start_reduce(
     for gradients, all_reduce in many:
         firsts.append(len(reductions))
         reductions += gradients.prepare(streams, pool, all_reduce=all_reduce)
-    handle = streams.start_reduce(reductions)
+    handle = streams.start_reduce(reductions, of)
     for (gradients, _), first in zip(many, firsts, strict=True):
         gradients.started(handle, first, pool)

@@ -1,23 +1,15 @@
-"""Do the ranks agree? The model at the first forward, the collectives of every backward.
-
-Collectives of ranks that do different things pair up wrongly without an error, so what was issued
-is noted, and one small all-reduce per synced backward compares a digest of it. The same all-reduce
-tells which parameters any rank used.
-"""
+"""What ranks tell each other: at first their models, in each backward what they used."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import hashlib
-import warnings
-import weakref
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit._errors import RankMismatchError
+from shardkit._params.fingerprint import fingerprint
+from shardkit.backends.base import first_of_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +17,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
     from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
 
-GATHER, REDUCE = 0, 1
-_MAX_LOG = 1 << 16
-_VERBS = ("all-gathers", "reduce-scatters")
+_MAX_NAMED = 4
 
 
 def _digest(content: bytes) -> int:
@@ -39,26 +29,58 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
     """Compare groups, names, shapes, dtypes and trainability over every axis in use.
 
     Raises:
-        RankMismatchError: On every rank of an axis whose ranks differ, naming the first difference.
+        RankMismatchError: On every rank, naming the first difference.
 
-    Cost: one all-reduce of 16 bytes per axis; details travel only on a mismatch.
+    Cost: one all-reduce of 16 bytes per axis, and with several axes one exchange on each; details
+    travel only on a mismatch.
     """
-    description = [(group.name, *group.describe()) for group in groups]
+    axes = [axis for axis in axes if axis.size > 1]
+    description = [(group.name, *_describe(group)) for group in groups]
     digest = _digest(repr(description).encode())
     backend = groups[0].mesh.backend
     # What is read here and now is no part of a graph.
     device = torch.device("cpu") if backend.is_traced else backend.device
+    text: str | None = None
     for axis in axes:
-        if axis.size == 1:
-            continue
         extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
         axis.all_reduce(extremes, "max")
         highest, lowest = extremes.tolist()
-        if highest != -lowest:
-            raise RankMismatchError(_first_model_difference(axis.exchange(description)))
+        if highest == -lowest:
+            continue
+        descriptions = axis.exchange(description)
+        found = _first_model_difference(descriptions) or _first_value_difference(descriptions)
+        text = text or found
+    if len(axes) > 1:  # Else ranks of other rows would wait for those that raise.
+        text = first_of_all(text, axes)
+    if text is not None:
+        raise RankMismatchError(text)
 
 
-def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str:
+def _describe(group: ParamGroup) -> list[tuple[Any, ...]]:
+    """Return what ranks must agree on, by parameter.
+
+    Last comes a fingerprint of its whole value when it was sharded; None where that is not known,
+    or has changed since.
+    """
+    values = group.known_values()
+    return [
+        (
+            entry.name,
+            tuple(bucket.store.layout.shapes[i]),
+            str(bucket.plan.orig_dtype),
+            str(bucket.plan.param_dtype),
+            str(bucket.plan.reduce_dtype),
+            entry.param.requires_grad,
+            entry.param.device.type,
+            values.get(id(entry)),
+        )
+        for bucket in group.buckets
+        for i, entry in enumerate(bucket.entries)
+    ]
+
+
+def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None:
+    """Name what differs but for values."""
     mine = descriptions[0]
     for rank, other in enumerate(descriptions):
         if other == mine:
@@ -79,25 +101,77 @@ def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str:
                     f"{group_b[0]!r} with {len(group_b) - 1}. {hint}"
                 )
             for param_a, param_b in zip(group_a[1:], group_b[1:], strict=True):
-                if param_a != param_b:
+                if param_a[:-1] != param_b[:-1]:
                     return (
                         f"ranks have different models: parameter {param_a[0]!r} is "
                         f"{_show_param(param_a)} on position 0 of the process group, but "
                         f"{param_b[0]!r} is {_show_param(param_b)} on position {rank}. {hint}"
                     )
-    return "ranks have different models, but no difference could be found in their descriptions."
+    return None
+
+
+def _first_value_difference(descriptions: Sequence[Sequence[Any]]) -> str | None:
+    """Name the first parameter with other values; where one rank knows none, nothing differs."""
+    params = [[param for group in groups for param in group[1:]] for groups in descriptions]
+    for of_ranks in zip(*params, strict=True):
+        known = [(rank, param[-1]) for rank, param in enumerate(of_ranks) if param[-1] is not None]
+        others = [rank for rank, value in known if value != known[0][1]]
+        if others:
+            return (
+                f"ranks hold different values: parameter {of_ranks[0][0]!r} was not the same on "
+                f"position {known[0][0]} and on position {others[0]} of the process group when it "
+                f"was sharded, so the whole would be patched together from both. Set the same "
+                f"seed on every rank before the model is built (torch.manual_seed(0)), or load the "
+                f"same weights. If that is what you want: shardkit.set_watch(compare_values=False)."
+            )
+    return None
 
 
 def _show_param(param: Sequence[Any]) -> str:
-    _, shape, orig_dtype, param_dtype, reduce_dtype, trainable, device_type = param
+    _, shape, orig_dtype, param_dtype, reduce_dtype, trainable, device_type, _ = param
     return (
         f"{shape} {orig_dtype} on {device_type} (computed in {param_dtype}, "
         f"reduced in {reduce_dtype}, {'trainable' if trainable else 'frozen'})"
     )
 
 
-class StepCheck:
-    """Notes the collectives of a step and compares them once per synced backward.
+def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
+    """Compare the shards of replicas, bit by bit.
+
+    Raises:
+        RankMismatchError: On all ranks, naming the first parameter that differs.
+
+    Cost: one all-reduce of 16 bytes per parameter on the replicate axis, and an exchange.
+    """
+    for group in groups:
+        axis = group.replicate_axis
+        if axis is None or axis.size == 1:
+            continue
+        entries = [entry for bucket in group.buckets for entry in bucket.entries]
+        pieces: list[Any] = [entry.param for entry in entries]
+        values = torch.stack([fingerprint(piece.to_local(), 0) >> 1 for piece in pieces])
+        extremes = torch.cat([values, -values])
+        axis.all_reduce(extremes, "max")
+        highest, lowest = extremes.view(2, -1)
+        differs = (highest != -lowest).tolist()
+        mine = None
+        if any(differs):
+            index = differs.index(True)
+            by_replica = axis.exchange(int(values[index]))
+            other = next(i for i, value in enumerate(by_replica) if value != by_replica[0])
+            mine = (
+                f"replicas have drifted apart: {entries[index].name!r} is not the same on replica "
+                f"0 and on replica {other}. Update all of them alike: the same optimizer settings, "
+                f"no write on some ranks only, and set_requires_all_reduce(True) before the last "
+                f"backward of a step. Load a checkpoint to make them equal again."
+            )
+        text = first_of_all(mine, [group.shard_axis])
+        if text is not None:
+            raise RankMismatchError(text)
+
+
+class UsedParameters:
+    """Which parameters any rank used: asked in each synced backward.
 
     Args:
         groups: All groups of the root.
@@ -107,160 +181,61 @@ class StepCheck:
     def __init__(self, groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> None:
         self._groups = groups
         self._axes = [axis for axis in axes if axis.size > 1]
-        self._logs = _new_logs()
-        self._sent_logs = self._logs
-        self._folded = 0
         self._handle: CheckHandle | None = None
-        self._vector = torch.empty(0, dtype=torch.int64)
-        _at_exit.add(self)
-
-    def note(self, kind: int, group_index: int) -> None:
-        """Note a collective that is being issued."""
-        log = self._logs[kind]
-        log.append(group_index)
-        if len(log) >= _MAX_LOG:  # E.g. evaluation for ever: nothing is compared there.
-            self._folded = _digest(self._folded.to_bytes(8, "big") + log.tobytes())
-            del log[:]
+        self._flags = torch.empty(0, dtype=torch.int64)
 
     def start(self, streams: CommStreams) -> None:
-        """Send the digest and which parameters fired here.
+        """Send which parameters fired here.
 
-        Cost: one all-reduce of 16 bytes and 8 per parameter, on every axis.
+        Cost: one all-reduce of 8 bytes per parameter, on every axis.
         """
         if not self._axes:
             return
-        self.finish()  # The last comparison: another backward may have come right after it.
-        # Apart: where a rank does not use a module, its reductions may come later between gathers.
-        content = [self._folded.to_bytes(8, "big"), *(log.tobytes() for log in self._logs)]
-        digest = _digest(b"|".join(content))
+        self.finish()  # The last one: another backward may have come right after it.
         fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
-        self._vector = torch.tensor([digest, -digest, *fired], dtype=torch.int64)
-        self._handle = streams.start_all_reduce_max(self._vector, self._axes)
-        self._sent_logs, self._logs, self._folded = self._logs, _new_logs(), 0
+        self._flags = torch.tensor(fired, dtype=torch.int64)
+        if not fired:
+            return
+        self._handle = streams.start_all_reduce_max(self._flags, self._axes, self._describe())
 
-    def used_anywhere(self) -> list[list[list[int]]]:
+    def _describe(self) -> str:
+        """Return what is sent: another text on a rank that froze a parameter since it was sharded.
+
+        Its bucket has others that are trained.
+        """
+        buckets = [each.bucket.entries for g in self._groups for each in g.gradients.buckets]
+        trained = [[entry.param.requires_grad for entry in entries] for entries in buckets]
+        frozen = [
+            entry.name
+            for entries, flags in zip(buckets, trained, strict=True)
+            for entry, is_trained in zip(entries, flags, strict=True)
+            if not is_trained and any(flags)
+        ]
+        without = f", without the frozen {', '.join(frozen[:_MAX_NAMED])}" if frozen else ""
+        return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
+
+    def by_group(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""
         self.finish()
         if not self._axes:
-            return [
-                [list(gradients.fired) for gradients in group.gradients.buckets]
-                for group in self._groups
-            ]
-        flags = self._vector[2:].tolist()
-        result, position = [], 0
-        for group in self._groups:
-            buckets = []
-            for gradients in group.gradients.buckets:
-                num_params = len(gradients.fired)
-                buckets.append(flags[position : position + num_params])
-                position += num_params
-            result.append(buckets)
-        return result
+            return [[list(each.fired) for each in g.gradients.buckets] for g in self._groups]
+        flags = iter(self._flags.tolist())
+        return [
+            [[next(flags) for _ in each.fired] for each in group.gradients.buckets]
+            for group in self._groups
+        ]
 
     def finish_on_host(self) -> None:
-        """Wait for the comparison, if no device needs to be waited for.
-
-        Raises:
-            RankMismatchError: See `finish`.
-        """
+        """Wait, if no device needs to be waited for."""
         if self._handle is not None and self._handle.is_of_host:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the comparison, if one is under way.
-
-        Raises:
-            RankMismatchError: On every rank, if ranks issued different collectives.
-        """
-        if self._handle is None:
-            return
+        """Wait, if it is under way."""
         handle, self._handle = self._handle, None
-        handle.wait()
-        if self._found_difference():
-            logs: list[Any] = [[list(log) for log in self._sent_logs]]
-            for axis in self._axes:
-                logs = [entry for part in axis.exchange(logs) for entry in part]
-            raise RankMismatchError(
-                self.difference(logs) or "ranks issued different collectives in this step."
-            )
-
-    def _found_difference(self) -> bool:
-        highest, lowest = self._vector[:2].tolist()
-        return bool(highest != -lowest)
-
-    def warn_of_last(self) -> None:
-        """Say at the end of the process what the last comparison found, if it is there by now."""
-        handle, self._handle = self._handle, None
-        if handle is None or not handle.is_done():
-            return
-        handle.wait()
-        if self._found_difference():
-            msg = (
-                "ranks issued different collectives in the last backward of this process, so data "
-                "of different groups was mixed up: do not use what came of it. Run the same "
-                "modules in the same order on all ranks."
-            )
-            warnings.warn(msg, RuntimeWarning, stacklevel=1)
+        if handle is not None:
+            handle.wait()
 
     def reset(self) -> None:
         """Forget the step, after an exception."""
         self._handle = None
-        self._logs = _new_logs()
-        self._folded = 0
-
-    # --- for who looks into a hang ---
-
-    def snapshot(self) -> list[list[int]]:
-        """Return what was issued since the ranks last compared."""
-        logs = self._logs if self._handle is None else self._sent_logs
-        return [list(log) for log in logs]
-
-    def contradicts(self, snapshots: Sequence[list[list[int]]]) -> bool:
-        """Return whether snapshots differ even where they overlap, whoever is ahead."""
-        return any(
-            mine[: len(other)] != other[: len(mine)]
-            for snapshot in snapshots
-            for mine, other in zip(snapshots[0], snapshot, strict=True)
-        )
-
-    def difference(self, snapshots: Sequence[list[list[int]]]) -> str | None:
-        """Return the first difference between ranks' collectives as an error message, or None."""
-        for kind, verb in enumerate(_VERBS):
-            of_kind = [snapshot[kind] for snapshot in snapshots]
-            for step in range(max(map(len, of_kind))):
-                entries = [log[step] if step < len(log) else None for log in of_kind]
-                if len(set(entries)) == 1:
-                    continue
-                rank = next(i for i, entry in enumerate(entries) if entry != entries[0])
-                return (
-                    f"ranks entered different groups: after {step} {verb} of this step, rank 0 of "
-                    f"the mesh {self._show(of_kind[0], step, verb)}, rank {rank} "
-                    f"{self._show(of_kind[rank], step, verb)}. Data of different groups was mixed "
-                    f"up, so do not use this step's gradients. Run the same modules in the same "
-                    f"order on all ranks, or put modules that ranks choose among (experts) in one "
-                    f"group."
-                )
-        return None
-
-    def _show(self, log: Sequence[int], step: int, verb: str) -> str:
-        if step < len(log):
-            return f"{verb} {self._groups[log[step]].name!r}"
-        if not log:
-            return "has none"
-        return f"has no more, {self._groups[log[-1]].name!r} was its last"
-
-
-_at_exit: weakref.WeakSet[StepCheck] = weakref.WeakSet()
-
-
-@atexit.register
-def _warn_of_last_checks() -> None:
-    """Say what nobody came to read: no step followed."""
-    for check in list(_at_exit):
-        with contextlib.suppress(RuntimeError):  # The device, or its library, has ended before.
-            check.warn_of_last()
-
-
-def _new_logs() -> tuple[array[int], array[int]]:
-    """Return one empty log per kind of collective."""
-    return array("q"), array("q")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit._runtime.agreement import GATHER
 from shardkit._schedule.unshard import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardkit._params.memory import SlotPool
-    from shardkit._runtime.agreement import StepCheck
     from shardkit._runtime.group import ParamGroup
     from shardkit._schedule.unshard import Action, UnshardSchedule
     from shardkit.backends.base import AxisComm, CommStreams, Handle
@@ -25,7 +23,6 @@ class Gathers:
         schedule: Whose actions these are.
         streams: Where gathers run.
         slots: Memory.
-        check: Compares what the ranks did.
 
     Attributes:
         nbytes: Of the unsharded memory that exists now.
@@ -40,7 +37,6 @@ class Gathers:
         schedule: UnshardSchedule,
         streams: CommStreams,
         slots: SlotPool,
-        check: StepCheck,
     ) -> None:
         self.nbytes = 0
         self.peak_nbytes = 0
@@ -50,7 +46,6 @@ class Gathers:
         self._schedule = schedule
         self._streams = streams
         self._slots = slots
-        self._check = check
         backend = groups[0].mesh.backend
         self._is_host_synchronous = backend.is_host_synchronous
         self._has_own_memory = backend.has_own_memory
@@ -115,8 +110,6 @@ class Gathers:
         by_axis: dict[AxisComm, list[ParamGroup]] = {}
         for group in groups:
             by_axis.setdefault(_axis_of_gather(group), []).append(group)
-            if group.shard_axis.size > 1 and group.needs_memory:
-                self._check.note(GATHER, group.index)
             self.nbytes += group.unsharded_nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         for axis, together in by_axis.items():
@@ -135,7 +128,7 @@ class Gathers:
             comm = group.settings.comm.all_gather
             jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
         if jobs:
-            handle = self._streams.start_gather(jobs, axis, fences)
+            handle = self._streams.start_gather(jobs, axis, fences, names_of(groups))
             self._under_way.update({group.index: handle for group in groups})
 
     def _free(self, group: ParamGroup) -> None:
@@ -169,6 +162,11 @@ class Gathers:
         if stores:
             by_compute = any(spec.subclass is not None for s in stores for spec in s.specs)
             self._streams.settle_host_reads(compute=by_compute)
+
+
+def names_of(groups: Sequence[ParamGroup]) -> str:
+    """Return the names of groups that travel together."""
+    return ", ".join(group.name for group in groups)
 
 
 def _axis_of_gather(group: ParamGroup) -> AxisComm:

@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Self
 
 from shardkit._errors import StateError
+from shardkit._params.fingerprint import WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
 from shardkit._params.sites import ParamEntry
@@ -69,13 +70,16 @@ class ParamGroup:
         self.settings = settings
         self.is_root = False
         self.is_innermost = True
+        values = WholeValues(() if mesh.backend.is_traced else entries)
         buckets = make_buckets(entries, mesh=mesh, policy=policy, offload=offload)
         self._take_buckets(buckets)
+        self._values = values
         self.set_reshard_after_forward(settings.reshard_after_forward)
 
     def _take_buckets(self, buckets: list[Bucket]) -> None:
         """Have these buckets, and belong to no root."""
         self.index = -1
+        self._values = WholeValues()
         self.listener: BackwardListener | None = None
         mesh = self.mesh
         self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
@@ -129,6 +133,7 @@ class ParamGroup:
             for bucket in self.buckets:
                 bucket.restore_weight_refs()
             raise
+        self._values.versions = self.shard_versions
         for bucket in self.buckets:
             bucket.drop_originals()
             install_hooks(module for entry in bucket.entries for module, _ in entry.sites)
@@ -281,21 +286,9 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.sites.show(unsharded=unsharded)
 
-    def describe(self) -> list[tuple[Any, ...]]:
-        """Return what ranks must agree on, in order: for the check at the first forward."""
-        return [
-            (
-                entry.name,
-                tuple(bucket.store.layout.shapes[i]),
-                str(bucket.plan.orig_dtype),
-                str(bucket.plan.param_dtype),
-                str(bucket.plan.reduce_dtype),
-                entry.param.requires_grad,
-                entry.param.device.type,
-            )
-            for bucket in self.buckets
-            for i, entry in enumerate(bucket.entries)
-        ]
+    def known_values(self) -> dict[int, int]:
+        """Return fingerprints of whole parameters, by the entry's id, as far as they still hold."""
+        return self._values.known(self.shard_versions)
 
     # --- gradients: `grad_hooks.GradTaker` ---
 

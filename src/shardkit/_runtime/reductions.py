@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardkit._params.gradients import start_reduce
-from shardkit._runtime.agreement import REDUCE
+from shardkit._runtime.gathers import names_of
 from shardkit._schedule.reduce_order import ReduceOrder
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardkit._params.bucket_gradients import BucketGradients
     from shardkit._params.memory import SlotPool
-    from shardkit._runtime.agreement import StepCheck
+    from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
     from shardkit.backends.base import CommStreams
 
@@ -27,7 +27,7 @@ class Reductions:
         groups: All groups, by number.
         streams: Where reductions run.
         slots: Memory of send and receive buffers.
-        check: Compares what the ranks did.
+        used: Which parameters any rank used.
         batch_nbytes: Neighbours that are smaller than this together are sent together.
         before_start: Called before reductions are started.
 
@@ -41,7 +41,7 @@ class Reductions:
         groups: Sequence[ParamGroup],
         streams: CommStreams,
         slots: SlotPool,
-        check: StepCheck,
+        used: UsedParameters,
         *,
         batch_nbytes: int,
         before_start: Callable[[], None],
@@ -51,7 +51,7 @@ class Reductions:
         self._groups = groups
         self._streams = streams
         self._slots = slots
-        self._check = check
+        self._used = used
         self._batch_nbytes = batch_nbytes
         backend = groups[0].mesh.backend
         self._is_host_synchronous = backend.is_host_synchronous
@@ -125,9 +125,8 @@ class Reductions:
         self._free_sent(groups[0])  # Where memory is not kept for another use.
         for group in groups:
             self._finish_through(group)
-            self._check.note(REDUCE, group.index)
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
-        start_reduce(many, self._streams, self._slots)
+        start_reduce(many, self._streams, self._slots, names_of(groups))
         self._under_way += groups
         nbytes = sum(group.gradients.reduce_nbytes for group in groups)
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
@@ -182,10 +181,10 @@ class Reductions:
         self._start_queued()
         if not all(group.settings.is_last_backward for group in self._groups):
             return  # The next backwards overlap with what was started; the last one waits for it.
-        self._check.start(self._streams)
+        self._used.start(self._streams)
         self.finish_all()
         if self._is_host_synchronous or any(g.gradients.needs_settling for g in synced):
-            used = self._check.used_anywhere()
+            used = self._used.by_group()
             for group in synced:
                 group.gradients.settle(used[group.index])
         for group in synced:

@@ -16,7 +16,7 @@ import torch
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._params.memory import SlotPool
-from shardkit._runtime.agreement import StepCheck, check_same_model
+from shardkit._runtime.agreement import UsedParameters, check_same_model
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.gathers import Gathers
@@ -49,7 +49,7 @@ class Runtime:
         reductions: Reduces gradients.
         backward: Follows backwards.
         passes: What is done besides where operators are traced.
-        check: Compares what the ranks did.
+        used: Which parameters any rank used.
         pass_root: The module whose forward is under way as a root; None: there is none.
     """
 
@@ -75,14 +75,14 @@ class Runtime:
         self.schedule = UnshardSchedule(
             nbytes=nbytes if backend.batches_small_groups else (), is_idle=is_idle
         )
-        # Replicas whose graphs differ cannot run at all, so steps need not be compared.
-        self.check = StepCheck(self.groups, [] if backend.is_traced else axes)
-        self.gathers = Gathers(self.groups, self.schedule, self.streams, self.slots, self.check)
+        # Where operators are traced all ranks have one graph, or none runs at all.
+        self.used = UsedParameters(self.groups, [] if backend.is_traced else axes)
+        self.gathers = Gathers(self.groups, self.schedule, self.streams, self.slots)
         self.reductions = Reductions(
             self.groups,
             self.streams,
             self.slots,
-            self.check,
+            self.used,
             batch_nbytes=self.schedule.batch_nbytes,
             before_start=self.gathers.gather_put_off,
         )
@@ -103,7 +103,6 @@ class Runtime:
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
         self.update_options()
-        self.streams.watch(self.check)
 
     def __del__(self) -> None:
         """Let compute wait for what is under way: its memory goes back to the allocator now."""
@@ -122,7 +121,7 @@ class Runtime:
             self.reset()
             return []
         self.reductions.finish_all()
-        self.check.finish()
+        self.used.finish()
         self.gathers.carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)
@@ -192,6 +191,8 @@ class Runtime:
     def begin_pass(self, root: object) -> None:
         """A root forward starts."""
         if self._ended_in_exception:
+            if self.backward.is_running:
+                self.streams.note_error(RuntimeError("an exception in a backward"))
             self.reset()
         has_changed = self._take_up_changes()
         nbytes, is_idle = self._sizes()  # They may have been converted.
@@ -200,7 +201,8 @@ class Runtime:
             event, self._optimizer_event = self._optimizer_event, None
             self.streams.after_optimizer(event)
         self.streams.follow_compute()
-        self.check.finish_on_host()  # What needs the device would stall its queue: at the next one.
+        self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
+        self.streams.note_step()
         self.pass_root = root
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
@@ -302,12 +304,15 @@ class Runtime:
         group: ParamGroup | None,
         record: ForwardRecord | None,
         *,
+        error: BaseException | None,
         is_root: bool,
         is_recompute: bool,
     ) -> None:
         """A forward ends in an exception. Whoever called the module may go on without it."""
         if is_recompute:
             return  # Or non-reentrant checkpointing has what it wants; backward goes on.
+        if error is not None:
+            self.streams.note_error(error)
         if group is not None:
             if record is not None and record.is_first:
                 self.reductions.order.withdraw(group.index)
@@ -385,14 +390,10 @@ class Runtime:
         self.backward.reset()
         self.reductions.reset()
         self.gathers.forget_put_off()
-        self.check.reset()
+        self.used.reset()
         self.gathers.settle_host_reads()
 
 
 def _distinct_axes(groups: Sequence[ParamGroup]) -> list[AxisComm]:
-    axes: dict[AxisComm, None] = {}
-    for group in groups:
-        axes.setdefault(group.shard_axis)
-        if group.replicate_axis is not None:
-            axes.setdefault(group.replicate_axis)
-    return list(axes)
+    axes = (axis for group in groups for axis in (group.shard_axis, group.replicate_axis))
+    return [axis for axis in dict.fromkeys(axes) if axis is not None]

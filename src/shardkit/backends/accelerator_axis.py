@@ -9,6 +9,7 @@ import torch
 
 from shardkit import _compat
 from shardkit.backends.process_group import ProcessGroupAxis, sub_group
+from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.device import AcceleratorDevice
+    from shardkit.backends.watch.channel import Issued
 
 _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
 """Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
@@ -65,6 +67,10 @@ class AcceleratorAxis(ProcessGroupAxis):
         """See `AxisComm.broadcast`."""
         with self._on_device(tensor) as on_device:
             super().broadcast(on_device, src)
+
+    def issue_reduce(self, kind: str, of: str, nbytes: int) -> Issued | None:
+        """Announce a collective of `reduce_group`; None where one rank is alone."""
+        return channel_of(self.reduce_group).issue(kind, of, nbytes) if self.size > 1 else None
 
     def separate_reduce(self, *, enable: bool) -> None:
         """Reduce on a communicator of its own, or on that of the gathers. Collective."""

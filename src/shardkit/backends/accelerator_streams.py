@@ -7,6 +7,8 @@ stream; so no buffer is ever reused early, and peaks are the same in every step.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,8 @@ import torch.distributed as dist
 from shardkit import _compat
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 from shardkit.backends.accelerator_sums import Sums
-from shardkit.backends.base import CommStreams
-from shardkit.backends.process_group import all_gather_single, custom_all_gather
+from shardkit.backends.process_group import WatchedStreams, all_gather_single, custom_all_gather
+from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from shardkit.backends.base import AxisComm, CheckHandle, Gather, Handle, Reduction
     from shardkit.backends.device import AcceleratorDevice
+    from shardkit.backends.watch.channel import Issued
 
 
 class EventHandle:
@@ -48,12 +51,18 @@ class ReduceEventHandle:
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
         self.fence: Any = None
+        self._issued: list[Issued] = []
         self._device = device
         self._outs = outs
         # The compute stream's memory, used by others: not to be allocated anew before that is done.
         self._kept: list[Tensor] = []
         self._ends: list[Any] = []
         self._is_on_host = False
+
+    def note(self, issued: Issued | None) -> None:
+        """Note one of the collectives."""
+        if issued is not None:
+            self._issued.append(issued)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Let memory live until the compute stream waits for the results."""
@@ -63,6 +72,8 @@ class ReduceEventHandle:
     def started(self, fence: Any, ends: list[Any], *, is_on_host: bool) -> None:
         """Note the event after the send buffers' last use, and those after all results."""
         self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
+        for issued in self._issued:
+            issued.started(functools.partial(self._device.is_done, ends[-1]))
 
     def wait_sent(self) -> None:
         """Let the compute stream wait until the send buffers are free; the host goes on."""
@@ -79,6 +90,25 @@ class ReduceEventHandle:
         return self._outs
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """One reduction with its memory.
+
+    Attributes:
+        reduction: What is asked for.
+        sums: Its arithmetic.
+        into: Where the sum over the shard axis goes. None: into the send buffer.
+        result: Where the result goes, on the device.
+        out: Where it is wanted: `result`, or memory of the host.
+    """
+
+    reduction: Reduction
+    sums: Sums
+    into: Tensor | None
+    result: Tensor
+    out: Tensor
+
+
 class DeviceCheckHandle:
     """Numbers on their way from the device, through pinned memory, to a host tensor."""
 
@@ -92,10 +122,6 @@ class DeviceCheckHandle:
         self._pinned = pinned
         self._event = event
 
-    def is_done(self) -> bool:
-        """Whether the numbers are there."""
-        return self._device.is_done(self._event)
-
     def wait(self) -> None:
         """Block the host until the numbers are there."""
         self._device.synchronize(self._event)
@@ -107,21 +133,18 @@ class HostCheckHandle:
 
     is_of_host = True
 
-    def __init__(self, work: dist.Work | None) -> None:
+    def __init__(self, work: dist.Work | None, issued: Issued | None) -> None:
         self._work = work
-
-    def is_done(self) -> bool:
-        """Whether all hosts have come."""
-        return self._work is None or bool(self._work.is_completed())
+        self._issued = issued
 
     def wait(self) -> None:
         """Block until all hosts have come; again is free."""
         work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        if work is not None and self._issued is not None:
+            self._issued.wait([work])
 
 
-class AcceleratorStreams(CommStreams):
+class AcceleratorStreams(WatchedStreams):
     """One stream each for gathers, reduce-scatters and all-reduces over the replicate axis.
 
     A collective library runs what one communicator is given in the order of issue, so more streams
@@ -202,10 +225,11 @@ class AcceleratorStreams(CommStreams):
     # --- collectives ---
 
     def start_gather(
-        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any]
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any], of: str
     ) -> Handle:
         """Cast and gather on the gather stream, after the slots' last readers."""
         assert isinstance(axis, AcceleratorAxis)
+        issued = axis.issue("all-gather", of, sum(gather.full.nbytes for gather in gathers))
         for event in after:
             if event is not None:
                 self._device.wait(self._gather, event)
@@ -215,20 +239,21 @@ class AcceleratorStreams(CommStreams):
             if axis.size > 1:
                 _gather_all(gathers, axis)
         event = self._device.record(self._gather)
+        if issued is not None:
+            issued.started(functools.partial(self._device.is_done, event))
         if any(gather.is_on_host for gather in gathers):
             self._host_read = event
         return EventHandle(self._device, event)
 
-    def start_reduce(self, reductions: Sequence[Reduction]) -> ReduceEventHandle:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ReduceEventHandle:
         """Reduce-scatter on one stream, all-reduce on the next."""
-        # All memory belongs to the compute stream: it is allocated here, not in the streams below.
+        # All memory belongs to the compute stream: it is allocated before others may touch it.
         outs = [self._new_result(reduction) for reduction in reductions]
         handle = ReduceEventHandle(self._device, outs)
+        prepared = [self._prepare(*pair, handle) for pair in zip(reductions, outs, strict=True)]
         self._device.wait(self._reduce, self.fence())
         try:
-            ends = [self._reduce]
-            for reduction, out in zip(reductions, outs, strict=True):
-                ends.append(self._start_one(reduction, out, handle))
+            ends = [self._reduce, *(self._start_one(each, handle, of) for each in prepared)]
         except BaseException:
             self.join()  # What was issued still writes memory that nobody will wait for.
             raise
@@ -243,8 +268,8 @@ class AcceleratorStreams(CommStreams):
             return self._device.empty_on_host(numel, dtype, pinned=reduction.is_pinned)
         return self._device.empty(numel, dtype)
 
-    def _start_one(self, reduction: Reduction, out: Tensor, handle: ReduceEventHandle) -> Any:
-        """Start one reduction; return the stream that it ends on."""
+    def _prepare(self, reduction: Reduction, out: Tensor, handle: ReduceEventHandle) -> _Prepared:
+        """Allocate what one reduction needs beside its result."""
         result = out
         if reduction.is_to_host:
             result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))
@@ -257,13 +282,22 @@ class AcceleratorStreams(CommStreams):
         elif sums.replicate_axis is not None:
             # Else the send buffer would be in use until the all-reduce is done.
             into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))
+        return _Prepared(reduction, sums, into, result, out)
+
+    def _start_one(self, prepared: _Prepared, handle: ReduceEventHandle, of: str) -> Any:
+        """Start one reduction; return the stream that it ends on."""
+        reduction, sums, result = prepared.reduction, prepared.sums, prepared.result
         stream = self._reduce
+        shard_axis = reduction.shard_axis
+        assert isinstance(shard_axis, AcceleratorAxis)
+        handle.note(shard_axis.issue_reduce("reduce-scatter", of, reduction.send.nbytes))
         with self._device.on(stream):
-            total = sums.reduce_scatter(into)
+            total = sums.reduce_scatter(prepared.into)
             if sums.replicate_axis is None:
                 sums.finish(total, result)
         if sums.replicate_axis is not None:
             stream = self._follow(self._all_reduce, stream)
+            handle.note(sums.replicate_axis.issue("all-reduce", of, total.nbytes))
             with self._device.on(stream):
                 sums.all_reduce(total)
                 sums.finish(total, result)
@@ -273,9 +307,9 @@ class AcceleratorStreams(CommStreams):
                 stream = self._follow(reduction.hook_stream, stream)
             with self._device.on(stream):
                 reduction.hook(result)
-        if result is not out:
+        if result is not prepared.out:
             with self._device.on(stream):
-                out.copy_(result, non_blocking=reduction.is_pinned)
+                prepared.out.copy_(result, non_blocking=reduction.is_pinned)
         return stream
 
     def _follow(self, stream: Any, before: Any) -> Any:
@@ -283,19 +317,23 @@ class AcceleratorStreams(CommStreams):
         self._device.wait(stream, self._device.record(before))
         return stream
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
+    def start_all_reduce_max(
+        self, tensor: Tensor, axes: Sequence[AxisComm], of: str
+    ) -> CheckHandle:
         """All-reduce by the host's engine if all axes have one, else a copy on the device."""
         own = _as_own(axes)
         groups = [axis.host_group for axis in own]
         if any(group is None for group in groups):
-            return self._start_max_on_device(tensor, own)
+            return self._start_max_on_device(tensor, own, of)
         for group in groups[:-1]:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+            with channel_of(group).run("all-reduce", of, tensor.nbytes):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        issued = channel_of(groups[-1]).issue("all-reduce", of, tensor.nbytes)
         last = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        return HostCheckHandle(last)
+        return HostCheckHandle(last, issued)
 
     def _start_max_on_device(
-        self, tensor: Tensor, axes: Sequence[AcceleratorAxis]
+        self, tensor: Tensor, axes: Sequence[AcceleratorAxis], of: str
     ) -> DeviceCheckHandle:
         pinned = self._device.empty_on_host(tensor.numel(), tensor.dtype, pinned=True)
         pinned.copy_(tensor)
@@ -304,6 +342,7 @@ class AcceleratorStreams(CommStreams):
             on_device = self._device.empty(tensor.numel(), tensor.dtype)
             on_device.copy_(pinned, non_blocking=True)
             for axis in axes:
+                axis.issue("all-reduce", of, tensor.nbytes)
                 dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
             pinned.copy_(on_device, non_blocking=True)
         return DeviceCheckHandle(self._device, tensor, pinned, self._device.record(self._reduce))

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._custom_comm import AllGather, ReduceScatter
-    from shardkit.backends.hang_watch import Progress
     from shardkit.backends.traced import Region
 
 
@@ -41,6 +40,16 @@ class AxisComm(Protocol):
         """Return every rank's picklable `item`, in rank order."""
 
 
+def first_of_all(item: Any, axes: Sequence[AxisComm]) -> Any:
+    """Return the first picklable item, of any rank over `axes`, that is not None; None: all are.
+
+    Cost: an exchange per axis.
+    """
+    for axis in axes:
+        item = next((each for each in axis.exchange(item) if each is not None), None)
+    return item
+
+
 class Handle(Protocol):
     """Work that has been started."""
 
@@ -52,16 +61,13 @@ class Handle(Protocol):
 
 
 class CheckHandle(Handle, Protocol):
-    """A comparison that has been started.
+    """Small numbers of all ranks on their way.
 
     Attributes:
         is_of_host: To wait for it the host waits for other hosts, never for the device.
     """
 
     is_of_host: bool
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
 
 
 class ReduceHandle(Protocol):
@@ -156,8 +162,11 @@ class CommStreams(ABC):
 
     region: Region | None = None
 
-    def watch(self, progress: Progress) -> None:
-        """Take what can explain a hang; may be ignored."""
+    def note_step(self) -> None:
+        """A root forward begins: ranks that wait tell each other their steps."""
+
+    def note_error(self, error: BaseException) -> None:
+        """An exception left a forward: this rank may part from the others now."""
 
     def allocate_from(self, axes: Sequence[AxisComm]) -> None:
         """Take the memory of buffers from an engine of one of `axes`, if one offers any.
@@ -199,7 +208,9 @@ class CommStreams(ABC):
         """Let the compute stream wait for a fence; None is nothing to wait for."""
 
     @abstractmethod
-    def start_gather(self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Any]) -> Handle:
+    def start_gather(
+        self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Any], of: str
+    ) -> Handle:
         """Cast and all-gather buckets, not before the fences `after`.
 
         Cost: one all-gather per bucket.
@@ -208,17 +219,20 @@ class CommStreams(ABC):
             gathers: `Gather`; where operators are traced `TracedGather`.
             axis: Gather over it.
             after: Fences.
+            of: Names of the groups.
         """
 
     @abstractmethod
-    def start_reduce(self, reductions: Sequence[Reduction]) -> ReduceHandle:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ReduceHandle:
         """Reduce-scatter buckets after all compute issued so far.
 
         Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
         """
 
     @abstractmethod
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
+    def start_all_reduce_max(
+        self, tensor: Tensor, axes: Sequence[AxisComm], of: str
+    ) -> CheckHandle:
         """MAX all-reduce of a small host tensor over every axis, one after another."""
 
 
@@ -234,6 +248,11 @@ class MeshBackend(ABC):
     device: torch.device
     is_traced: bool = False
     is_spmd: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it can communicate: its process groups have not been destroyed."""
+        return True
 
     @abstractmethod
     def process_group(self, axis: int) -> Any:

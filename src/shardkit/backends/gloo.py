@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit.backends.base import CommStreams, Gather
+from shardkit.backends.base import Gather
 from shardkit.backends.gloo_axis import GlooAxis, WorkHandle
 from shardkit.backends.gloo_exchange import ExchangeHandle, is_small, sends_own
-from shardkit.backends.hang_watch import HangWatch
 from shardkit.backends.process_group import (
     ProcessGroupBackend,
+    WatchedStreams,
     all_gather_single,
     custom_all_gather,
 )
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Handle, Reduction
-    from shardkit.backends.hang_watch import Progress
+    from shardkit.backends.base import AxisComm, CommStreams, Handle, Reduction
     from shardkit.backends.process_group import CustomCollective
+    from shardkit.backends.watch.channel import Issued
 
 
 _MAX_BROADCASTS = 8
@@ -62,7 +62,7 @@ def _start_all_gather(gather: Gather, axis: GlooAxis) -> list[dist.Work | None]:
 class GatherHandle:
     """Gathers in collectives of their own, or by the user's own functions."""
 
-    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, hang_watch: HangWatch) -> None:
+    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
         self._customs: list[tuple[Gather, CustomCollective]] = []
         works: list[dist.Work | None] = []
         for gather in gathers:
@@ -72,7 +72,7 @@ class GatherHandle:
                 works.append(custom.work)
             else:
                 works += _start_all_gather(gather, axis)
-        self._handle = WorkHandle(works, axis.group, hang_watch)
+        self._handle = WorkHandle(works, issued)
 
     def wait(self) -> None:
         """Block until they are done, and copy from the user's buffers; again is free."""
@@ -85,14 +85,14 @@ class GatherHandle:
 class StagedGather:
     """Several small gathers in one collective, through a staging buffer."""
 
-    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, hang_watch: HangWatch) -> None:
+    def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
         self._gathers = gathers
         self._axis = axis
         own = torch.cat([gather.own.view(torch.uint8) for gather in gathers])
         self._staging = own.new_empty(axis.size * own.numel())
         self._staging.view(axis.size, -1)[axis.rank] = own
         whole = Gather(self._staging, self._staging.view(axis.size, -1)[axis.rank], own)
-        self._handle = WorkHandle(_start_all_gather(whole, axis), axis.group, hang_watch)
+        self._handle = WorkHandle(_start_all_gather(whole, axis), issued)
 
     def wait(self) -> None:
         """Block until it is done, and copy to where it belongs; again is free."""
@@ -106,49 +106,44 @@ class StagedGather:
         self._gathers = ()
 
 
-class HostStreams(CommStreams):
+class HostStreams(WatchedStreams):
     """gloo has no streams: order comes from waiting."""
-
-    def __init__(self) -> None:
-        self._hang_watch = HangWatch()
-
-    def watch(self, progress: Progress) -> None:
-        """Look into long waits."""
-        self._hang_watch.progress = progress
 
     def after_optimizer(self, event: Any) -> None:
         """Wait for the event now: the host is what runs the gathers."""
         event.synchronize()
 
     def start_gather(
-        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[None]
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[None], of: str
     ) -> Handle:
         """Cast this rank's range, then gather in place."""
         del after
         assert isinstance(axis, GlooAxis)
+        nbytes = sum(gather.full.nbytes for gather in gathers)
+        issued = axis.issue("all-gather", of, nbytes)
         for gather in gathers:
             gather.own.copy_(gather.shard)
         is_plain = all(gather.comm is None for gather in gathers)
-        nbytes = sum(gather.full.nbytes for gather in gathers)
         if len(gathers) > 1 and is_plain and is_small(nbytes, axis):
-            return StagedGather(gathers, axis, self._hang_watch)
-        return GatherHandle(gathers, axis, self._hang_watch)
+            return StagedGather(gathers, axis, issued)
+        return GatherHandle(gathers, axis, issued)
 
-    def start_reduce(self, reductions: Sequence[Reduction]) -> ExchangeHandle:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ExchangeHandle:
         """Exchange the pieces; waiting adds them."""
-        return ExchangeHandle(reductions, self._hang_watch)
+        return ExchangeHandle(reductions, of)
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> WorkHandle:
+    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm], of: str) -> WorkHandle:
         """Start over one axis; over several, one after another, waiting between."""
         for axis in axes[:-1]:
-            self._start_max(tensor, axis).wait()
-        return self._start_max(tensor, axes[-1])
+            self._start_max(tensor, axis, of).wait()
+        return self._start_max(tensor, axes[-1], of)
 
-    def _start_max(self, tensor: Tensor, axis: AxisComm) -> WorkHandle:
+    def _start_max(self, tensor: Tensor, axis: AxisComm, of: str) -> WorkHandle:
         assert isinstance(axis, GlooAxis)
         assert axis.reduce_group is not None
+        issued = axis.reduce_channel.issue("all-reduce", of, tensor.nbytes)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=axis.reduce_group, async_op=True)
-        return WorkHandle([work], axis.reduce_group, self._hang_watch)
+        return WorkHandle([work], issued)
 
 
 class GlooBackend(ProcessGroupBackend):

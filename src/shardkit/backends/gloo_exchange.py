@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.base import AxisComm, Reduction
-    from shardkit.backends.hang_watch import HangWatch
     from shardkit.backends.process_group import CustomCollective
 
 _MAX_STAGED_NBYTES = 2 << 20
@@ -32,9 +31,9 @@ class ExchangeHandle:
 
     fence = None
 
-    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._reductions = reductions
-        self._exchange = _start_exchange(reductions, hang_watch)
+        self._exchange = _start_exchange(reductions, of)
         self._sums: list[Tensor] | None = None
         self._outs: list[Tensor] | None = None
 
@@ -69,7 +68,7 @@ class Exchange:
     Where the user gave a reduce-scatter, that makes the sum: there is one piece then.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._reductions = reductions
         self._custom: dict[int, CustomCollective] = {}
         self._works = []
@@ -80,15 +79,14 @@ class Exchange:
                 continue
             if reduction.comm is not None:
                 assert axis.reduce_group is not None
+                issued = axis.reduce_channel.issue("reduce-scatter", of, reduction.send.nbytes)
                 custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
                 self._custom[i] = custom
-                self._works.append(WorkHandle([custom.work], axis.reduce_group, hang_watch))
+                self._works.append(WorkHandle([custom.work], issued))
             else:
                 receive, numel = reduction.receive, reduction.out_numel
                 assert receive is not None
-                self._works.append(
-                    _start_all_to_all(receive, reduction.send, numel, axis, hang_watch)
-                )
+                self._works.append(_start_all_to_all(receive, reduction.send, numel, axis, of))
 
     def wait_pieces(self) -> list[list[Tensor]]:
         """Return, for each reduction, this rank's range of every rank's gradients, in rank order.
@@ -108,7 +106,7 @@ class Exchange:
 class StagedExchange:
     """The same for several small reductions in one collective, through staging buffers."""
 
-    def __init__(self, reductions: Sequence[Reduction], hang_watch: HangWatch) -> None:
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         axis = reductions[0].shard_axis
         assert isinstance(axis, GlooAxis)
         self._axis = axis
@@ -118,9 +116,7 @@ class StagedExchange:
         piece_nbytes = self._send.shape[1]
         chunks = axis.size if sends_own(axis) else axis.size - 1
         self._receive = self._send.new_empty(chunks * piece_nbytes)
-        self._work = _start_all_to_all(
-            self._receive, self._send.view(-1), piece_nbytes, axis, hang_watch
-        )
+        self._work = _start_all_to_all(self._receive, self._send.view(-1), piece_nbytes, axis, of)
 
     def wait_pieces(self) -> list[list[Tensor]]:
         """Return, for each reduction, this rank's range of every rank's gradients."""
@@ -135,9 +131,7 @@ class StagedExchange:
         return result
 
 
-def _start_exchange(
-    reductions: Sequence[Reduction], hang_watch: HangWatch
-) -> Exchange | StagedExchange:
+def _start_exchange(reductions: Sequence[Reduction], of: str) -> Exchange | StagedExchange:
     is_one_axis = len({reduction.shard_axis for reduction in reductions}) == 1
     nbytes = sum(reduction.send.nbytes for reduction in reductions)
     is_custom = any(reduction.comm is not None for reduction in reductions)
@@ -147,8 +141,8 @@ def _start_exchange(
         and not is_custom
         and is_small(nbytes, reductions[0].shard_axis)
     ):
-        return StagedExchange(reductions, hang_watch)
-    return Exchange(reductions, hang_watch)
+        return StagedExchange(reductions, of)
+    return Exchange(reductions, of)
 
 
 def is_small(nbytes: int, axis: AxisComm) -> bool:
@@ -157,9 +151,10 @@ def is_small(nbytes: int, axis: AxisComm) -> bool:
 
 
 def _start_all_to_all(
-    receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, hang_watch: HangWatch
+    receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, of: str
 ) -> WorkHandle:
     """Send range r of `send` to rank r; a rank's own range stays where it is if it can."""
+    issued = axis.reduce_channel.issue("reduce-scatter", of, send.nbytes)
     assert axis.reduce_group is not None
     splits = [piece_numel] * axis.size
     if not sends_own(axis):
@@ -168,7 +163,7 @@ def _start_all_to_all(
     work = dist.all_to_all_single(
         receive, send, splits, splits, group=axis.reduce_group, async_op=True
     )
-    return WorkHandle([work], axis.reduce_group, hang_watch)
+    return WorkHandle([work], issued)
 
 
 def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> list[Tensor]:

@@ -17,7 +17,9 @@ from torch.distributed import device_mesh as torch_mesh
 from shardkit import _compat
 from shardkit._errors import MeshError
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.base import Backend
+from shardkit.backends.base import Backend, CommStreams
+from shardkit.backends.watch.channel import channel_of
+from shardkit.backends.watch.current import current_station
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit.backends.base import Gather, Reduction
+    from shardkit.backends.watch.channel import Issued
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -105,6 +108,9 @@ def _must_be_split(parent: dist.ProcessGroup) -> bool:
     return bool(getattr(engine, "supports_splitting", False))
 
 
+_compat.separate_attempts()  # Before anyone calls `init_process_group`.
+
+
 class ProcessGroupAxis:
     """`AxisComm` over one torch process group."""
 
@@ -113,29 +119,64 @@ class ProcessGroupAxis:
         self.size = group.size()
         self.rank = group.rank()
 
+    def issue(self, kind: str, of: str, nbytes: int) -> Issued | None:
+        """Announce a collective; None where one rank is alone."""
+        return channel_of(self.group).issue(kind, of, nbytes) if self.size > 1 else None
+
     def all_gather(self, full: Tensor, own: Tensor) -> None:
         """See `AxisComm.all_gather`."""
         if self.size == 1:
             if full.data_ptr() != own.data_ptr():
                 full.copy_(own)
             return
-        all_gather_single(full, own, group=self.group)
+        with channel_of(self.group).run("all-gather", "", full.nbytes):
+            all_gather_single(full, own, group=self.group)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """See `AxisComm.all_reduce`."""
         if self.size > 1:
-            dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
+            with channel_of(self.group).run(f"all-reduce ({op})", "", tensor.nbytes):
+                dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See `AxisComm.broadcast`."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=src)
+            with channel_of(self.group).run("broadcast", "", tensor.nbytes):
+                dist.broadcast(tensor, group=self.group, group_src=src)
 
     def exchange(self, item: Any) -> list[Any]:
         """See `AxisComm.exchange`."""
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+        return exchange(item, self.group)
+
+
+def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
+    """Return the picklable `item` of every rank of a process group, in rank order.
+
+    Args:
+        item: This rank's.
+        group: Torch's; None is the default one.
+        of: What it is for.
+
+    Cost: two all-gathers: of the sizes, of the items.
+    """
+    size = dist.get_world_size(group)
+    items: list[Any] = [item] * size
+    if size > 1:
+        with channel_of(group).run("exchange", of, 0):
+            dist.all_gather_object(items, item, group=group)
+    return items
+
+
+class WatchedStreams(CommStreams):
+    """Streams whose collectives are those of process groups."""
+
+    def note_step(self) -> None:
+        """Count it."""
+        current_station().step += 1
+
+    def note_error(self, error: BaseException) -> None:
+        """Remember it."""
+        current_station().note_error(error)
 
 
 class CustomCollective:
@@ -195,7 +236,13 @@ class ProcessGroupBackend(Backend):
         self._mesh = mesh
         self._axes = tuple(axes)
         self._comms: dict[int, ProcessGroupAxis] = {}
+        self._world = dist.group.WORLD
         self.device = torch.device(mesh.device_type)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process groups have not been destroyed since."""
+        return self._world is dist.group.WORLD
 
     def process_group(self, axis: int) -> dist.ProcessGroup:
         """Return torch's process group of one axis."""
@@ -300,6 +347,7 @@ def from_torch_mesh(
     mesh: torch_mesh.DeviceMesh, backend_class: type[ProcessGroupBackend]
 ) -> DeviceMesh:
     """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
+    current_station()  # From now on this process answers others.
     return DeviceMesh(
         device_type=mesh.device_type,
         shape=tuple(mesh.shape),

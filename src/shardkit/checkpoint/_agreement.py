@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from shardkit._errors import CheckpointError
-from shardkit.backends.process_group import group_rank
+from shardkit.backends.base import first_of_all
+from shardkit.backends.process_group import exchange, group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,8 +63,7 @@ def agreed(
     )
     all_of_them: list[tuple[str | None, str, object]] = [mine]
     if dist.is_initialized():
-        all_of_them *= dist.get_world_size(group)
-        dist.all_gather_object(all_of_them, mine, group=group)
+        all_of_them = exchange(mine, group, "a checkpoint")
     failed = {rank: reason for rank, (reason, *_) in enumerate(all_of_them) if reason is not None}
     if failed:
         raise CheckpointError(_message(what, failed)) from error
@@ -81,9 +81,7 @@ def agreed(
 def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
     """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
     reason = None if error is None else f"{type(error).__name__}: {error}"
-    for axis in range(mesh.ndim):
-        reasons = mesh.backend.axis(axis).exchange(reason)
-        reason = next((r for r in reasons if r is not None), None)
+    reason = first_of_all(reason, [mesh.backend.axis(axis) for axis in range(mesh.ndim)])
     if reason is not None:
         msg = f"rank {mesh.ranks[0]} {what}: {reason}"
         raise CheckpointError(msg) from error

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardkit._errors import CheckpointError
 from shardkit._state.full import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.watch.channel import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.planners import SavePlanner, Whole
@@ -142,7 +143,8 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Me
     planner = SavePlanner(make_state, meter.expect)
     try:
         if dist.is_initialized():
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+            with channel_of(group).run("saving", "a checkpoint", 0):
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
         else:
             _write_alone(writer, planner)
     except BaseException as error:

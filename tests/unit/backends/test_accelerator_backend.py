@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import types
 import typing
-import warnings
 
 import pytest
 import torch
@@ -19,14 +18,12 @@ from shardkit import (
     CPUOffloadPolicy,
     MeshError,
     OffloadPolicy,
-    RankMismatchError,
     WrapError,
 )
 from shardkit._layout.flat import FlatLayout
 from shardkit._module.checks import _check_current_device, check_params
 from shardkit._module.fully_shard import _device_type
 from shardkit._params.sites import ParamEntry
-from shardkit._runtime.agreement import REDUCE, StepCheck
 from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import ShardSpec
@@ -281,126 +278,26 @@ def test_the_ranks_of_a_split_give_its_group_one_name(groups: Groups, *, bound: 
     assert len({*names[0], *names[2]}) == 4, "and every group another one"
 
 
-# --- the comparison of the ranks' steps ---------------------------------------------------------
-
-
-class Sent:
-    """A comparison under way: of the host's engine or the device's, with what it will find."""
-
-    def __init__(self, events: list[str], vector: Tensor, *, is_of_host: bool) -> None:
-        self.name = f"wait {sum(event.startswith('start') for event in events)}"
-        self.is_of_host = is_of_host
-        self.differs = False
-        self.has_arrived = False
-        self._events = events
-        self._vector = vector
-
-    def is_done(self) -> bool:
-        return self.has_arrived
-
-    def wait(self) -> None:
-        self._events.append(self.name)
-        if self.differs:
-            self._vector[0] += 1
-
-
-class Steps:
-    """A `StepCheck` of two ranks, and what it does in which order."""
-
-    def __init__(self, *, is_of_host: bool = False) -> None:
-        self.events: list[str] = []
-        self.sent: list[Sent] = []
-        self._is_of_host = is_of_host
-        gradients = Stub(buckets=[Stub(fired=bytearray([1, 0]))])
-        other = [[0], [0]]
-        axis = Stub(size=2, rank=0, exchange=lambda logs: [logs, [other]])
-        self.check = StepCheck([Stub(name="a", gradients=gradients)], [axis])  # type: ignore[list-item]
-
-    def start(self) -> None:
-        self.check.note(REDUCE, 0)
-        self.check.start(Stub(start_all_reduce_max=self._start))  # type: ignore[arg-type]
-
-    def _start(self, vector: Tensor, axes: Sequence[object]) -> Sent:
-        assert len(axes) == 1
-        self.events.append(f"start {len(self.sent) + 1}")
-        self.sent.append(Sent(self.events, vector, is_of_host=self._is_of_host))
-        return self.sent[-1]
-
-
-def test_the_next_comparison_waits_for_the_one_before() -> None:
-    steps = Steps()
-    for _ in range(3):
-        steps.start()
-    assert steps.events == ["start 1", "wait 1", "start 2", "wait 2", "start 3"]
-    steps.check.finish()
-    steps.check.finish()
-    assert steps.events[5:] == ["wait 3"]
-
-
-def test_a_difference_is_not_lost_when_a_backward_follows_at_once() -> None:
-    steps = Steps()
-    steps.start()
-    steps.sent[0].differs = True
-    with pytest.raises(RankMismatchError, match="rank 0 of the mesh has none, rank 1 all-gathers"):
-        steps.start()
-    assert steps.events == ["start 1", "wait 1"]
-
-
-@pytest.mark.parametrize("is_of_host", [True, False])
-def test_a_forward_waits_for_hosts_only(*, is_of_host: bool) -> None:
-    steps = Steps(is_of_host=is_of_host)
-    steps.check.finish_on_host()
-    steps.start()
-    steps.check.finish_on_host()
-    assert steps.events == ["start 1", "wait 1"][: 2 if is_of_host else 1]
-    steps.check.finish()
-    assert steps.events == ["start 1", "wait 1"]
-
-
-def test_who_needs_to_know_which_parameters_were_used_waits() -> None:
-    steps = Steps()
-    steps.start()
-    assert steps.check.used_anywhere() == [[[1, 0]]]
-    assert steps.events == ["start 1", "wait 1"]
-
-
-@pytest.mark.parametrize("has_arrived", [True, False])
-@pytest.mark.parametrize("differs", [True, False])
-def test_the_last_comparison_is_told_at_the_end_if_it_is_there(
-    *, has_arrived: bool, differs: bool
-) -> None:
-    steps = Steps()
-    steps.start()
-    steps.sent[0].differs, steps.sent[0].has_arrived = differs, has_arrived
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        steps.check.warn_of_last()
-        steps.check.warn_of_last()
-    assert [warning.category for warning in caught] == [RuntimeWarning] * (has_arrived and differs)
-    assert steps.events == ["start 1", "wait 1"][: 2 if has_arrived else 1], "nobody hangs at exit"
+# --- small numbers that the host reads ------------------------------------------------------------
 
 
 def test_numbers_from_the_device_are_there_after_the_wait() -> None:
     events: list[object] = []
-    device: typing.Any = Stub(synchronize=events.append, is_done=lambda event: event == "done")
+    device: typing.Any = Stub(synchronize=events.append)
     target, pinned = torch.zeros(3), torch.ones(3)
     handle = DeviceCheckHandle(device, target, pinned, "event")
     assert not handle.is_of_host
-    assert not handle.is_done()
     assert target.tolist() == [0, 0, 0]
     handle.wait()
     assert events == ["event"]
     assert target.tolist() == [1, 1, 1]
-    assert DeviceCheckHandle(device, target, pinned, "done").is_done()
 
 
 def test_a_collective_of_hosts_is_waited_for_once() -> None:
-    waits: list[str] = []
-    work: typing.Any = Stub(is_completed=lambda: False, wait=lambda: waits.append("wait"))
-    handle = HostCheckHandle(work)
+    waited: list[object] = []
+    work: typing.Any = Stub()
+    handle = HostCheckHandle(work, typing.cast("typing.Any", Stub(wait=waited.extend)))
     assert handle.is_of_host
-    assert not handle.is_done()
     handle.wait()
     handle.wait()
-    assert waits == ["wait"]
-    assert handle.is_done()
+    assert waited == [work]

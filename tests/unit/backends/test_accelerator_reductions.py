@@ -283,7 +283,7 @@ class Reducing:
 
     def reduce(self) -> list[str]:
         """Reduce and assign; return the operators of the assignment, without views."""
-        start_reduce([(self.gradients, True)], self.streams, self.pool)
+        start_reduce([(self.gradients, True)], self.streams, self.pool, "group")
         with Operators() as operators:
             self.gradients.finish_reduce(self.pool)
         self.gradients.forget_fired()

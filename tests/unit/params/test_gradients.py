@@ -46,7 +46,7 @@ class Collecting:
         return {name: set(reduction.send[at : at + n].tolist()) for name, at, n in places}
 
     def start(self, *, all_reduce: bool = True) -> None:
-        start_reduce([(self.gradients, all_reduce)], self.streams, self.pool)
+        start_reduce([(self.gradients, all_reduce)], self.streams, self.pool, "group")
 
     def reduce(self, *, all_reduce: bool = True) -> None:
         self.start(all_reduce=all_reduce)
@@ -133,7 +133,7 @@ def test_groups_are_reduced_by_one_call() -> None:
     for each in (one, other):
         each.take("a", 1.0)
     both = [(each.gradients, True) for each in (one, other)]
-    start_reduce(both, one.streams, one.pool)
+    start_reduce(both, one.streams, one.pool, "group")
     assert [what for what, _ in one.log] == ["start reduce_scatter"]
     assert other.log == []
     for each in (one, other):

@@ -1,10 +1,9 @@
-"""What ranks compare: their models at first, their collectives of every step; and what they say."""
+"""What ranks tell each other: their models at first, and what they used in every step."""
 
 from __future__ import annotations
 
 import types
 import typing
-import warnings
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, RankMismatchError, fully_shard
 from shardkit._module.hooks import get_state
-from shardkit._runtime import agreement
-from shardkit._runtime.agreement import GATHER, REDUCE, StepCheck, check_same_model
+from shardkit._runtime.agreement import UsedParameters, _describe, check_same_model
+from shardkit._watch_settings import watch_settings
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ def groups_of(
 ) -> list[typing.Any]:
     """Return the groups of two layers, changed before they are sharded."""
     mesh, _ = recording_mesh((2,))
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     change(model)
     if not together:
@@ -60,7 +60,9 @@ class Ranks:
 
     def exchange(self, item: typing.Any) -> list[typing.Any]:
         self.exchanged += 1
-        described = [[(g.name, *g.describe()) for g in groups] for groups in self.others]
+        if item is None or isinstance(item, str):  # What was found over other axes.
+            return [item] * self.size
+        described = [[(g.name, *_describe(g)) for g in groups] for groups in self.others]
         return [item, *described]
 
 
@@ -93,6 +95,14 @@ def test_every_axis_of_several_ranks_is_asked() -> None:
     alone, first, second = Ranks(size=1), Ranks(groups_of()), Ranks(groups_of())
     check_same_model(groups_of(), typing.cast("typing.Any", [alone, first, second]))
     assert [len(axis.compared) for axis in (alone, first, second)] == [0, 1, 1]
+
+
+def test_what_differs_in_one_row_is_told_in_all() -> None:
+    """Else other rows wait for ranks that have raised."""
+    rows, columns = Ranks(groups_of(wider)), Ranks(groups_of())
+    with pytest.raises(RankMismatchError, match=r"1\.weight"):
+        check_same_model(groups_of(), typing.cast("typing.Any", [rows, columns]))
+    assert (rows.exchanged, columns.exchanged) == (2, 1)
 
 
 def wider(model: nn.Sequential) -> None:
@@ -162,220 +172,143 @@ def test_the_rank_that_differs_is_named() -> None:
         compare(groups_of(), groups_of(), groups_of(wider))
 
 
-# --- the collectives of a step --------------------------------------------------------------------
+def other_values(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[1].bias[-1] += 1
+
+
+def test_a_parameter_with_other_values_is_named() -> None:
+    with pytest.raises(RankMismatchError, match=r"parameter '1\.bias' was not the same on posi"):
+        compare(groups_of(), groups_of(other_values))
+
+
+def test_values_that_were_written_since_are_not_compared() -> None:
+    """As those of ranks that wait for the first one to load a checkpoint."""
+    groups = groups_of(other_values)
+    with torch.no_grad():
+        groups[0].buckets[0].entries[0].param.zero_()
+    compare(groups_of(), groups)
+
+
+def test_values_are_not_compared_where_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_settings, "compare_values", False)
+    compare(groups_of(), groups_of(other_values))
+
+
+# --- what was used -------------------------------------------------------------------------------
 
 
 class Wire:
-    """Ranks' checks and the all-reduce between them."""
+    """What several ranks used, and the all-reduce between them."""
 
     def __init__(self, num_ranks: int, groups: Sequence[str] = ("root", "a", "b")) -> None:
         self.vectors: list[Tensor] = []
-        self.is_done = True
+        self.events: list[str] = []
+        self.said: list[str] = []
         self.is_of_host = True
-        self.size = num_ranks
-        self.numels: list[int] = []
-        self.checks = [StepCheck(self._groups(groups), [self._axis()]) for _ in range(num_ranks)]
+        axis = typing.cast("typing.Any", types.SimpleNamespace(size=num_ranks))
+        self.used = [UsedParameters(groups_of_two(groups), [axis]) for _ in range(num_ranks)]
 
-    @staticmethod
-    def _groups(names: Sequence[str]) -> typing.Any:
-        """Make groups of one bucket of two parameters each."""
-        return [
-            types.SimpleNamespace(
-                name=name,
-                gradients=types.SimpleNamespace(
-                    buckets=[types.SimpleNamespace(fired=bytearray(2))]
-                ),
-            )
-            for name in names
-        ]
-
-    def _axis(self) -> typing.Any:
-        return types.SimpleNamespace(size=self.size, exchange=self._exchange)
-
-    def _exchange(self, logs: typing.Any) -> typing.Any:
-        """Return every rank's logs; one that has not finished its own comparison shows them."""
-        self.exchanged = logs
-        return [[each] for each in self.sent]
-
-    def start_all_reduce_max(self, vector: Tensor, axes: Sequence[object]) -> typing.Any:
+    def start_all_reduce_max(self, vector: Tensor, axes: Sequence[object], of: str) -> typing.Any:
         assert len(axes) == 1
+        self.said.append(of)
         self.vectors.append(vector)
-        self.numels.append(vector.numel())
-        return types.SimpleNamespace(
-            wait=self._wait, is_done=lambda: self.is_done, is_of_host=self.is_of_host
+        number = len(self.vectors)
+        self.events.append(f"start {number}")
+
+        def wait() -> None:
+            self.events.append(f"wait {number}")
+            largest = torch.stack(self.vectors).amax(0)
+            for each in self.vectors:
+                each.copy_(largest)
+
+        return types.SimpleNamespace(wait=wait, is_of_host=self.is_of_host)
+
+    def start(self, used: UsedParameters) -> None:
+        used.start(typing.cast("typing.Any", self))
+
+
+def bucket_of_two(name: str) -> typing.Any:
+    """Make the gradients of a bucket of two parameters."""
+    entries = [
+        types.SimpleNamespace(name=f"{name}.{i}", param=nn.Parameter(torch.ones(1)))
+        for i in range(2)
+    ]
+    bucket = types.SimpleNamespace(entries=entries)
+    return types.SimpleNamespace(fired=bytearray(2), bucket=bucket)
+
+
+def groups_of_two(names: Sequence[str]) -> typing.Any:
+    """Make groups of one bucket of two parameters each."""
+    return [
+        types.SimpleNamespace(
+            name=name,
+            gradients=types.SimpleNamespace(buckets=[bucket_of_two(name)]),
         )
-
-    def _wait(self) -> None:
-        largest = torch.stack(self.vectors).amax(0)
-        for vector in self.vectors:
-            vector.copy_(largest)
-
-    def note(self, *by_rank: Sequence[tuple[int, int]]) -> None:
-        for check, collectives in zip(self.checks, by_rank, strict=True):
-            for kind, group in collectives:
-                check.note(kind, group)
-
-    def start(self) -> None:
-        self.vectors.clear()
-        for check in self.checks:
-            check.start(typing.cast("typing.Any", self))
-        self.sent = [check.snapshot() for check in self.checks]
-
-    def compare(self, *by_rank: Sequence[tuple[int, int]]) -> None:
-        """Note collectives of every rank, and compare them."""
-        self.note(*by_rank)
-        self.start()
-        for check in self.checks:
-            check.finish()
-
-
-STEP = [(GATHER, 0), (GATHER, 1), (GATHER, 2), (REDUCE, 2), (REDUCE, 1), (REDUCE, 0)]
-
-
-def test_equal_steps_are_passed_and_forgotten() -> None:
-    wire = Wire(2)
-    wire.compare(STEP, STEP)
-    assert wire.numels == [2 + 3 * 2] * 2, "16 bytes, and 8 per parameter"
-    assert [check.snapshot() for check in wire.checks] == [[[], []]] * 2
-    wire.compare(STEP[:2], STEP[:2])
-
-
-def test_gathers_and_reductions_may_come_between_each_other() -> None:
-    """Where a rank does not use a module, its reductions come later."""
-    wire = Wire(2)
-    others = [(GATHER, 0), (REDUCE, 2), (GATHER, 1), (GATHER, 2), (REDUCE, 1), (REDUCE, 0)]
-    wire.compare(STEP, others)
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            [(GATHER, 0), (GATHER, 2)],
-            (
-                "after 1 all-gathers of this step, rank 0 of the mesh all-gathers 'a', rank 1 "
-                "all-gathers 'b'"
-            ),
-        ),
-        ([(GATHER, 0)], "all-gathers 'a', rank 1 has no more, 'root' was its last"),
-        ([], "after 0 all-gathers of this step, rank 0 of the mesh all-gathers 'root', rank 1 has"),
-        (
-            [(GATHER, 0), (GATHER, 1), (REDUCE, 1)],
-            (
-                "after 0 reduce-scatters of this step, rank 0 of the mesh has none, rank 1 "
-                "reduce-scatters 'a'"
-            ),
-        ),
-    ],
-    ids=["another", "no more", "none", "reduction"],
-)
-def test_every_rank_hears_where_the_steps_part(other: list[tuple[int, int]], message: str) -> None:
-    wire = Wire(2)
-    wire.note([(GATHER, 0), (GATHER, 1)], other)
-    wire.start()
-    for check in wire.checks:
-        with pytest.raises(RankMismatchError) as caught:
-            check.finish()
-        assert message in str(caught.value)
-        assert "do not use this step's gradients" in str(caught.value)
-    for check in wire.checks:
-        check.finish()  # It is told once.
-
-
-def test_a_different_rank_is_named_by_its_place() -> None:
-    wire = Wire(3)
-    with pytest.raises(RankMismatchError, match="rank 2 all-gathers 'b'"):
-        wire.compare([(GATHER, 1)], [(GATHER, 1)], [(GATHER, 2)])
-
-
-def test_steps_that_never_compare_are_folded_and_still_differ(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(agreement, "_MAX_LOG", 4)
-    wire = Wire(2)
-    wire.note([(GATHER, 1)] * 5, [(GATHER, 1)] * 5)
-    assert [check.snapshot() for check in wire.checks] == [[[1], []]] * 2
-    wire.compare([], [])
-    wire.note([(GATHER, 1)] * 4, [(GATHER, 2)] * 4)
-    wire.start()
-    for check in wire.checks:
-        with pytest.raises(RankMismatchError, match="ranks issued different collectives in this"):
-            check.finish()
+        for name in names
+    ]
 
 
 def test_what_fired_anywhere_is_told_by_group_and_bucket() -> None:
     wire = Wire(2)
-    wire.checks[0]._groups[1].gradients.buckets[0].fired[0] = 1  # noqa: SLF001
-    wire.checks[1]._groups[2].gradients.buckets[0].fired[1] = 1  # noqa: SLF001
-    wire.start()
-    for check in wire.checks:
-        assert check.used_anywhere() == [[[0, 0]], [[1, 0]], [[0, 1]]]
+    wire.used[0]._groups[1].gradients.buckets[0].fired[0] = 1  # noqa: SLF001
+    wire.used[1]._groups[2].gradients.buckets[0].fired[1] = 1  # noqa: SLF001
+    for used in wire.used:
+        wire.start(used)
+    assert [vector.nbytes for vector in wire.vectors] == [8 * 3 * 2] * 2, "8 per parameter"
+    for used in wire.used:
+        assert used.by_group() == [[[0, 0]], [[1, 0]], [[0, 1]]]
+
+
+def test_a_rank_that_froze_a_parameter_says_so() -> None:
+    """It is another text, so that ranks which differ talk before they go on."""
+    wire = Wire(2)
+    wire.start(wire.used[0])
+    bucket = wire.used[1]._groups[1].gradients.buckets[0].bucket  # noqa: SLF001
+    bucket.entries[0].param.requires_grad_(False)
+    wire.start(wire.used[1])
+    assert wire.said == [
+        "which of 6 trained parameters were used",
+        "which of 5 trained parameters were used, without the frozen a.0",
+    ]
 
 
 def test_alone_nothing_is_sent() -> None:
-    check = StepCheck(Wire._groups(["root"]), [])  # noqa: SLF001
-    check._groups[0].gradients.buckets[0].fired[1] = 1  # noqa: SLF001
-    check.note(GATHER, 0)
-    check.start(typing.cast("typing.Any", None))
-    assert check.used_anywhere() == [[[0, 1]]]
+    used = UsedParameters(groups_of_two(["root"]), [])
+    used._groups[0].gradients.buckets[0].fired[1] = 1  # noqa: SLF001
+    used.start(typing.cast("typing.Any", None))
+    assert used.by_group() == [[[0, 1]]]
+
+
+def test_without_trainable_parameters_nothing_is_sent() -> None:
+    wire = Wire(2, groups=())
+    wire.start(wire.used[0])
+    assert wire.used[0].by_group() == []
+    assert wire.events == []
 
 
 @pytest.mark.parametrize("is_of_host", [True, False])
-def test_only_what_the_host_waits_for_is_compared_early(is_of_host: bool) -> None:
+def test_a_forward_waits_for_hosts_only(is_of_host: bool) -> None:
     wire = Wire(2)
     wire.is_of_host = is_of_host
-    wire.note([(GATHER, 0)], [(GATHER, 1)])
-    wire.start()
-    if is_of_host:
-        with pytest.raises(RankMismatchError):
-            wire.checks[0].finish_on_host()
-    else:
-        wire.checks[0].finish_on_host()
-        with pytest.raises(RankMismatchError):
-            wire.checks[0].finish()
+    wire.used[0].finish_on_host()
+    wire.start(wire.used[0])
+    wire.used[0].finish_on_host()
+    assert wire.events == ["start 1", "wait 1"][: 2 if is_of_host else 1]
+    wire.used[0].finish()
+    assert wire.events == ["start 1", "wait 1"]
 
 
-def test_the_next_comparison_waits_for_the_last_one() -> None:
+def test_the_next_one_waits_for_the_last_one() -> None:
     wire = Wire(2)
-    wire.note([(GATHER, 0)], [(GATHER, 1)])
-    wire.start()
-    with pytest.raises(RankMismatchError):
-        wire.checks[0].start(typing.cast("typing.Any", wire))
+    for _ in range(3):
+        wire.start(wire.used[0])
+    assert wire.events == ["start 1", "wait 1", "start 2", "wait 2", "start 3"]
 
 
 def test_after_an_exception_the_step_is_forgotten() -> None:
     wire = Wire(2)
-    wire.note([(GATHER, 0)], [(GATHER, 1)])
-    wire.start()
-    wire.note([(GATHER, 0)], [])
-    for check in wire.checks:
-        check.reset()
-        assert check.snapshot() == [[], []]
-        check.finish()
-    wire.compare(STEP, STEP)
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_the_last_step_of_a_process_is_looked_at_if_it_is_there(is_done: bool) -> None:
-    wire = Wire(2)
-    wire.is_done = is_done
-    wire.note([(GATHER, 0)], [(GATHER, 1)])
-    wire.start()
-    if is_done:
-        with pytest.warns(RuntimeWarning, match="different collectives in the last backward"):
-            wire.checks[0].warn_of_last()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wire.checks[0].warn_of_last()  # Once.
-        wire.checks[1].reset()
-        wire.checks[1].warn_of_last()
-
-
-def test_snapshots_contradict_each_other_where_they_overlap() -> None:
-    (check,) = Wire(1).checks
-    ahead = [[0, 1, 2], [2]]
-    assert not check.contradicts([ahead, [[0, 1], []]])
-    assert not check.contradicts([[[0], []], ahead])
-    assert check.contradicts([ahead, [[0, 2], []]])
-    assert check.contradicts([ahead, [[0], [1]]])
-    assert check.difference([ahead, ahead]) is None
+    wire.start(wire.used[0])
+    wire.used[0].reset()
+    wire.used[0].finish()
+    assert wire.events == ["start 1"]

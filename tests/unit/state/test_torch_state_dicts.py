@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import state_dict as torch_functions
 
 import shardkit.checkpoint
 from shardkit import ShardedTensor, StateError, _compat
+from shardkit._after_import import AfterImport
 from shardkit._state.torch_state_dicts import distribute_state_dict, gather_state_dict
 
 if typing.TYPE_CHECKING:
@@ -30,7 +31,7 @@ for module in (state_dict, _state_dict_utils):
     for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
         assert hasattr(getattr(module, name), "wraps_torch"), (module, name)
 assert hasattr(_state_dict_utils._broadcast_tensors, "wraps_torch")
-assert not any(type(finder).__name__ == "_AfterImport" for finder in sys.meta_path)
+assert not any(type(finder).__name__ == "AfterImport" for finder in sys.meta_path)
 """
 
 
@@ -51,7 +52,7 @@ def test_a_module_is_handed_over_after_its_import(
     (tmp_path / "imported_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[types.ModuleType] = []
-    finder = _compat._AfterImport("imported_later", seen.append)  # noqa: SLF001
+    finder = AfterImport("imported_later", seen.append)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     import imported_later
 

@@ -49,10 +49,10 @@ class XlaStreams(CommStreams):
     @_compat.without_dispatch_modes
     @torch.no_grad()
     def start_gather(
-        self, gathers: Sequence[TracedGather], axis: AxisComm, after: Sequence[Any]
+        self, gathers: Sequence[TracedGather], axis: AxisComm, after: Sequence[Any], of: str
     ) -> Traced:
         """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
-        del axis, after
+        del axis, after, of
         for gather in gathers:
             parts = [self.region.enter_piece(piece) for piece in gather.pieces]
             if self.region.gathers_wait:
@@ -63,8 +63,9 @@ class XlaStreams(CommStreams):
 
     @_compat.without_dispatch_modes
     @torch.no_grad()
-    def start_reduce(self, reductions: Sequence[Reduction]) -> Traced:
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Traced:
         """Trace reductions: one reduce-scatter each, one all-reduce with a replicate axis."""
+        del of
         outs = []
         for reduction in reductions:
             carry = reduction.carry
@@ -79,6 +80,8 @@ class XlaStreams(CommStreams):
             outs.append(out.to(reduction.out_dtype))
         return Traced(outs)
 
-    def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm]) -> CheckHandle:
+    def start_all_reduce_max(
+        self, tensor: Tensor, axes: Sequence[AxisComm], of: str
+    ) -> CheckHandle:
         """Never called: steps are not compared, since a graph is the same on all ranks."""
-        raise NotImplementedError(tensor, axes)
+        raise NotImplementedError(tensor, axes, of)

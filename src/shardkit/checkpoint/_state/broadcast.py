@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardkit._errors import CheckpointError
+from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -63,7 +64,8 @@ class FromRank0:
             else:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device=self._device)
             if dist.is_initialized() and tensor.numel() > 0:
-                dist.broadcast(tensor, src=0)
+                with channel_of(None).run("broadcast", str(key), tensor.nbytes):
+                    dist.broadcast(tensor, src=0)
             yield key, tensor
 
 
@@ -94,4 +96,5 @@ def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
 
 def _broadcast_objects(objects: list[Any]) -> None:
     if dist.is_initialized():
-        dist.broadcast_object_list(objects, src=0)
+        with channel_of(None).run("broadcast", "keys", 0):
+            dist.broadcast_object_list(objects, src=0)

@@ -1,0 +1,99 @@
+"""``python -m shardkit why``: asks the ranks of a run from another process, or looks back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import typing
+
+import parting_cases
+import pytest
+from test_parting import environment_of, free_port
+
+from shardkit import StateError, _why
+from shardkit.backends.watch import runs
+from shardkit.backends.watch.answer import Answer
+from shardkit.backends.watch.place import Place
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have no other runs on this host."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield runs.folder()
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture
+def waiting_ranks() -> Iterator[list[subprocess.Popen[str]]]:
+    """Start two ranks, one of which sleeps while the other waits for it."""
+    port = free_port()
+    command = [sys.executable, parting_cases.__file__, "sleep", "-1", "late"]
+    ranks = [
+        subprocess.Popen(command, env=environment_of(rank, 2, port), text=True) for rank in range(2)
+    ]
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+
+
+def ask(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit", "why", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parting
+def test_a_run_is_asked_from_another_process(waiting_ranks: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 60
+    said = ""
+    while "rank 0 waited" not in said:  # Until then they start, and train.
+        assert time.monotonic() < deadline, said
+        time.sleep(1)
+        said = ask("--pid", str(waiting_ranks[0].pid))
+    assert "rank 0 waited" in said
+    assert "`sleep`, in sleep" in said or "`sleep`" in said
+    assert "these ranks have not come" in said
+    assert "time.sleep(60)" in said, "its stack"
+    assert "time.sleep(60)" not in ask("--no-stacks")
+    assert all(rank.poll() is None for rank in waiting_ranks), "the ranks go on"
+
+
+def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
+    for number in range(30):
+        answer = Answer(0, place=Place("train.py", 7, "train"), stack="the stack\n")
+        runs.keep_verdict(f"run{number}", f"verdict {number}", [answer])
+        os.utime(folder / f"run{number}.verdict", (number, number))
+    assert len([*folder.iterdir()]) <= 21
+    found = _why.report()
+    assert found.verdict == "verdict 29"
+    assert any("the stack" in line for line in found.lines(stacks=True))
+    assert not any("the stack" in line for line in found.lines(stacks=False))
+
+
+def test_files_of_processes_that_are_gone_go(folder: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    path = runs.register(runs.Run("gone", "127.0.0.1", 1, 2, 0, dead.pid, time.time()))
+    assert path is not None
+    (folder / "torn.run").write_text(json.dumps({"name": "x"})[:5])
+    assert runs.running() == []
+    assert not path.exists()
+
+
+def test_where_nothing_is_known_that_is_said() -> None:
+    with pytest.raises(StateError, match="no run of shardkit is on this host"):
+        _why.report()
