@@ -139,8 +139,8 @@ MUTATIONS = (
     ),
     Mutation(
         STREAMS,
-        "            ends = [self._reduce]",
-        "            ends = [self._gather]",
+        "            ends = [self._reduce, *",
+        "            ends = [self._gather, *",
         "zero3",
     ),
     Mutation(

@@ -384,7 +384,7 @@ _LABELS = {
     ("SendBuffer", "open"): "the send buffer",
     ("FlatStore", "_cut_shard"): "the shard",
     ("AcceleratorStreams", "_new_result"): "the result of a reduction",
-    ("AcceleratorStreams", "_start_one"): "the sum over the shard axis",
+    ("AcceleratorStreams", "_prepare"): "the sum over the shard axis",
     ("AcceleratorStreams", "_start_max_on_device"): "the numbers that ranks compare",
     ("FlatStore", "keep_part"): "the part that is kept between forward and backward",
 }

@@ -59,11 +59,18 @@ class Run:
         is_odd: This rank does.
     """
 
-    def __init__(self, culprit: int, mesh_shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        self.mesh = init_device_mesh("cpu", mesh_shape)
+    def __init__(
+        self,
+        culprit: int,
+        mesh_shape: tuple[int, ...],
+        sizes: tuple[int, ...],
+        device_type: str = "cpu",
+    ) -> None:
+        self.device_type = device_type
+        self.mesh = init_device_mesh(device_type, mesh_shape)
         self.is_odd = dist.get_rank() == culprit % dist.get_world_size()
         torch.manual_seed(0)
-        self.model = Model(sizes)
+        self.model = Model(sizes).to(device_type)
 
     def shard(self) -> None:
         for block in self.model.blocks:
@@ -72,7 +79,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def loss(self) -> Tensor:
-        return self.model(torch.ones(4, 32)).mean()
+        return self.model(torch.ones(4, 32, device=self.device_type)).mean()
 
     def step(self, num_backwards: int = 1) -> None:
         loss = self.loss()
@@ -279,15 +286,19 @@ IN_OWN_PROCESS: dict[str, tuple[Callable[[Run], None], str]] = {
 
 
 def main() -> None:
-    """Run a case as a rank of a launcher that sets the environment only."""
+    """Run a case as a rank of a launcher that sets the environment only.
+
+    Arguments: the case, the rank that parts, "first" or "late", the type of device.
+    """
     name, culprit, is_late = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "late"
-    run = Run(culprit, (int(os.environ["WORLD_SIZE"]),), SMALL)
+    run = Run(culprit, (int(os.environ["WORLD_SIZE"]),), SMALL, *sys.argv[4:])
     run.shard()
     for _ in range(4 if is_late else 0):
         run.step()
-    {**IN_OWN_PROCESS, "sleep": (sleep, "")}[name][0](run)
+    {**IN_PROCESS, **IN_OWN_PROCESS, "sleep": (sleep, "")}[name][0](run)
     for _ in range(4):
         run.step()
+    run.loss().item()  # An accelerator is done with all of it.
     dist.destroy_process_group()
 
 

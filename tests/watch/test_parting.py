@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 import typing
 
 import parting_cases
 import pytest
 from parting_cases import IN_OWN_PROCESS, IN_PROCESS, LARGE, SMALL, part
+
+from launching import ASK_SOON, start_ranks
 
 if typing.TYPE_CHECKING:
     import workers
@@ -60,60 +57,6 @@ def late_or_not(
     part(name, -1, mesh_shape, sizes, is_late=is_late)
 
 
-class Ended(typing.NamedTuple):
-    """How a process ended: its output, and after how long."""
-
-    code: int | None
-    output: str
-    seconds: float
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return what a launcher sets."""
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "SHARDKIT_ASK_AFTER_S": "2",
-    }
-
-
-def start_ranks(world_size: int, *arguments: str) -> list[Ended]:
-    """Run `parting_cases` in processes of their own, as a launcher without a store starts them."""
-    port = free_port()
-    command = [sys.executable, parting_cases.__file__, *arguments]
-    pipes: dict[str, typing.Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    processes = [
-        subprocess.Popen(command, env=environment_of(rank, world_size, port), text=True, **pipes)
-        for rank in range(world_size)
-    ]
-    started = time.monotonic()
-    ended: dict[int, float] = {}
-    while len(ended) < world_size and time.monotonic() - started < LIMIT_S + 15:
-        for rank, process in enumerate(processes):
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic() - started
-        time.sleep(0.1)
-    result = []
-    for rank, process in enumerate(processes):
-        code = process.poll()
-        if code is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        output = process.communicate()[0]
-        result.append(Ended(code, output, ended.get(rank, math.inf)))
-    return result
-
-
 @PARTING
 @pytest.mark.parametrize("name", IN_OWN_PROCESS)
 @pytest.mark.parametrize(
@@ -123,7 +66,8 @@ def start_ranks(world_size: int, *arguments: str) -> list[Ended]:
 )
 def test_all_ranks_are_told_who_left(name: str, world_size: int, culprit: int, when: str) -> None:
     """Rank 0 holds the store: where it is killed or stopped, nobody can say more than that."""
-    ranks = start_ranks(world_size, name, str(culprit), when)
+    program = (parting_cases.__file__, name, str(culprit), when)
+    ranks = start_ranks(program, world_size, limit_s=LIMIT_S + 15, **ASK_SOON)
     odd = culprit % world_size
     said = IN_OWN_PROCESS[name][1]
     if culprit == 0 and name in ("be_killed", "be_stopped"):

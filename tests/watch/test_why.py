@@ -11,8 +11,8 @@ import typing
 
 import parting_cases
 import pytest
-from test_parting import environment_of, free_port
 
+from launching import ASK_SOON, environment_of, free_port
 from shardkit import StateError, _why
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.answer import Answer
@@ -38,7 +38,8 @@ def waiting_ranks() -> Iterator[list[subprocess.Popen[str]]]:
     port = free_port()
     command = [sys.executable, parting_cases.__file__, "sleep", "-1", "late"]
     ranks = [
-        subprocess.Popen(command, env=environment_of(rank, 2, port), text=True) for rank in range(2)
+        subprocess.Popen(command, env=environment_of(rank, 2, port, **ASK_SOON), text=True)
+        for rank in range(2)
     ]
     yield ranks
     for rank in ranks:

@@ -140,7 +140,8 @@ class Channel:
         self._wish = issued.what
         try:
             with self.station.waiting(Wait(self.name, issued.position, issued.what)):
-                self.station.count_in(f"{key}/{digest}", len(self._ranks), self._last_agreed)
+                size = min(len(self._ranks), self.station.world_size)
+                self.station.count_in(f"{key}/{digest}", size, self._last_agreed)
         finally:
             self._wish = None
         self._last_agreed = f"{key}/{digest}"

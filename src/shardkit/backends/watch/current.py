@@ -6,7 +6,9 @@ import atexit
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from shardkit import _compat
 from shardkit.backends.watch.station import Station
@@ -28,8 +30,14 @@ def current_station() -> Station:
                 _current.close("destroyed")
             else:
                 _at_start()
-            _current = Station(store)
+            _current = _new_station(store)
         return _current
+
+
+def _new_station(store: Any) -> Station:
+    if "fake" in dist.get_backend_config():  # One process stands for all: it has nobody to ask.
+        return Station(store, dist.HashStore(), 0, 1)
+    return Station(store, store, dist.get_rank(), dist.get_world_size())
 
 
 def _at_start() -> None:

@@ -67,6 +67,12 @@ class StationChannel(Protocol):
 class Station:
     """The end of one process in one default process group.
 
+    Args:
+        default_store: Of the group.
+        store: Where ranks meet: the same, as a rule.
+        rank: This process' place among those that meet.
+        world_size: How many meet.
+
     Attributes:
         channels: The process groups in use, by name.
         verdict: What ended the run, or None.
@@ -76,10 +82,10 @@ class Station:
         num_counted_in: How often this rank had to agree with others; three requests each.
     """
 
-    def __init__(self, store: Any) -> None:
-        self.default_store = store
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, default_store: Any, store: Any, rank: int, world_size: int) -> None:
+        self.default_store = default_store
+        self.rank = rank
+        self.world_size = world_size
         self.channels: dict[str, StationChannel] = {}
         self.verdict: str | None = None
         self.step = 0

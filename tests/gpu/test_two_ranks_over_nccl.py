@@ -1,0 +1,86 @@
+"""On a card: two ranks over NCCL, which train, and which part from each other."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import nccl_ranks
+import parting_cases
+import pytest
+
+import one_card
+from launching import ASK_SOON, Ended, start_ranks
+
+pytestmark = one_card.NEEDS_CARD
+
+HERE = pathlib.Path(__file__).parent
+LIMIT_S = 90
+PARTED_S = 60  # With the start of CUDA, and of NCCL over the network: tens of seconds.
+
+
+def on_hosts_of_their_own(rank: int) -> dict[str, str]:
+    return {"NCCL_HOSTID": f"host-{rank}"}
+
+
+def start_pair(*program: str) -> list[Ended]:
+    path = os.pathsep.join((str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")))
+    return start_ranks(
+        program,
+        2,
+        limit_s=LIMIT_S,
+        by_rank=on_hosts_of_their_own,
+        PYTHONPATH=path,
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_IB_DISABLE="1",
+        **ASK_SOON,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pair_works() -> None:
+    """Skip where NCCL does not take two ranks on one card."""
+    for ended in start_pair(nccl_ranks.__file__, "works"):
+        if ended.code != 0:
+            pytest.skip(f"NCCL takes no two ranks on this card: {ended.output[-500:]}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("mlp", "2"), ("gpt", "2"), ("gpt", "1,2"), ("gpt", "2,1"), ("gpt", "2", "bf16")],
+    ids=" ".join,
+)
+def test_two_ranks_train_as_one(arguments: tuple[str, ...]) -> None:
+    for ended in start_pair(nccl_ranks.__file__, *arguments):
+        assert ended.code == 0, ended.output
+        assert nccl_ranks.DONE in ended.output
+
+
+SAID = {
+    **{name: said for name, (_, said) in parting_cases.IN_OWN_PROCESS.items()},
+    **{name: said for name, (_, said) in parting_cases.IN_PROCESS.items()},
+}
+
+
+@pytest.mark.parametrize("when", ["first", "late"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skip_a_block",
+        "swap_two_blocks",
+        "take_an_extra_micro_batch",
+        "compute_a_norm",
+        "evaluate",
+        "end",
+        "raise_an_exception",
+        "be_killed",
+        "be_stopped",
+    ],
+)
+def test_ranks_that_part_are_told_and_end(name: str, when: str) -> None:
+    """The other rank's card waits in a collective that never ends, unless it is aborted."""
+    told = start_pair(parting_cases.__file__, name, "1", when, "cuda")[0]
+    assert told.seconds < PARTED_S, told.output
+    assert told.code not in (0, None), told.output
+    assert SAID[name] in told.output, told.output
+    assert "rank 1" in told.output, told.output

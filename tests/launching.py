@@ -1,0 +1,96 @@
+"""Ranks as processes of their own, with the environment that a launcher sets, and no launcher."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import typing
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ASK_SOON = {"SHARDKIT_ASK_AFTER_S": "2"}
+
+
+class Ended(typing.NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        code: Its exit status; None: it did not end in time.
+        output: Both of its streams.
+        seconds: From the start on.
+    """
+
+    code: int | None
+    output: str
+    seconds: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment_of(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
+    """Return what a launcher sets."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+def start_ranks(
+    program: Sequence[str],
+    world_size: int,
+    *,
+    limit_s: float,
+    by_rank: Callable[[int], dict[str, str]] = lambda _: {},
+    **more: str,
+) -> list[Ended]:
+    """Run a program as ranks; those that do not end in time are killed.
+
+    Args:
+        program: Its file, and arguments.
+        world_size: How many.
+        limit_s: For all of them.
+        by_rank: What a rank has in its environment.
+        more: What all have in it.
+    """
+    port = free_port()
+    pipes: dict[str, typing.Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *program],
+            env=environment_of(rank, world_size, port, **more, **by_rank(rank)),
+            text=True,
+            **pipes,
+        )
+        for rank in range(world_size)
+    ]
+    started = time.monotonic()
+    ended: dict[int, float] = {}
+    while len(ended) < world_size and time.monotonic() - started < limit_s:
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.monotonic() - started
+        time.sleep(0.1)
+    result = []
+    for rank, process in enumerate(processes):
+        code = process.poll()
+        if code is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        output = process.communicate()[0]
+        result.append(Ended(code, output, ended.get(rank, math.inf)))
+    return result

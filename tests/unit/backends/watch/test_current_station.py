@@ -1,0 +1,45 @@
+"""Who has no other rank to ask: a fake process group."""
+
+from __future__ import annotations
+
+import typing
+
+import torch.distributed as dist
+
+from shardkit.backends.watch.channel import channel_of
+from shardkit.backends.watch.current import current_station
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+
+def issue_in_a_fake_group(world_size: int) -> list[int]:
+    """Return how often this rank had to wait for others, and how many there are for it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=world_size)
+    for _ in range(3):
+        for layer in ("first", "second"):
+            with channel_of(None).run("all-gather", layer, 64):
+                pass
+    station = current_station()
+    found = [station.num_counted_in, station.world_size]
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_rank_of_a_fake_group_waits_for_nobody(spawn: Spawn) -> None:
+    [[num_counted_in, others]] = spawn(issue_in_a_fake_group, 1, 64)
+    assert others == 1
+    assert num_counted_in > 0  # It counted itself in, and went on.
+
+
+def issue_alone() -> bool:
+    """Return whether the station is the same as long as the process group is."""
+    first = current_station()
+    return current_station() is first
+
+
+def test_a_process_group_has_one_station(spawn: Spawn) -> None:
+    assert spawn(issue_alone, 2) == [True, True]
