@@ -131,6 +131,15 @@ def root_mesh(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
+def nccl_flight_record() -> str | None:
+    """Return torch's record of NCCL collectives that are not done, in JSON; None: it has none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:  # A build without NCCL.
+        return None
+    found: bytes = dump(includeCollectives=True, onlyActive=True)
+    return found.decode()
+
+
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251

@@ -4,14 +4,15 @@ Each names the parameter or module, says what was expected and what came, and en
 fact that all ranks share is checked before anything is sent, so that all of them raise::
 
     ShardkitError
-    ├── MeshError            a mesh that cannot be used: no process group, rank not in it, bad shape
-    ├── LayoutError          a layout that cannot be planned, a shape that does not fit one
-    ├── WrapError            `fully_shard` refuses; the module is as it was before the call
-    ├── ShardedTensorError   an operation that cannot be done right on this rank's piece alone
-    ├── FreedParameterError  an unsharded parameter was used after its memory was given back
-    ├── RankMismatchError    ranks of one process group disagree about the model or the step
-    ├── StateError           a call at a time when it cannot be carried out
-    └── CheckpointError      a checkpoint that cannot be written, or cannot be loaded as it is
+    ├── MeshError              a mesh that cannot be used: no process group, rank not in it
+    ├── LayoutError            a layout that cannot be planned, a shape that does not fit one
+    ├── WrapError              `fully_shard` refuses; the module is as it was before the call
+    ├── ShardedTensorError     an operation that cannot be done right on this rank's piece alone
+    ├── FreedParameterError    an unsharded parameter was used after its memory was given back
+    ├── RankMismatchError      ranks of one process group disagree about the model or the step
+    ├── NonFiniteGradientError gradients are infinite or not a number
+    ├── StateError             a call at a time when it cannot be carried out
+    └── CheckpointError        a checkpoint that cannot be written, or cannot be loaded as it is
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class FreedParameterError(ShardkitError, RuntimeError):
 
 class RankMismatchError(ShardkitError, RuntimeError):
     """Ranks that must agree do not."""
+
+
+class NonFiniteGradientError(ShardkitError, FloatingPointError):
+    """Gradients are infinite or not a number."""
 
 
 class StateError(ShardkitError, RuntimeError):

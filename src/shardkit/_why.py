@@ -40,10 +40,13 @@ class Report:
     answers: Sequence[Answer]
 
     def lines(self, *, stacks: bool) -> list[str]:
-        """Return it as text: the verdict, then each rank, with its stack if that is wanted."""
+        """Return it as text: the verdict, then each rank, with its stack if that is wanted.
+
+        With a rank comes what NCCL's flight recorder says of it.
+        """
         lines = [self.title, self.verdict or "No rank waits.", ""]
         for answer in self.answers:
-            lines.append(describe(answer))
+            lines += [describe(answer), *(f"  {line}" for line in answer.engine)]
             if stacks and answer.stack:
                 lines += ["", answer.stack.rstrip(), ""]
         return lines

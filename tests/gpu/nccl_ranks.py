@@ -10,12 +10,12 @@ import sys
 
 import torch
 import torch.distributed as dist
+from test_mixed_precision_on_gpu import ROUNDING, ROUNDINGS, train_bf16
 
 import one_card
 from models import CASES
 from one_card import CARD, LOSS_TOLERANCE, SGD_TOLERANCE, CardRanks, compare_training
 from reference import assert_within
-from shardkit import MixedPrecisionPolicy
 
 DONE = "numbers are right"
 
@@ -29,16 +29,21 @@ def reach_each_other() -> None:
     assert gathered.tolist() == [2.0, 2.0]
 
 
-def train(name: str, mesh_shape: tuple[int, ...], *, is_narrow: bool) -> None:
+def train(name: str, mesh_shape: tuple[int, ...]) -> None:
     """Train beside a plain model on the batches of both ranks."""
+    torch.manual_seed(0)
     ranks, case = CardRanks(mesh_shape), CASES[name]
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    model, plain = ranks.pair(case, **({"mp_policy": policy} if is_narrow else {}))
+    model, plain = ranks.pair(case)
     found = [compare_training(case, model, plain, ranks)]
-    if is_narrow:
-        assert_within(found, loss=0.05)  # Some units in the last place of bf16 near 5.
-    else:
-        assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+    assert_within(found, loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
+
+
+def train_in_bf16(name: str) -> None:
+    """Train as the policy means it, by hand."""
+    torch.manual_seed(0)
+    tolerance = ROUNDINGS * ROUNDING[torch.bfloat16]
+    found = train_bf16(name, torch.float32, None, through_buffers=False)
+    assert_within([found], loss=tolerance, grad=tolerance, parameter=tolerance)
 
 
 def main() -> None:
@@ -48,9 +53,11 @@ def main() -> None:
     dist.init_process_group("nccl")
     if sys.argv[1] == "works":
         reach_each_other()
+    elif sys.argv[2] == "bf16":
+        train_in_bf16(sys.argv[1])
     else:
         shape = tuple(int(size) for size in sys.argv[2].split(","))
-        train(sys.argv[1], shape, is_narrow=sys.argv[3:] == ["bf16"])
+        train(sys.argv[1], shape)
     torch.cuda.synchronize()
     dist.destroy_process_group()
     print(DONE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
+import sys
 
 import nccl_ranks
 import parting_cases
@@ -23,7 +25,7 @@ def on_hosts_of_their_own(rank: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"host-{rank}"}
 
 
-def start_pair(*program: str) -> list[Ended]:
+def start_pair(*program: str, **more: str) -> list[Ended]:
     path = os.pathsep.join((str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")))
     return start_ranks(
         program,
@@ -34,6 +36,7 @@ def start_pair(*program: str) -> list[Ended]:
         NCCL_SOCKET_IFNAME="lo",
         NCCL_IB_DISABLE="1",
         **ASK_SOON,
+        **more,
     )
 
 
@@ -47,7 +50,7 @@ def pair_works() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("mlp", "2"), ("gpt", "2"), ("gpt", "1,2"), ("gpt", "2,1"), ("gpt", "2", "bf16")],
+    [("mlp", "2"), ("gpt", "2"), ("gpt", "1,2"), ("gpt", "2,1"), ("gpt", "bf16")],
     ids=" ".join,
 )
 def test_two_ranks_train_as_one(arguments: tuple[str, ...]) -> None:
@@ -62,20 +65,20 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("when", ["first", "late"])
+LATER = (
+    "skip_a_block",
+    "swap_two_blocks",
+    "compute_a_norm",
+    "evaluate",
+    "end",
+    "raise_an_exception",
+    "be_stopped",
+)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "skip_a_block",
-        "swap_two_blocks",
-        "take_an_extra_micro_batch",
-        "compute_a_norm",
-        "evaluate",
-        "end",
-        "raise_an_exception",
-        "be_killed",
-        "be_stopped",
-    ],
+    ("name", "when"),
+    [*((name, "late") for name in LATER), ("skip_a_block", "first"), ("end", "first")],
 )
 def test_ranks_that_part_are_told_and_end(name: str, when: str) -> None:
     """The other rank's card waits in a collective that never ends, unless it is aborted."""
@@ -84,3 +87,26 @@ def test_ranks_that_part_are_told_and_end(name: str, when: str) -> None:
     assert told.code not in (0, None), told.output
     assert SAID[name] in told.output, told.output
     assert "rank 1" in told.output, told.output
+
+
+def test_a_rank_that_is_killed_ends_the_other() -> None:
+    """NCCL notices at once that a connection is gone; then torch ends the process by itself."""
+    told = start_pair(parting_cases.__file__, "be_killed", "1", "late", "cuda")[0]
+    assert told.seconds < PARTED_S, told.output
+    assert told.code not in (0, None), told.output
+    assert "is gone" in told.output or "NCCL" in told.output, told.output
+
+
+def test_why_reads_the_flight_recorder(tmp_path: pathlib.Path) -> None:
+    """After the fact: the verdict that the ranks left behind."""
+    start_pair(parting_cases.__file__, "evaluate", "1", "late", "cuda", TMPDIR=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit", "why"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "in forward" in done.stdout, done.stdout + done.stderr
+    assert "NCCL, " in done.stdout, done.stdout
+    assert "collectives issued" in done.stdout

@@ -14,6 +14,7 @@ from shardkit._module import copies, setters
 from shardkit._module.hooks import get_state, groups_in, state_of
 from shardkit._module.setters import update_options
 from shardkit._runtime.agreement import check_same_replicas
+from shardkit._runtime.finite import check_gradients
 from shardkit._tensor.ops import total_norm
 
 if TYPE_CHECKING:
@@ -272,6 +273,25 @@ class FSDPModule:
         Cost: reads the shards; one all-reduce of 16 bytes per parameter, one exchange per group.
         """
         check_same_replicas([*groups_in(self, recurse=True)])
+
+    def check_gradients(self) -> None:
+        """Raise if gradients are not finite; say in which parameter, and on which rank it begins.
+
+        Call it on all ranks, after a backward that synced, before the gradients are clipped or
+        unscaled. One rank's NaN is all ranks' after the average. To be told whose it was, call
+        ``set_watch(check_gradients=True)`` before that backward: then each rank notes its own
+        gradients. What was noted is forgotten here.
+
+        Raises:
+            NonFiniteGradientError: On all ranks, with the same text.
+
+        Cost: reads the gradients, waits for the device, one exchange for each mesh axis.
+        """
+        runtime = state_of(self).runtime
+        if runtime is not None:
+            groups = [*groups_in(self, recurse=True)]
+            notes, rank = runtime.backward.finite_notes, groups[0].mesh.rank
+            check_gradients(groups, notes, runtime.axes, rank)
 
     def reset_iter_state(self) -> None:
         """Return to the state between steps, after an exception in forward or backward.

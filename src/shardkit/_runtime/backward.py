@@ -8,6 +8,8 @@ import torch
 
 from shardkit import _compat
 from shardkit._errors import StateError
+from shardkit._runtime.finite import FiniteNotes
+from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +37,7 @@ class Backward:
 
     Attributes:
         is_running: A backward has begun, and its end has not been told.
+        finite_notes: Which gradients of this rank were finite, if that is wanted.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Backward:
         passes: Passes,
     ) -> None:
         self.is_running = False
+        self.finite_notes = FiniteNotes()
         self._groups = groups
         self._schedule = schedule
         self._gathers = gathers
@@ -85,7 +89,8 @@ class Backward:
         record.active = True
         self._inside[group.index].append(record)
         self._schedule.state(group.index).num_watched += record.has_input_grads
-        if not group.grad_hooks.at_once and group.grad_hooks.has_user_hooks:
+        wants_order = group.grad_hooks.has_user_hooks or watch_settings.check_gradients
+        if wants_order and not group.grad_hooks.at_once:
             group.grad_hooks.collect_at_once()
         self._gathers.in_trained_layer = record.has_input_grads and group.is_trainable
         self._gathers.carry_out(self._schedule.enter_backward(group.index, record.in_pass))
@@ -133,6 +138,8 @@ class Backward:
         group, state = self._groups[group_index], self._schedule.state(group_index)
         grad = self._passes.enter_gradient(group, gradients.bucket, grad)
         is_layer = state.num_watched > 0
+        if watch_settings.check_gradients:
+            self.finite_notes.note(group.name, gradients.bucket.entries[index].name, grad)
         if group.gradients.is_local:
             group.gradients.assign(gradients, index, grad)
         else:

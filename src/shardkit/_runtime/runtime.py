@@ -44,6 +44,7 @@ class Runtime:
 
     Attributes:
         groups: By number.
+        axes: Every mesh axis in use.
         schedule: Decides which groups have memory.
         gathers: Carries that out.
         reductions: Reduces gradients.
@@ -63,6 +64,7 @@ class Runtime:
             group.index = index
         # A process that holds all ranks has nobody to compare with.
         axes = [] if backend.is_spmd else _distinct_axes(self.groups)
+        self.axes = axes
         check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()

@@ -50,7 +50,7 @@ class AcceleratorDevice:
 
     def current_stream(self) -> Any:
         """Return the stream on which operators run now: that of compute, as a rule."""
-        return self._module.current_stream(self.device)
+        return self._module.current_stream(self.device.index)  # Torch looks up what is no number.
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which operators and collectives run on `stream`."""

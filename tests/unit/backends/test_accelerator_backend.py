@@ -192,7 +192,7 @@ def test_the_device_is_the_current_one_and_streams_have_priority(
     assert device.device == torch.device("cuda", 2)
     device.new_stream()
     assert asked == [("stream", torch.device("cuda", 2), -1)]
-    assert device.current_stream() == ("current", torch.device("cuda", 2))
+    assert device.current_stream() == ("current", 2)
     assert device.on("s") == ("on", "s")
 
 

@@ -72,6 +72,7 @@ class Answer:
         verdict: What it has already been told, or None.
         silent_s: Seconds for which it has not answered.
         stack: Of the main thread.
+        engine: What the engine of an accelerator knows; see `flight_recorder`.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class Answer:
     verdict: str | None = None
     silent_s: float = 0.0
     stack: str = ""
+    engine: list[str] = field(default_factory=list)
 
     def dump(self) -> str:
         """Return it as text."""

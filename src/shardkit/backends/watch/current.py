@@ -16,6 +16,7 @@ from shardkit.backends.watch.station import Station
 if TYPE_CHECKING:
     from types import TracebackType
 
+_HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _current: Station | None = None
 _lock = threading.Lock()
 
@@ -36,7 +37,7 @@ def current_station() -> Station:
 
 def _new_station(store: Any) -> Station:
     if "fake" in dist.get_backend_config():  # One process stands for all: it has nobody to ask.
-        return Station(store, dist.HashStore(), 0, 1)
+        return Station(store, _HashStore(), 0, 1)
     return Station(store, store, dist.get_rank(), dist.get_world_size())
 
 

@@ -87,3 +87,8 @@ def _inside(called: list[CodeType]) -> str:
         if "<locals>" not in name:  # Else a decorator's.
             return _NAMES.get(name, name)
     return ""
+
+
+def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:
+    """Return what a frame is at, to see later whether it has moved."""
+    return (id(frame), frame.f_lasti) if frame is not None else None

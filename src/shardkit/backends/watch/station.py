@@ -18,7 +18,6 @@ import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -27,8 +26,10 @@ from shardkit._errors import RankMismatchError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.answer import Answer
+from shardkit.backends.watch.break_off import break_off, end_if_stuck
 from shardkit.backends.watch.connections import Connections, prefix_of, run_of
-from shardkit.backends.watch.place import main_frame, place_of, stack_of
+from shardkit.backends.watch.flight_recorder import recorded
+from shardkit.backends.watch.place import instruction_of, main_frame, place_of, stack_of
 from shardkit.backends.watch.rounds import Rounds, read_verdict
 from shardkit.backends.watch.verdict import Verdict
 
@@ -51,7 +52,6 @@ _SLICE = timedelta(seconds=20)
 _LISTEN = timedelta(days=30)  # torch writes a warning where a wait for the store runs out.
 _LINGER = timedelta(seconds=12)
 _MAX_PAUSE_S = 30.0
-_PROBE_TAG = 7
 
 
 class StationChannel(Protocol):
@@ -252,10 +252,12 @@ class Station:
         if self._counting_in is not None and store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(self._counting_in, "")  # Whoever waits for it looks at the verdict.
+        if is_blocked:
+            end_if_stuck(self.rank, verdict.text)
         for channel in self.channels.values():
-            _break_off(channel.group)
+            break_off(channel.group)
         if is_blocked and dist.is_initialized():
-            _break_off(dist.group.WORLD)
+            break_off(dist.group.WORLD)
 
     # --- answering ---
 
@@ -290,11 +292,11 @@ class Station:
         place = place_of(frame)
         is_still = False
         if place.waits:
-            before = _instruction(frame)
+            before = instruction_of(frame)
             del frame
             time.sleep(_LOOK_S)
             frame = main_frame()
-            is_still = _instruction(frame) == before
+            is_still = instruction_of(frame) == before
         waits = self._all_waits()
         return Answer(
             self.rank,
@@ -309,6 +311,7 @@ class Station:
             waits[0].state() if waits else None,
             self.verdict,
             stack=stack_of(frame),
+            engine=recorded(),
         )
 
     def _channel_states(self) -> dict[str, ChannelState]:
@@ -369,25 +372,3 @@ def describe_error(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = place_of(frames[-1]) if frames else None
     return f"{type(error).__name__}: {error}" + (f" at {place}" if place is not None else "")
-
-
-def _instruction(frame: Any) -> tuple[int, int] | None:
-    """Return where a frame is, to see later whether it has moved."""
-    return (id(frame), frame.f_lasti) if frame is not None else None
-
-
-def _break_off(group: dist.ProcessGroup | None) -> None:
-    """End all waits for a process group: it cannot be used any more."""
-    if group is None:
-        return
-    if torch.accelerator.is_available():
-        with contextlib.suppress(RuntimeError):
-            group.abort()
-    if _compat.process_group_backend(group, torch.device("cpu")) is None:
-        return
-    # A receive that times out closes gloo's connections.
-    source = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
-        assert probe is not None, "this rank is in the group"
-        probe.wait(timedelta(milliseconds=1))
