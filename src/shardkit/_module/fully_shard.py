@@ -14,6 +14,7 @@ from shardkit._module import checks
 from shardkit._module.deferred import execute_sharding
 from shardkit._module.fsdp_module import swap_class
 from shardkit._module.hooks import ModuleState, get_state
+from shardkit._module.optimizers import note_ignored
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.group import ParamGroup, move_buffers
 from shardkit._settings import GroupSettings
@@ -127,6 +128,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             settings=GroupSettings(reshard_after_forward=reshard),
         )
         group.swap_in_params()
+    note_ignored(ignored)
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:

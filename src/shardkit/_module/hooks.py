@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
+from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
 from shardkit._tree import iter_tensors, map_tensors
@@ -140,6 +141,7 @@ class ModuleState:
             group.is_innermost = all(s is None or s.group in (None, group) for s in inner)
         share = self.share.runtime or self.share.make_runtime() if self.share else None
         runtime = Runtime(groups, self.settings, share)
+        note_groups(groups)
         for group in entered:
             runtime.reductions.order.enter_forward(group.index)
         for state in states:

@@ -294,10 +294,9 @@ class Runtime:
         if group.index not in self._warned and group.needs_memory:
             self._warned.add(group.index)
             msg = (
-                f"forward of {group.name!r} ran with gradients enabled, but returned no tensor "
-                f"that requires one, so its parameters stay unsharded until the end of the next "
-                f"backward. Return the tensors that the loss is made of, or run it under "
-                f"torch.no_grad()."
+                f"forward of {group.name!r} ran with gradients on, but returned no tensor that "
+                f"requires one, so its parameters stay unsharded until the next backward has "
+                f"ended. Return what the loss is made of, or run it under torch.no_grad()."
             )
             warnings.warn(msg, stacklevel=2)
 

@@ -1,0 +1,124 @@
+"""Looks once at what an optimizer updates: parameters that no group holds, or another model's.
+
+Both train without an error, and wrongly.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends import tensor_parallel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardkit._runtime.group import ParamGroup
+
+_MAX_NAMED = 6
+
+_groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
+_ignored: dict[int, weakref.ref[Any]] = {}  # Not a set: tensors compare by element.
+_looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_is_installed = False
+
+
+def note_ignored(params: Iterable[nn.Parameter]) -> None:
+    """Know parameters that are to stay as they are."""
+    _ignored.update((id(param), weakref.ref(param)) for param in params)
+
+
+def note_groups(groups: Iterable[ParamGroup]) -> None:
+    """Know groups that begin to be trained; look at optimizers from now on."""
+    global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
+    _groups.update(groups)
+    if not _is_installed:
+        register_optimizer_step_pre_hook(_look)
+        _is_installed = True
+
+
+def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn at the first step that finds gradients; called by torch before each step."""
+    if optimizer in _looked_at:
+        return
+    params = [param for each in optimizer.param_groups for param in each["params"]]
+    if any(param.grad is not None for param in params):
+        _looked_at.add(optimizer)
+        _warn_of_plain(params)
+    elif len(args) < 2 and not kwargs:  # noqa: PLR2004 - no closure, which would make gradients
+        name = _trained_elsewhere()
+        if name is not None:
+            _looked_at.add(optimizer)
+            warnings.warn(
+                f"none of this optimizer's {len(params)} parameters has a gradient, but {name!r} "
+                f"of a sharded model has one: the optimizer updates another model, perhaps a copy. "
+                f"Make it of the parameters of the model that is trained: "
+                f"{type(optimizer).__name__}(model.parameters()).",
+                stacklevel=3,
+            )
+
+
+def _warn_of_plain(params: Sequence[Any]) -> None:
+    sharded = [param for param in params if isinstance(param, ShardedTensor)]
+    if not any(param.device_mesh.size() > 1 for param in sharded):
+        return
+    plain = [
+        param
+        for param in params
+        if param.grad is not None and not isinstance(param, ShardedTensor) and not _is_known(param)
+    ]
+    if not plain:
+        return
+    names = _names_of(plain)
+    named = ", ".join(names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    warnings.warn(
+        f"no group of fully_shard holds {named}{more}, which this optimizer updates. Gradients of "
+        f"these parameters are not averaged over the ranks, so each rank trains its own. Call "
+        f"fully_shard on the root as well, after its layers. If it is meant so, pass them in "
+        f"ignored_params.",
+        stacklevel=4,
+    )
+
+
+def _is_known(param: Any) -> bool:
+    """Whether it is meant to be outside: ignored by the user, or of tensor parallelism."""
+    known = _ignored.get(id(param))
+    return (known is not None and known() is param) or tensor_parallel_of(param) is not None
+
+
+def _trained_elsewhere() -> str | None:
+    """Return the name of a parameter that a group holds and that has a gradient."""
+    return next(
+        (
+            entry.name
+            for group in _groups
+            for bucket in group.buckets
+            for entry in bucket.entries
+            if entry.param.grad is not None
+        ),
+        None,
+    )
+
+
+def _names_of(params: Sequence[Any]) -> list[str]:
+    """Return their names in the largest module that has them, or their shapes."""
+    wanted = {id(param) for param in params}
+    best: dict[int, str] = {}
+    size = 0
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module):
+            continue
+        names = {id(param): name for name, param in nn.Module.named_parameters(module)}
+        if (len(wanted & names.keys()), len(names)) > (len(wanted & best.keys()), size):
+            best, size = names, len(names)
+    return [
+        repr(best[id(param)]) if id(param) in best else f"a parameter of shape {tuple(param.shape)}"
+        for param in params
+    ]
