@@ -56,6 +56,7 @@ def start_ranks(
     *,
     limit_s: float,
     by_rank: Callable[[int], dict[str, str]] = lambda _: {},
+    below: Callable[[int], Sequence[str]] = lambda _: (),
     **more: str,
 ) -> list[Ended]:
     """Run a program as ranks; those that do not end in time are killed.
@@ -65,13 +66,14 @@ def start_ranks(
         world_size: How many.
         limit_s: For all of them.
         by_rank: What a rank has in its environment.
+        below: The command by which a rank's Python is run.
         more: What all have in it.
     """
     port = free_port()
     pipes: dict[str, typing.Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     processes = [
         subprocess.Popen(
-            [sys.executable, *program],
+            [*below(rank), sys.executable, *program],
             env=environment_of(rank, world_size, port, **more, **by_rank(rank)),
             text=True,
             **pipes,

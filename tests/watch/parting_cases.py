@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -268,6 +269,12 @@ def be_stopped(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def lose_the_network(run: Run) -> None:
+    if run.is_odd:
+        cut = ("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down")
+        subprocess.run(cut, check=True)
+
+
 def sleep(run: Run) -> None:
     if run.is_odd:
         time.sleep(60)
@@ -295,7 +302,8 @@ def main() -> None:
     run.shard()
     for _ in range(4 if is_late else 0):
         run.step()
-    {**IN_PROCESS, **IN_OWN_PROCESS, "sleep": (sleep, "")}[name][0](run)
+    others = {"sleep": (sleep, ""), "lose_the_network": (lose_the_network, "")}
+    {**IN_PROCESS, **IN_OWN_PROCESS, **others}[name][0](run)
     for _ in range(4):
         run.step()
     run.loss().item()  # An accelerator is done with all of it.

@@ -1,0 +1,81 @@
+"""The files by which another terminal finds a run on this host, and what became of the last one."""
+
+from __future__ import annotations
+
+import os
+import typing
+
+import pytest
+
+from shardkit.backends.watch import runs
+from shardkit.backends.watch.answer import Answer
+
+if typing.TYPE_CHECKING:
+    from pathlib import Path
+
+NO_PROCESS = 2**22 + 1  # Above what Linux gives.
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(runs, "folder", lambda: tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def run(name: str, rank: int = 0, pid: int | None = None, started: float = 1.0) -> runs.Run:
+    return runs.Run(name, "localhost", 29500, 2, rank, os.getpid() if pid is None else pid, started)
+
+
+def test_ranks_that_run_are_found_the_latest_run_first() -> None:
+    for each in (run("old", 1), run("old", 0), run("new", 0, started=2.0)):
+        runs.register(each)
+    assert [(each.name, each.rank) for each in runs.running()] == [
+        ("new", 0),
+        ("old", 0),
+        ("old", 1),
+    ]
+
+
+def test_files_of_processes_that_are_gone_go() -> None:
+    path = runs.register(run("gone", pid=NO_PROCESS))
+    assert runs.running() == []
+    assert path is not None
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(place: Path) -> None:
+    runs.register(run("good"))
+    (place / "bad-0.run").write_text("{")
+    assert [each.name for each in runs.running()] == ["good"]
+
+
+def test_a_host_without_a_place_for_files_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(runs, "folder", lambda: tmp_path / "file" / "runs")
+    assert runs.register(run("nowhere")) is None
+    runs.keep_verdict("nowhere", "text", [])
+    assert runs.last_verdict() is None
+
+
+def test_the_last_verdict_is_found_with_its_answers(place: Path) -> None:
+    assert runs.last_verdict() is None
+    runs.keep_verdict("first", "rank 1 is gone", [])
+    runs.keep_verdict("second", "rank 0 is stopped", [Answer(0, "host", 7, "stopped")])
+    os.utime(place / "first.verdict", (1, 1))
+    found = runs.last_verdict()
+    assert found is not None
+    assert found["text"] == "rank 0 is stopped"
+    assert [Answer.load(text).state for text in found["answers"]] == ["stopped"]
+
+
+def test_only_the_latest_verdicts_are_kept(place: Path) -> None:
+    for number in range(30):
+        runs.keep_verdict(f"run-{number}", "text", [])
+    assert len(list(place.glob("*.verdict"))) == 20
+
+
+def test_others_cannot_read_the_folder(place: Path) -> None:
+    runs.register(run("mine"))
+    assert place.stat().st_mode & 0o077 == 0
