@@ -25,6 +25,7 @@ BUILTINS = {
     "ShardedTensorError": RuntimeError,
     "FreedParameterError": RuntimeError,
     "RankMismatchError": RuntimeError,
+    "NonFiniteGradientError": FloatingPointError,
     "StateError": RuntimeError,
     "CheckpointError": RuntimeError,
 }

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _MAX_NAMED = 6
 
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
-_ignored: dict[int, weakref.ref[Any]] = {}  # Not a set: tensors compare by element.
+_ignored: set[int] = set()  # By id: torch swaps no tensor that has a weak reference.
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _is_installed = False
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
     """Know parameters that are to stay as they are."""
-    _ignored.update((id(param), weakref.ref(param)) for param in params)
+    _ignored.update(map(id, params))
 
 
 def note_groups(groups: Iterable[ParamGroup]) -> None:
@@ -89,8 +89,7 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
 
 def _is_known(param: Any) -> bool:
     """Whether it is meant to be outside: ignored by the user, or of tensor parallelism."""
-    known = _ignored.get(id(param))
-    return (known is not None and known() is param) or tensor_parallel_of(param) is not None
+    return id(param) in _ignored or tensor_parallel_of(param) is not None
 
 
 def _trained_elsewhere() -> str | None:
