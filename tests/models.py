@@ -114,7 +114,7 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mlp = MLP()
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale = nn.Parameter(torch.full((), 1.5))  # No number that Python had.
         self.shift = nn.Parameter(torch.tensor([0.25, -0.5]))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd import profiler as _autograd_profiler
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils, _python_dispatch
@@ -129,6 +130,11 @@ def root_mesh(mesh: Any) -> Any:
     from torch.distributed.device_mesh import _mesh_resources  # noqa: TID251 - torch < 2.10
 
     return _mesh_resources.get_root_mesh(mesh)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is on; it records ranges only then."""
+    return bool(_autograd_profiler._is_profiler_enabled)
 
 
 def nccl_flight_record() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardkit._runtime.ranges import named_range, names_of
 from shardkit._schedule.unshard import Op
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class Gathers:
             self.gather_put_off()
         handle = self._under_way.pop(group.index, None)
         if handle is not None:
-            handle.wait()
+            with named_range("await gather", group):
+                handle.wait()
             for store in group.gathered:
                 store.finish_gather()
 
@@ -128,7 +130,8 @@ class Gathers:
             comm = group.settings.comm.all_gather
             jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
         if jobs:
-            handle = self._streams.start_gather(jobs, axis, fences, names_of(groups))
+            with named_range("gather", *groups):
+                handle = self._streams.start_gather(jobs, axis, fences, names_of(groups))
             self._under_way.update({group.index: handle for group in groups})
 
     def _free(self, group: ParamGroup) -> None:
@@ -162,11 +165,6 @@ class Gathers:
         if stores:
             by_compute = any(spec.subclass is not None for s in stores for spec in s.specs)
             self._streams.settle_host_reads(compute=by_compute)
-
-
-def names_of(groups: Sequence[ParamGroup]) -> str:
-    """Return the names of groups that travel together."""
-    return ", ".join(group.name for group in groups)
 
 
 def _axis_of_gather(group: ParamGroup) -> AxisComm:

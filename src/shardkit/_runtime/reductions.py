@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardkit._params.gradients import start_reduce
-from shardkit._runtime.gathers import names_of
+from shardkit._runtime.ranges import named_range, names_of
 from shardkit._schedule.reduce_order import ReduceOrder
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class Reductions:
         for group in groups:
             self._finish_through(group)
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
-        start_reduce(many, self._streams, self._slots, names_of(groups))
+        with named_range("reduce", *groups):
+            start_reduce(many, self._streams, self._slots, names_of(groups))
         self._under_way += groups
         nbytes = sum(group.gradients.reduce_nbytes for group in groups)
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
@@ -146,7 +147,9 @@ class Reductions:
         Never for another one: waiting may be an all-reduce, and ranks that use different parameters
         may have come to different groups.
         """
-        self._under_way.pop(0).gradients.finish_reduce(self._slots)
+        group = self._under_way.pop(0)
+        with named_range("await reduce", group):
+            group.gradients.finish_reduce(self._slots)
 
     def _finish_through(self, group: ParamGroup) -> None:
         """Wait for the reduction of a group, if one is under way, and those before it."""
