@@ -31,12 +31,14 @@ def break_off(group: dist.ProcessGroup | None) -> None:
             group.abort()
     if _compat.process_group_backend(group, torch.device("cpu")) is None:
         return
-    # A receive that times out closes gloo's connections.
-    source = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
-        assert probe is not None, "this rank is in the group"
-        probe.wait(timedelta(milliseconds=1))
+    # A receive that times out closes gloo's connections, all of them. One from a rank that has gone
+    # fails at once and closes none, so each rank is tried.
+    for offset in range(1, group.size()):
+        source = (group.rank() + offset) % group.size()
+        with contextlib.suppress(RuntimeError):
+            probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
+            assert probe is not None, "this rank is in the group"
+            probe.wait(timedelta(milliseconds=1))
 
 
 def end_if_stuck(rank: int, verdict: str, after_s: float = _STUCK_S) -> None:
