@@ -7,8 +7,12 @@ import subprocess
 import sys
 import typing
 
+import pytest
+
 if typing.TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.parting
 
 SCRIPT = """
 import os, signal, time
