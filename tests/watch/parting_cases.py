@@ -90,6 +90,13 @@ class Run:
         self.optimizer.zero_grad()
 
 
+def by_name(
+    *cases: tuple[Callable[[Run], None], str],
+) -> dict[str, tuple[Callable[[Run], None], str]]:
+    """Return what a rank does, and what the error says of it, by the name of the function."""
+    return {case.__name__: (case, said) for case, said in cases}
+
+
 # --- what a rank does instead ---------------------------------------------------------------------
 
 
@@ -196,29 +203,26 @@ def wait_in_a_barrier(run: Run) -> None:
         dist.barrier()
 
 
-IN_PROCESS: dict[str, tuple[Callable[[Run], None], str]] = {
-    case.__name__: (case, said)
-    for case, said in (
-        (skip_a_block, "blocks.3"),
-        (swap_two_blocks, "blocks.2"),
-        (end_a_block_early, "blocks.3"),
-        (run_a_block_twice, "blocks.1"),
-        (freeze_a_parameter, "blocks.1.up.weight"),
-        (take_an_extra_micro_batch, "forward"),
-        (go_backward_twice, "Tensor.backward"),
-        (go_backward_never, "in forward"),
-        (catch_an_exception_in_forward, "before that it met ValueError: bad batch"),
-        (catch_an_exception_in_backward, "in forward"),
-        (gather_a_parameter, "ShardedTensor.full_tensor"),
-        (compute_a_norm, "Tensor.norm"),
-        (clip, "clip_grad_norm_"),
-        (evaluate, "in forward"),
-        (get_a_whole_state_dict, "get_model_state_dict"),
-        (save, "in save"),
-        (unshard_by_hand, "all-gather"),
-        (wait_in_a_barrier, "in barrier"),
-    )
-}
+IN_PROCESS = by_name(
+    (skip_a_block, "blocks.3"),
+    (swap_two_blocks, "blocks.2"),
+    (end_a_block_early, "blocks.3"),
+    (run_a_block_twice, "blocks.1"),
+    (freeze_a_parameter, "blocks.1.up.weight"),
+    (take_an_extra_micro_batch, "forward"),
+    (go_backward_twice, "Tensor.backward"),
+    (go_backward_never, "in forward"),
+    (catch_an_exception_in_forward, "before that it met ValueError: bad batch"),
+    (catch_an_exception_in_backward, "in forward"),
+    (gather_a_parameter, "ShardedTensor.full_tensor"),
+    (compute_a_norm, "Tensor.norm"),
+    (clip, "clip_grad_norm_"),
+    (evaluate, "in forward"),
+    (get_a_whole_state_dict, "get_model_state_dict"),
+    (save, "in save"),
+    (unshard_by_hand, "all-gather"),
+    (wait_in_a_barrier, "in barrier"),
+)
 """By name: what a rank does, and what the error says of it."""
 
 
@@ -280,16 +284,13 @@ def sleep(run: Run) -> None:
         time.sleep(60)
 
 
-IN_OWN_PROCESS: dict[str, tuple[Callable[[Run], None], str]] = {
-    case.__name__: (case, said)
-    for case, said in (
-        (end, "has ended: its script is through"),
-        (raise_an_exception, "has ended by ValueError: no data at parting_cases.py"),
-        (destroy_the_process_group, "has destroyed its process group"),
-        (be_killed, "is gone"),
-        (be_stopped, "is stopped (SIGSTOP"),
-    )
-}
+IN_OWN_PROCESS = by_name(
+    (end, "has ended: its script is through"),
+    (raise_an_exception, "has ended by ValueError: no data at parting_cases.py"),
+    (destroy_the_process_group, "has destroyed its process group"),
+    (be_killed, "is gone"),
+    (be_stopped, "is stopped (SIGSTOP"),
+)
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def break_off(group: dist.ProcessGroup | None) -> None:
 
 
 def end_if_stuck(rank: int, verdict: str, after_s: float = _STUCK_S) -> None:
-    """End this process if its main thread, which is blocked now, still is after a while.
+    """End this process if its main thread is where it is now after a while, too.
 
     An engine that was told to abort may wait itself: for a card, or for a rank that is stopped.
     Nobody else could end the process then.

@@ -247,12 +247,13 @@ class Station:
         if self._rounds is not None and self._rounds.answers:
             runs.keep_verdict(self._run, verdict.text, self._rounds.answers)
         is_blocked = place_of(main_frame()).waits
+        cannot_go_on = is_blocked or bool(self._all_waits())
         if not self._waits:  # Else whoever waits raises it.
             logger.error("rank %d: %s", self.rank, verdict.text)
         if self._counting_in is not None and store is not None:
             with contextlib.suppress(RuntimeError):
                 store.set(self._counting_in, "")  # Whoever waits for it looks at the verdict.
-        if is_blocked:
+        if cannot_go_on:  # On a device the main thread waits where it asks for a number.
             end_if_stuck(self.rank, verdict.text)
         for channel in self.channels.values():
             break_off(channel.group)
