@@ -14,7 +14,7 @@ def main() -> None:
             raise
         print(
             f"python -m shardkit needs the package {error.name!r}, which is not installed: "
-            f"pip install 'shardkit[cli]'",
+            f"pip install {error.name}",
             file=sys.stderr,
         )
         sys.exit(1)

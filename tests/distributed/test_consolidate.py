@@ -315,7 +315,7 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path: pathlib
     command = [sys.executable, "-m", "shardkit", "--help"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "pip install 'shardkit[cli]'" in result.stderr
+    assert "pip install typer" in result.stderr
 
 
 # --- memory ---------------------------------------------------------------------------------------

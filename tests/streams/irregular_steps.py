@@ -46,8 +46,7 @@ def _recover(training: Training, stream: typing.Any) -> Training:
             training.model.zero_grad()
             continue
         training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.update_both()
     training.compare()
     return training
 
@@ -64,10 +63,7 @@ def skipped(run: Run) -> Training:
     for step in range(1, 6):
         for each in (training.model, training.plain):
             each.blocks[3].is_skipped = step % 2 == 0
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
     training.compare()
     return training
 
@@ -82,10 +78,7 @@ def dropped(run: Run) -> Training:
         del training.model, training.optimizers
         gc.collect()
         training = Training(run)
-        other.backward(step)
-        other.backward_plain(step)
-        other.step()
-        other.step(1)
+        other.step_both(step)
     other.compare()
     return other
 
@@ -100,10 +93,7 @@ def interrupted_gather(run: Run) -> Training:
         with contextlib.suppress(ValueError):
             training.model(training.batch(step))
         failing.raises = False
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
     training.compare()
     return training
 
@@ -112,10 +102,7 @@ def interrupted_forward(run: Run) -> Training:
     """A forward raises while parameters for the next layer are under way."""
     training = Training(run)
     for step in range(1, 4):
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
         handle = training.model.blocks[1].register_forward_pre_hook(interrupt)
         with contextlib.suppress(ValueError):
             training.model(training.batch(step))

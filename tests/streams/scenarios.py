@@ -117,10 +117,7 @@ def kept_parts(run: Run) -> Training:
             block.unshard()
         for block in training.model.blocks:
             block.reshard()  # More slots than are needed: the next ones are older than the parts.
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
     training.compare()
     return training
 
@@ -132,10 +129,8 @@ def accumulation(run: Run) -> Training:
         for part in range(3):
             training.model.set_requires_gradient_sync(part > 0)
             training.model.set_is_last_backward(part == 2)
-            training.backward(3 * step + part, parts=3)
-            training.backward_plain(3 * step + part, parts=3)
-        training.step()
-        training.step(1)
+            training.backward_both(3 * step + part, parts=3)
+        training.update_both()
     training.compare()
     return training
 
@@ -146,10 +141,8 @@ def overlapping_backwards(run: Run) -> Training:
     for step in range(1, 4):
         for part in range(3):
             training.model.set_is_last_backward(part == 2)
-            training.backward(3 * step + part, parts=3)
-            training.backward_plain(3 * step + part, parts=3)
-        training.step()
-        training.step(1)
+            training.backward_both(3 * step + part, parts=3)
+        training.update_both()
     training.compare()
     return training
 
@@ -160,10 +153,8 @@ def partial_sums(run: Run) -> Training:
     for step in range(1, 4):
         for part in range(3):
             training.model.set_requires_all_reduce(part == 2)
-            training.backward(3 * step + part, parts=3)
-            training.backward_plain(3 * step + part, parts=3)
-        training.step()
-        training.step(1)
+            training.backward_both(3 * step + part, parts=3)
+        training.update_both()
     training.compare()
     return training
 
@@ -196,13 +187,11 @@ def offload_without_sync(run: Run) -> Training:
     for step in range(1, 4):
         for part in range(2):
             training.model.set_requires_gradient_sync(part > 0)
-            training.backward(2 * step + part, parts=2)
-            training.backward_plain(2 * step + part, parts=2)
+            training.backward_both(2 * step + part, parts=2)
             with torch.no_grad():
                 for param in (*training.model.parameters(), *training.plain.parameters()):
                     param.mul_(1.25 - 0.5 * part)
-        training.step()
-        training.step(1)
+        training.update_both()
     training.compare()
     return training
 
@@ -218,10 +207,7 @@ def offload_interrupted(run: Run) -> Training:
         with torch.no_grad():
             for param in (*training.model.parameters(), *training.plain.parameters()):
                 param.mul_(1.25 if step % 2 else 0.75)
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
     training.compare()
     return training
 
@@ -229,10 +215,7 @@ def offload_interrupted(run: Run) -> Training:
 def _train_offloaded(training: Training) -> Training:
     """Train; between steps the host writes parameters right after a forward."""
     for step in range(1, 4):
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
         with torch.no_grad():
             training.model(training.batch(step))
             for param in training.model.parameters():
@@ -282,8 +265,7 @@ def optimizer_event(run: Run) -> Training:
     simulation = run[0]
     stream = simulation.new_stream("the optimizer's stream")
     for step in range(1, 4):
-        training.backward(step)
-        training.backward_plain(step)
+        training.backward_both(step)
         grads = [param.grad for param in training.model.parameters()]
         stream.wait_event(simulation.compute.record_event())
         with simulation.on(stream), torch.no_grad():
@@ -309,10 +291,7 @@ def by_hand(run: Run) -> Training:
     for step in range(1, 4):
         for block in training.model.blocks:
             block.unshard(async_op=True)
-        training.backward(step)
-        training.backward_plain(step)
-        training.step()
-        training.step(1)
+        training.step_both(step)
         handle = training.model.blocks[1].unshard(async_op=True)
         handle.wait()
         whole = training.model.blocks[1].inner.weight.detach().clone()

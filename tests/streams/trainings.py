@@ -122,6 +122,21 @@ class Training:
         self.optimizers[optimizer].step()
         self.optimizers[optimizer].zero_grad()
 
+    def backward_both(self, index: int, parts: int = 1) -> None:
+        """Forward and backward of a batch, sharded and plain."""
+        self.backward(index, parts)
+        self.backward_plain(index, parts)
+
+    def update_both(self) -> None:
+        """Let both optimizers step, and empty the gradients."""
+        self.step()
+        self.step(1)
+
+    def step_both(self, index: int) -> None:
+        """One step of both: a batch, and the optimizers."""
+        self.backward_both(index)
+        self.update_both()
+
     @contextlib.contextmanager
     def counted(self, step: int) -> Iterator[None]:
         """Note what the sharded model does as one step."""

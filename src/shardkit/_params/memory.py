@@ -97,7 +97,7 @@ class SlotPool:
         self.keeps_memory = _compat.HAS_STORAGE_SWAP
 
     def acquire(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
-        """Put at least `nbytes` behind an empty `storage`; see `Buffer.attach`."""
+        """Put at least `nbytes` behind an empty `storage`: a free slot, or a new one."""
         if not self.keeps_memory:
             self._streams.resize_storage(storage, nbytes)
             return Slot(storage, nbytes, self._streams.fence())

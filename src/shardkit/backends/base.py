@@ -241,7 +241,7 @@ class MeshBackend(ABC):
 
     Attributes:
         device: Where parameters are.
-        is_traced: Operators are traced into a graph, which runs later; buckets are `TracedBucket`.
+        is_traced: Operators are traced into a graph, which runs later; see `traced`.
         is_spmd: One process traces the program of all ranks, and has all their pieces.
     """
 

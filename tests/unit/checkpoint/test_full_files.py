@@ -19,10 +19,12 @@ from torch import Tensor
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import FullFile
 from shardkit.checkpoint._files.bytes_io import TensorInfo
-from shardkit.checkpoint._files.full import FullWriter, parse_size, write_full
+from shardkit.checkpoint._files.full import FullWriter, parse_size
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from shardkit.checkpoint._files.full import Format
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -44,6 +46,19 @@ def every_tensor() -> dict[str, Tensor]:
 
 def infos_of(tensors: dict[str, Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def write_full(
+    path: pathlib.Path,
+    infos: Mapping[str, TensorInfo],
+    tensors: Iterable[tuple[str, Tensor]],
+    format: Format,  # noqa: A002
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write whole tensors, each at once."""
+    with FullWriter(path, infos, format=format, max_shard_size=max_shard_size) as writer:
+        for name, tensor in tensors:
+            writer.append(name, tensor.reshape(-1))
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:

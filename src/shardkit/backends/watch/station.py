@@ -299,24 +299,28 @@ class Station:
             frame = main_frame()
             is_still = instruction_of(frame) == before
         waits = self._all_waits()
-        return Answer(
-            self.rank,
-            socket.gethostname(),
-            os.getpid(),
+        return self._describe(
             "runs" if self._is_in_use() else "destroyed",
-            self.step,
-            place,
-            is_still,
-            self.error,
-            self._channel_states(),
-            waits[0].state() if waits else None,
-            self.verdict,
+            place=place,
+            is_still=is_still,
+            waits=waits[0].state() if waits else None,
             stack=stack_of(frame),
             engine=recorded(),
         )
 
-    def _channel_states(self) -> dict[str, ChannelState]:
-        return {name: channel.state() for name, channel in list(self.channels.items())}
+    def _describe(self, state: str, **where: Any) -> Answer:
+        """Return what is known without a look at the main thread, and `where` that one is."""
+        return Answer(
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            state,
+            self.step,
+            error=self.error,
+            channels={name: channel.state() for name, channel in list(self.channels.items())},
+            verdict=self.verdict,
+            **where,
+        )
 
     def _is_in_use(self) -> bool:
         return dist.is_initialized() and _compat.default_store() is self.default_store
@@ -346,17 +350,7 @@ class Station:
             return
         self._closed.set()
         with contextlib.suppress(RuntimeError):
-            end = Answer(
-                self.rank,
-                socket.gethostname(),
-                os.getpid(),
-                state,
-                self.step,
-                error=self.error,
-                channels=self._channel_states(),
-                verdict=self.verdict,
-            )
-            self._own.set(f"end/{self.rank}", end.dump())
+            self._own.set(f"end/{self.rank}", self._describe(state).dump())
             self._own.set(f"wake/{self.rank}", "")
         self.channels.clear()  # What is left of the process groups may go.
         if self._file is not None:

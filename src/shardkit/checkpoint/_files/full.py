@@ -304,19 +304,6 @@ class FullWriter:
             aside.unlink(missing_ok=True)
 
 
-def write_full(
-    path: str | os.PathLike[str],
-    infos: Mapping[str, TensorInfo],
-    tensors: Iterable[tuple[str, Tensor]],
-    format: Format,  # noqa: A002 - as in the public functions
-    max_shard_size: int | str | None = None,
-) -> None:
-    """Write whole tensors that an iterator yields by name, one at a time; see `FullWriter`."""
-    with FullWriter(path, infos, format=format, max_shard_size=max_shard_size) as writer:
-        for name, tensor in tensors:
-            writer.append(name, tensor.reshape(-1))
-
-
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
