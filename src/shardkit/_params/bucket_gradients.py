@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.send_buffer import GradientBuffer
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams
+    from shardkit.backends.base import CommStreams, Event
 
 
 def assign_grad(
@@ -170,7 +170,7 @@ class BucketGradients:
         partial, self.partial = self.partial, None
         return partial
 
-    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Give the send buffer's memory back; what was started is done at `fence`."""
         if self._buffer is not None:
             self._buffer.close_send(pool, fence, by_compute=by_compute)
@@ -213,7 +213,7 @@ class BucketGradients:
         """A synced backward is over."""
         self.fired[:] = bytes(len(self.fired))
 
-    def reset(self, pool: SlotPool, fence: Any) -> None:
+    def reset(self, pool: SlotPool, fence: Event | None) -> None:
         """Drop everything that is not in a ``.grad`` yet; compute has come to `fence`."""
         self.close_send(pool, fence, by_compute=True)
         self.close_receive(pool)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
-    from shardkit.backends.base import AxisComm
+    from shardkit.backends.base import AxisComm, Event
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +53,7 @@ class KeptPart:
     values: Tensor
     axis: AxisComm
     version: int
-    fence: Any
+    fence: Event | None
 
 
 class FlatStore(Store):
@@ -229,14 +229,14 @@ class FlatStore(Store):
         """Whether the unsharded buffer exists."""
         return self._buffer is not None and self._buffer.has_memory
 
-    def acquire(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory for the unsharded buffer; return the fence to wait for before a write."""
         assert self._buffer is not None
         self._gathered_version = self.shard_version
         self._allow_use()
         return self._buffer.acquire(pool)
 
-    def release(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back; its readers are done at `fence`."""
         assert self._buffer is not None
         self._buffer.release(pool, fence, by_compute=True)
@@ -259,7 +259,7 @@ class FlatStore(Store):
             self._kept_part = None
         return self._kept_part
 
-    def keep_part(self, axis: AxisComm, fence: Callable[[], Any]) -> None:
+    def keep_part(self, axis: AxisComm, fence: Callable[[], Event | None]) -> None:
         """Keep the part of the unsharded buffer that this rank has on a smaller axis."""
         if self.kept_part is None:
             values = self._range_of(axis).clone()

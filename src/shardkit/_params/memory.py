@@ -14,14 +14,14 @@ writes it from another stream waits for the slot's fence first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit import _compat
 
 if TYPE_CHECKING:
-    from shardkit.backends.base import CommStreams
+    from shardkit.backends.base import CommStreams, Event
 
 _LARGEST_WASTE = 2
 """A free slot is taken for a buffer if it is at most this many times as large."""
@@ -40,7 +40,7 @@ class Slot:
 
     storage: torch.UntypedStorage
     nbytes: int
-    free_after: Any
+    free_after: Event | None
     is_passed: bool = True
 
 
@@ -68,13 +68,13 @@ class Buffer:
         """Whether the views may be used."""
         return self._slot is not None
 
-    def acquire(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory from a pool; return the fence after which it may be written."""
         assert self._slot is None
         self._slot = pool.acquire(self.storage, self.nbytes)
         return self._slot.free_after
 
-    def release(self, pool: SlotPool, fence: Any, *, by_compute: bool) -> None:
+    def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
         """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
         assert self._slot is not None
         pool.release(self.storage, self._slot, fence, by_compute=by_compute)
@@ -106,7 +106,7 @@ class SlotPool:
         return slot
 
     def release(
-        self, storage: torch.UntypedStorage, slot: Slot, fence: Any, *, by_compute: bool
+        self, storage: torch.UntypedStorage, slot: Slot, fence: Event | None, *, by_compute: bool
     ) -> None:
         """Take the memory away from `storage`; without `keeps_memory` it must be unused by now."""
         if not self.keeps_memory:
@@ -117,11 +117,11 @@ class SlotPool:
         slot.is_passed = by_compute or fence is None
         self._free.append(slot)
 
-    def fence(self) -> Any:
+    def fence(self) -> Event | None:
         """Return a mark of all compute issued so far, for memory that is no slot."""
         return self._streams.fence()
 
-    def passed(self, fence: Any) -> None:
+    def passed(self, fence: Event | None) -> None:
         """Note that the compute stream has waited for a fence."""
         for slot in self._free:
             if slot.free_after is fence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardkit._layout.flat import FlatLayout
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
-    from shardkit.backends.base import CommStreams
+    from shardkit.backends.base import CommStreams, Event
 
 
 class GradientBuffer(Protocol):
@@ -47,7 +47,7 @@ class GradientBuffer(Protocol):
     def complete(self, streams: CommStreams, pool: SlotPool) -> None:
         """Make ready to send: zeros where nothing was written, room for what comes."""
 
-    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Give the send memory back; what was started is done at `fence`."""
 
     def close_receive(self, pool: SlotPool) -> None:
@@ -144,7 +144,7 @@ class SendBuffer:
         if self._receive is not None:
             streams.wait_fence(self._receive.acquire(pool))
 
-    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Give the send buffer's memory back; what was started is done at `fence`."""
         if self._send.has_memory:
             self._send.release(pool, fence, by_compute=by_compute)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.sharded import ShardedTensor
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm
+    from shardkit.backends.base import AxisComm, Event
 
 
 class Store(ABC):
@@ -105,11 +105,11 @@ class Store(ABC):
         return self.has_memory and self._gathered_version != self.shard_version
 
     @abstractmethod
-    def acquire(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory for the unsharded parameters; return the fence to wait for before a write."""
 
     @abstractmethod
-    def release(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back; its readers are done at `fence`."""
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Store(ABC):
         """What `keep_part` has kept; None: nothing."""
         return None
 
-    def keep_part(self, axis: AxisComm, fence: Callable[[], Any]) -> None:
+    def keep_part(self, axis: AxisComm, fence: Callable[[], Event | None]) -> None:
         """Keep this rank's part on a smaller axis, over which backward gathers; or nothing."""
         del axis, fence
 

@@ -31,13 +31,13 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._custom_comm import AllGather
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
-    from shardkit.backends.base import AxisComm
+    from shardkit.backends.base import AxisComm, Event
 
 
 class Subclass:
@@ -187,7 +187,7 @@ class SubclassStore(FlatStore):
         return any(storage.nbytes() for storage, _ in self._memory.values())
 
     @torch.no_grad()
-    def acquire(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory, make what is sent."""
         self._gathered_version = self.shard_version
         self._allow_use()
@@ -196,7 +196,7 @@ class SubclassStore(FlatStore):
         self._in_flight, self._metadata = self._pre_all_gather()
         return pool.fence()
 
-    def release(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Give the memory back to the allocator, which reuses it in the order of the stream."""
         del pool, fence
         self._free_first_memory()
@@ -231,7 +231,7 @@ class SubclassStore(FlatStore):
             )
         self._in_flight, self._metadata = [], None
 
-    def keep_part(self, axis: AxisComm, fence: Any) -> None:
+    def keep_part(self, axis: AxisComm, fence: Callable[[], Event | None]) -> None:
         """Keep nothing: backward gathers over the whole axis again."""
 
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:

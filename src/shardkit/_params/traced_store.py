@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams
+    from shardkit.backends.base import CommStreams, Event
 
 
 class TracedStore(Store):
@@ -139,7 +139,7 @@ class TracedStore(Store):
         """Whether the unsharded parameters have contents, or will have them."""
         return self._has_memory
 
-    def acquire(self, pool: SlotPool) -> Any:
+    def acquire(self, pool: SlotPool) -> Event | None:
         """Note from which numbers is gathered; there is no memory to get."""
         del pool
         self._has_memory = True
@@ -191,7 +191,7 @@ class TracedStore(Store):
         self.is_outside = False
 
     @_compat.without_dispatch_modes
-    def release(self, pool: SlotPool, fence: Any) -> None:
+    def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Let the contents go."""
         del pool, fence
         self._job = None
@@ -268,7 +268,7 @@ class TracedSend:
         self._grads = {}
         self.flat = torch.cat(columns, 1).reshape(-1) if columns else zeros(0).reshape(-1)
 
-    def close_send(self, pool: SlotPool, fence: Any, *, by_compute: bool = False) -> None:
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Let go of what was sent."""
         del pool, fence, by_compute
         self.flat = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import PrefetchedGroup, RootSettings
-    from shardkit.backends.base import AxisComm, CommStreams
+    from shardkit.backends.base import AxisComm, CommStreams, Event
 
 
 class Runtime:
@@ -100,7 +100,7 @@ class Runtime:
             group.listener = self.backward
         self.pass_root: object = None
         self._interrupted = False
-        self._optimizer_event: Any = None
+        self._optimizer_event: Event | None = None
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
@@ -184,7 +184,7 @@ class Runtime:
                 raise StateError(msg)
         return [group.index for group in wanted]
 
-    def set_optimizer_event(self, event: Any) -> None:
+    def set_optimizer_event(self, event: Event | None) -> None:
         """Let the next pass wait for an event after the optimizer's step."""
         self._optimizer_event = event
 

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CheckHandle, Gather, Handle, Reduction
+    from shardkit.backends.base import (
+        AxisComm,
+        CheckHandle,
+        Event,
+        Gather,
+        Handle,
+        Reduction,
+        Stream,
+    )
     from shardkit.backends.device import AcceleratorDevice
     from shardkit.backends.watch.channel import Issued
 
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 class EventHandle:
     """A point on a side stream."""
 
-    def __init__(self, device: AcceleratorDevice, event: Any) -> None:
+    def __init__(self, device: AcceleratorDevice, event: Event) -> None:
         self._device = device
         self._event = event
 
@@ -50,13 +58,13 @@ class ReduceEventHandle:
     """
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
-        self.fence: Any = None
+        self.fence: Event | None = None
         self._issued: list[Issued] = []
         self._device = device
         self._outs = outs
         # The compute stream's memory, used by others: not to be allocated anew before that is done.
         self._kept: list[Tensor] = []
-        self._ends: list[Any] = []
+        self._ends: list[Event] = []
         self._is_on_host = False
 
     def note(self, issued: Issued | None) -> None:
@@ -69,7 +77,7 @@ class ReduceEventHandle:
         self._kept.append(tensor)
         return tensor
 
-    def started(self, fence: Any, ends: list[Any], *, is_on_host: bool) -> None:
+    def started(self, fence: Event, ends: list[Event], *, is_on_host: bool) -> None:
         """Note the event after the send buffers' last use, and those after all results."""
         self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
         for issued in self._issued:
@@ -77,6 +85,7 @@ class ReduceEventHandle:
 
     def wait_sent(self) -> None:
         """Let the compute stream wait until the send buffers are free; the host goes on."""
+        assert self.fence is not None  # It was started.
         self._device.wait(self._device.current_stream(), self.fence)
 
     def wait(self) -> list[Tensor]:
@@ -115,7 +124,7 @@ class DeviceCheckHandle:
     is_of_host = False
 
     def __init__(
-        self, device: AcceleratorDevice, target: Tensor, pinned: Tensor, event: Any
+        self, device: AcceleratorDevice, target: Tensor, pinned: Tensor, event: Event
     ) -> None:
         self._device = device
         self._target = target
@@ -158,8 +167,8 @@ class AcceleratorStreams(WatchedStreams):
         else:
             self._streams = share._streams  # noqa: SLF001 - own class
         self._gather, self._reduce, self._all_reduce = self._streams
-        self._hook_streams: dict[Any, None] = {}
-        self._host_read: Any = None
+        self._hook_streams: dict[Stream, None] = {}
+        self._host_read: Event | None = None
         self._allocator: Any = None
 
     # --- memory ---
@@ -191,11 +200,11 @@ class AcceleratorStreams(WatchedStreams):
 
     # --- order ---
 
-    def fence(self) -> Any:
+    def fence(self) -> Event:
         """Mark the compute stream."""
         return self._device.record(self._device.current_stream())
 
-    def wait_fence(self, fence: Any) -> None:
+    def wait_fence(self, fence: Event | None) -> None:
         """Let the compute stream wait."""
         if fence is not None:
             self._device.wait(self._device.current_stream(), fence)
@@ -204,7 +213,7 @@ class AcceleratorStreams(WatchedStreams):
         """Let the gather stream wait for writes to shards, whatever slots it will use."""
         self._device.wait(self._gather, self.fence())
 
-    def after_optimizer(self, event: Any) -> None:
+    def after_optimizer(self, event: Event) -> None:
         """Let the gather stream wait for a user's event."""
         self._device.wait(self._gather, event)
 
@@ -225,7 +234,7 @@ class AcceleratorStreams(WatchedStreams):
     # --- collectives ---
 
     def start_gather(
-        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Any], of: str
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> Handle:
         """Cast and gather on the gather stream, after the slots' last readers."""
         assert isinstance(axis, AcceleratorAxis)
@@ -284,7 +293,7 @@ class AcceleratorStreams(WatchedStreams):
             into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))
         return _Prepared(reduction, sums, into, result, out)
 
-    def _start_one(self, prepared: _Prepared, handle: ReduceEventHandle, of: str) -> Any:
+    def _start_one(self, prepared: _Prepared, handle: ReduceEventHandle, of: str) -> Stream:
         """Start one reduction; return the stream that it ends on."""
         reduction, sums, result = prepared.reduction, prepared.sums, prepared.result
         stream = self._reduce
@@ -312,7 +321,7 @@ class AcceleratorStreams(WatchedStreams):
                 prepared.out.copy_(result, non_blocking=reduction.is_pinned)
         return stream
 
-    def _follow(self, stream: Any, before: Any) -> Any:
+    def _follow(self, stream: Stream, before: Stream) -> Stream:
         """Let a stream go on after all that was issued on another."""
         self._device.wait(stream, self._device.record(before))
         return stream

@@ -18,6 +18,26 @@ if TYPE_CHECKING:
     from shardkit.backends.traced import Region
 
 
+class Event(Protocol):
+    """A point on a stream, as torch's modules of devices record it. A fence is one, or None."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Block the host until then."""
+
+
+class Stream(Protocol):
+    """A queue of work on a device, as torch's modules of devices make it."""
+
+    def record_event(self) -> Event:
+        """Return an event that comes after all work issued so far."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let work issued from now on come after `event`."""
+
+
 class AxisComm(Protocol):
     """One mesh axis through this rank: small and rare collectives, all blocking.
 
@@ -77,7 +97,7 @@ class ReduceHandle(Protocol):
         fence: After it the send buffers are free; None: after `wait_sent` only.
     """
 
-    fence: Any
+    fence: Event | None
 
     def wait_sent(self) -> None:
         """Return when the send buffers are free, if that takes the host to wait."""
@@ -145,7 +165,7 @@ class Reduction:
     is_pinned: bool = False
     comm: ReduceScatter | None = None
     hook: Callable[[Tensor], object] | None = None
-    hook_stream: Any = None
+    hook_stream: Stream | None = None
     bucket_id: int = 0
     force_sum: bool = False
 
@@ -185,13 +205,13 @@ class CommStreams(ABC):
         """Put other memory behind a buffer's storage, or none."""
         storage.resize_(nbytes)
 
-    def after_optimizer(self, event: Any) -> None:
+    def after_optimizer(self, event: Event) -> None:
         """Let gathers issued from now on wait for a user's event as well."""
 
     def follow_compute(self) -> None:
         """Let gathers issued from now on see all that compute has written so far."""
 
-    def fence(self) -> Any:
+    def fence(self) -> Event | None:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
 
     def join(self) -> None:
@@ -204,12 +224,12 @@ class CommStreams(ABC):
             compute: The compute stream reads some of them as well.
         """
 
-    def wait_fence(self, fence: Any) -> None:
+    def wait_fence(self, fence: Event | None) -> None:
         """Let the compute stream wait for a fence; None is nothing to wait for."""
 
     @abstractmethod
     def start_gather(
-        self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Any], of: str
+        self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> Handle:
         """Cast and all-gather buckets, not before the fences `after`.
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit.backends.base import Event, Stream
+
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
 
 
@@ -41,37 +43,40 @@ class AcceleratorDevice:
 
     # --- streams and events ---
 
-    def new_stream(self) -> Any:
+    def new_stream(self) -> Stream:
         """Return a stream of high priority.
 
         Collectives of the next group must not queue behind the kernels of this group.
         """
-        return self._module.Stream(self.device, priority=-1)
+        stream: Stream = self._module.Stream(self.device, priority=-1)
+        return stream
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> Stream:
         """Return the stream on which operators run now: that of compute, as a rule."""
-        return self._module.current_stream(self.device.index)  # Torch looks up what is no number.
+        # Torch looks up what is no number.
+        stream: Stream = self._module.current_stream(self.device.index)
+        return stream
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context in which operators and collectives run on `stream`."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: Stream) -> Event:
         """Return an event that comes after all work issued on `stream` so far."""
         return stream.record_event()
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         """Let work issued on `stream` from now on come after `event`; the host goes on."""
         stream.wait_event(event)
 
-    def synchronize(self, event: Any) -> None:
+    def synchronize(self, event: Event) -> None:
         """Block the host until `event`."""
         event.synchronize()
 
-    def is_done(self, event: Any) -> bool:
+    def is_done(self, event: Event) -> bool:
         """Whether `synchronize` would return at once."""
-        return bool(event.query())
+        return event.query()
 
     # --- memory ---
 

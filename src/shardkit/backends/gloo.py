@@ -12,7 +12,7 @@ modules they come at different points between the gathers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CommStreams, Handle, Reduction
+    from shardkit.backends.base import AxisComm, CommStreams, Event, Handle, Reduction
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.watch.channel import Issued
 
@@ -109,12 +109,12 @@ class StagedGather:
 class HostStreams(WatchedStreams):
     """gloo has no streams: order comes from waiting."""
 
-    def after_optimizer(self, event: Any) -> None:
+    def after_optimizer(self, event: Event) -> None:
         """Wait for the event now: the host is what runs the gathers."""
         event.synchronize()
 
     def start_gather(
-        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[None], of: str
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> Handle:
         """Cast this rank's range, then gather in place."""
         del after

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Reduction
+    from shardkit.backends.base import AxisComm, Event, Reduction
     from shardkit.backends.process_group import CustomCollective
 
 _MAX_STAGED_NBYTES = 2 << 20
@@ -29,7 +29,7 @@ class ExchangeHandle:
     comes last: it needs the sum.
     """
 
-    fence = None
+    fence: Event | None = None
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._reductions = reductions

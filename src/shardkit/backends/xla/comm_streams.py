@@ -14,14 +14,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CheckHandle, Reduction
+    from shardkit.backends.base import AxisComm, CheckHandle, Event, Reduction
     from shardkit.backends.traced import TracedGather
+
+
+class _InGraph:
+    """The fence of what the compiler orders: nobody has to wait."""
+
+    def query(self) -> bool:
+        """Whether it is done: for whoever asks outside of the graph."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
-    fence = "traced"
+    fence: Event | None = _InGraph()
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)
@@ -49,7 +60,11 @@ class XlaStreams(CommStreams):
     @_compat.without_dispatch_modes
     @torch.no_grad()
     def start_gather(
-        self, gathers: Sequence[TracedGather], axis: AxisComm, after: Sequence[Any], of: str
+        self,
+        gathers: Sequence[TracedGather],
+        axis: AxisComm,
+        after: Sequence[Event | None],
+        of: str,
     ) -> Traced:
         """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
         del axis, after, of
