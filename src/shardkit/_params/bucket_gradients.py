@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.send_buffer import GradientBuffer
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams, Event
+    from shardkit.backends.base import CommStreams
+    from shardkit.backends.events import Event
 
 
 def assign_grad(

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
-    from shardkit.backends.base import AxisComm, Event
+    from shardkit.backends.base import AxisComm
+    from shardkit.backends.events import Event
 
 
 @dataclass(slots=True, frozen=True)

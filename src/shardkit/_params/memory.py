@@ -21,7 +21,8 @@ import torch
 from shardkit import _compat
 
 if TYPE_CHECKING:
-    from shardkit.backends.base import CommStreams, Event
+    from shardkit.backends.base import CommStreams
+    from shardkit.backends.events import Event
 
 _LARGEST_WASTE = 2
 """A free slot is taken for a buffer if it is at most this many times as large."""

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from shardkit._layout.flat import FlatLayout
     from shardkit._params.memory import SlotPool
     from shardkit._params.plan import BucketPlan
-    from shardkit.backends.base import CommStreams, Event
+    from shardkit.backends.base import CommStreams
+    from shardkit.backends.events import Event
 
 
 class GradientBuffer(Protocol):

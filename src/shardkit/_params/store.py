@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.sharded import ShardedTensor
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm, Event
+    from shardkit.backends.base import AxisComm
+    from shardkit.backends.events import Event
 
 
 class Store(ABC):

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import PrefetchedGroup, RootSettings
-    from shardkit.backends.base import AxisComm, CommStreams, Event
+    from shardkit.backends.base import AxisComm, CommStreams
+    from shardkit.backends.events import Event
 
 
 class Runtime:

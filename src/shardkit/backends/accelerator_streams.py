@@ -25,16 +25,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import (
-        AxisComm,
-        CheckHandle,
-        Event,
-        Gather,
-        Handle,
-        Reduction,
-        Stream,
-    )
+    from shardkit.backends.base import AxisComm, CheckHandle, Gather, Handle, Reduction
     from shardkit.backends.device import AcceleratorDevice
+    from shardkit.backends.events import Event, Stream
     from shardkit.backends.watch.channel import Issued
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import Event, Stream
+    from shardkit.backends.events import Event, Stream
 
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CommStreams, Event, Handle, Reduction
+    from shardkit.backends.base import AxisComm, CommStreams, Handle, Reduction
+    from shardkit.backends.events import Event
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.watch.channel import Issued
 

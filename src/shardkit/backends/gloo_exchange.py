@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Event, Reduction
+    from shardkit.backends.base import AxisComm, Reduction
+    from shardkit.backends.events import Event
     from shardkit.backends.process_group import CustomCollective
 
 _MAX_STAGED_NBYTES = 2 << 20

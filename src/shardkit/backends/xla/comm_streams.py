@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CheckHandle, Event, Reduction
+    from shardkit.backends.base import AxisComm, CheckHandle, Reduction
+    from shardkit.backends.events import Event
     from shardkit.backends.traced import TracedGather
 
 
