@@ -311,3 +311,72 @@ def test_norms_that_are_not_finite_raise_if_asked_for(spawn: Spawn) -> None:
     for message, norm in spawn(clip_what_is_not_finite, 2):
         assert "the gradients' norm of order 2.0 is inf" in message
         assert norm == math.inf
+
+
+def take_steps_before_and_after(
+    mesh_shape: tuple[int, ...],
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, typing.Any],
+    steps_before: int,
+) -> Differences:
+    """Shard parameters whose optimizer has state already; go on beside the plain ones."""
+    plain = Parameters()
+    sharded = copy.deepcopy(plain)
+    models = (plain, sharded)
+    optimizers = [optimizer_class(model.parameters(), **options) for model in models]
+    generator = torch.Generator()
+    differences = Differences()
+    for step in range(steps_before + STEPS):
+        if step == steps_before:
+            fully_shard(sharded, make_mesh(mesh_shape))
+        slopes = plain.draw_slopes(generator)
+        for model in models:
+            model(slopes).backward()
+        if step >= steps_before:
+            differences.note_grads(sharded, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(sharded, plain)
+    check_state_is_sharded(optimizers[1])
+    return differences
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("form", LOOPS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_may_have_state_before_its_parameters_are_sharded(
+    spawn: Spawn, name: str, form: str, steps_before: int
+) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    options = {**options, **LOOPS[form]}
+    found = spawn(take_steps_before_and_after, 4, (2, 2), optimizer_class, options, steps_before)
+    assert_within(found, grad=0.0, parameter=0.0)
+
+
+def load_plain_state(mesh_shape: tuple[int, ...]) -> Differences:
+    """Load the state dict of a plain optimizer between two steps of the sharded one."""
+    plain, sharded = whole_and_sharded(mesh_shape)
+    models = (plain, sharded)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    generator = torch.Generator()
+    differences = Differences()
+    for step in range(STEPS):
+        slopes = plain.draw_slopes(generator)
+        for model in models:
+            model(slopes).backward()
+        differences.note_grads(sharded, plain)
+        if step in (0, 3):  # Before its first step, and after some.
+            for state in optimizers[0].state.values():
+                state["exp_avg"].add_(0.1)
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(sharded, plain)
+    check_state_is_sharded(optimizers[1])
+    return differences
+
+
+def test_whole_state_may_be_loaded(spawn: Spawn) -> None:
+    assert_within(spawn(load_plain_state, 2, (2,)), grad=0.0, parameter=0.0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from shardkit._module.optimizer_state import cut_whole_state, forget_known
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -38,7 +39,9 @@ def note_groups(groups: Iterable[ParamGroup]) -> None:
     """Know groups that begin to be trained; look at optimizers from now on."""
     global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
     _groups.update(groups)
+    forget_known()
     if not _is_installed:
+        register_optimizer_step_pre_hook(cut_whole_state)
         register_optimizer_step_pre_hook(_look)
         _is_installed = True
 
