@@ -13,6 +13,7 @@ from shardkit._errors import (
     StateError,
     WrapError,
 )
+from shardkit._install import Installed, install
 from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.deferred import defer_sharding
@@ -39,6 +40,7 @@ __all__ = [
     "FSDPModule",
     "FlatShard",
     "FreedParameterError",
+    "Installed",
     "LayoutError",
     "MeshError",
     "MixedPrecisionPolicy",
@@ -58,6 +60,7 @@ __all__ = [
     "even_steps",
     "fully_shard",
     "init_device_mesh",
+    "install",
     "register_fsdp_forward_method",
     "set_watch",
     "share_comm_ctx",

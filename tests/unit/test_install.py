@@ -1,0 +1,82 @@
+"""FSDP2's names, taken over and given back."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+
+import shardkit
+
+NAMES = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "CPUOffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_gives_ours_until_the_end(name: str) -> None:
+    before = getattr(torch_fsdp, name)
+    with shardkit.install():
+        assert getattr(torch_fsdp, name) is getattr(shardkit, name)
+    assert getattr(torch_fsdp, name) is before is not getattr(shardkit, name)
+
+
+def test_what_torch_imported_itself_is_replaced() -> None:
+    from torch.distributed._composable import fsdp as composable
+
+    before = composable.fully_shard
+    installed = shardkit.install()
+    assert composable.fully_shard is shardkit.fully_shard
+    installed.undo()
+    assert composable.fully_shard is before
+
+
+def test_where_fsdp2_is_made_nothing_changes() -> None:
+    original = torch_fsdp.fully_shard
+    own_names = inspect.unwrap(original).__globals__
+    with shardkit.install():
+        assert own_names["fully_shard"] is original
+
+
+def test_a_second_call_changes_nothing() -> None:
+    first = shardkit.install()
+    assert shardkit.install() is first
+    first.undo()
+    first.undo()
+    with shardkit.install() as second:
+        assert second is not first
+
+
+def test_rank_0_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.WARNING, "shardkit"):
+        with shardkit.install():
+            shardkit.install()
+        [said] = caplog.messages
+        assert said.startswith("shardkit is in the place of FSDP2: torch.distributed.fsdp gives")
+        monkeypatch.setenv("RANK", "1")
+        with shardkit.install():
+            assert caplog.messages == [said]
+
+
+def test_modules_that_were_faster_are_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = types.ModuleType("their_script")
+    original = script.fully_shard = torch_fsdp.fully_shard  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "their_script", script)
+    with caplog.at_level(logging.WARNING, "shardkit"), shardkit.install():
+        assert script.fully_shard is original  # type: ignore[attr-defined]
+    [_, late] = caplog.messages
+    assert "their_script.fully_shard. Call shardkit.install() first." in late
