@@ -33,6 +33,9 @@ _OURS = {
         share_comm_ctx,
     )
 }
+_PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+"""Those that users import from. Other parts of torch keep what they have."""
+
 _installed: list[Installed] = []
 
 
@@ -82,15 +85,17 @@ def install() -> Installed:
     """
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
 
+    # It asks FSDP2's modules for more than they offer in public, so it must import torch's.
+
     if _installed:
         return _installed[0]
     installed = Installed()
     theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
     late = set()
     for module, name in _places_of(theirs):
-        if module.__name__.split(".")[0] == "torch":
+        if module.__name__.startswith(_PACKAGES):
             installed.replace(module, name, _OURS[name])
-        else:
+        elif not module.__name__.startswith("torch."):
             late.add(f"{module.__name__}.{name}")
     _installed.append(installed)
     if os.environ.get("RANK", "0") == "0":

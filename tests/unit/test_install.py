@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import subprocess
 import sys
 import types
 
@@ -46,6 +47,22 @@ def test_where_fsdp2_is_made_nothing_changes() -> None:
     own_names = inspect.unwrap(original).__globals__
     with shardkit.install():
         assert own_names["fully_shard"] is original
+
+
+def test_torchs_pipelines_keep_fsdp2() -> None:
+    """They use more of FSDP2 than its public methods."""
+    code = """
+import shardkit
+shardkit.install()
+from torch.distributed.pipelining import schedules, stage
+print(stage.FSDPModule.__module__, schedules.FSDPModule is shardkit.FSDPModule)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    module, is_ours = result.stdout.split()
+    assert module.startswith("torch.")
+    assert is_ours == "False"
 
 
 def test_a_second_call_changes_nothing() -> None:
