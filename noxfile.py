@@ -58,6 +58,17 @@ ON_EVERY_TORCH = [
     ),
 ]
 
+# What `examples` runs: a number of ranks, a script of examples/, its options.
+EXAMPLES = [
+    (2, "digits"),
+    (4, "hybrid"),
+    (4, "tensor_parallel"),
+    (4, "pipeline"),
+    (4, "pipeline", "--schedule", "interleaved"),
+    (2, "distill"),
+    (2, "lora"),
+]
+
 
 def use_outer_environment(session: nox.Session) -> bool:
     """Say whether `session` runs without an environment of its own; if so, find nox's programs."""
@@ -210,6 +221,25 @@ def resume(session: nox.Session) -> None:
         *session.posargs,
         env={"OMP_NUM_THREADS": "1"},
     )
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run the examples on CPU ranks; each fails if its figure is missed. `-- lora` runs one."""
+    install(session, "models")
+    if session.venv_backend != "none":
+        session.install("scikit-learn")
+    folder = Path(tempfile.mkdtemp(dir=session.create_tmp()))
+    for ranks, name, *options in EXAMPLES:
+        if session.posargs and name not in session.posargs:
+            continue
+        script = Path("examples", f"{name}.py")
+        if "--folder" in script.read_text():
+            options += ["--folder", str(folder / name)]
+        session.run(
+            *("torchrun", "--standalone", "--nproc-per-node", str(ranks), str(script), *options),
+            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
 
 
 @nox.session
