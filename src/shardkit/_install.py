@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
@@ -86,7 +87,7 @@ def install() -> Installed:
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
 
     # It asks FSDP2's modules for more than they offer in public, so it must import torch's.
-
+    importlib.import_module("torch.distributed.pipelining")
     if _installed:
         return _installed[0]
     installed = Installed()
