@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardkit import _compat
 from shardkit._runtime.ranges import named_range, names_of
 from shardkit._schedule.unshard import Op
 
@@ -55,6 +56,7 @@ class Gathers:
 
     # --- actions ---
 
+    @_compat.unseen_by_selective_checkpointing
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the schedule says, in order."""
         ahead = []
@@ -73,6 +75,7 @@ class Gathers:
         if ahead:
             self._prefetch(ahead)
 
+    @_compat.unseen_by_selective_checkpointing
     def wait(self, group: ParamGroup) -> None:
         """Let compute issued from now on see the gathered parameters."""
         if group in self._put_off:

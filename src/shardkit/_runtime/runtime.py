@@ -89,10 +89,9 @@ class Runtime:
             before_start=self.gathers.gather_put_off,
         )
         self.gathers.make_room = self.reductions.make_room
-        region, device = self.streams.region, groups[0].device
-        self.passes = (
-            Passes(device) if region is None else TracedPasses(region, self.groups, settings)
-        )
+        region = self.streams.region
+        traced = region is not None and TracedPasses(region, self.groups, settings)
+        self.passes: Passes = traced or Passes(groups[0].device)
         self.backward = Backward(
             self.groups, self.schedule, self.gathers, self.reductions, self.passes
         )
@@ -190,6 +189,7 @@ class Runtime:
 
     # --- forward ---
 
+    @_compat.unseen_by_selective_checkpointing
     def begin_pass(self, root: object) -> None:
         """A root forward starts."""
         if self._ended_in_exception:
