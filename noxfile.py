@@ -185,6 +185,7 @@ def xla(session: nox.Session) -> None:
     on_xla = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     folder = tempfile.mkdtemp(dir=session.create_tmp())
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
+    session.run("python", "examples/resnet.py", "--device", "xla", env=on_xla)
     session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
     plain = f"{NEED_NOTHING} and not streams"
     session.run("pytest", "-m", plain, *(session.posargs or ON_EVERY_TORCH), success_codes=codes)

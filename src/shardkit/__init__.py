@@ -16,6 +16,7 @@ from shardkit._errors import (
 from shardkit._install import Installed, install
 from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
+from shardkit._module.checkpoint_policy import checkpoint_activations
 from shardkit._module.deferred import defer_sharding
 from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.forward_methods import register_fsdp_forward_method
@@ -55,6 +56,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "WrapError",
+    "checkpoint_activations",
     "checkpoint_module",
     "defer_sharding",
     "even_steps",

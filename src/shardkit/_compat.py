@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd import profiler as _autograd_profiler
@@ -27,6 +28,13 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+OPERATOR_KINDS: tuple[type, ...] = (
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+    torch._ops.HigherOrderOperator,
+)
+"""What names an operator: `torch.ops.aten.mm.default`, `torch.ops.aten.mm`, `flex_attention`."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,6 +237,42 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def unseen_by_selective_checkpointing(function: Callable[P, T]) -> Callable[P, T]:
+    """Have torch's selective checkpointing not see a function's operators.
+
+    It counts the operators of a forward, and finds what it kept by counting those of the
+    repetition. What gathers and frees is not the same in both. Other modes see them.
+    """
+    selective: tuple[type, ...] = tuple(
+        getattr(torch.utils.checkpoint, name)
+        for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+        if hasattr(torch.utils.checkpoint, name)
+    )
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return function(*args, **kwargs)
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        if not any(isinstance(mode, selective) for mode in modes):
+            return function(*args, **kwargs)
+        with _python_dispatch._disable_current_modes(), contextlib.ExitStack() as stack:
+            for mode in modes:
+                if not isinstance(mode, selective):
+                    _python_dispatch._push_mode(mode)
+                    stack.callback(_python_dispatch._pop_mode)
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def operator_name(operator: Any) -> str:
+    """Return an operator's name without its overload, a higher-order one's as it is."""
+    packet = getattr(operator, "overloadpacket", operator)
+    name: str = getattr(packet, "_qualified_op_name", None) or operator.name()
+    return name
 
 
 def version_of(tensor: Tensor) -> int:

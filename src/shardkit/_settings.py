@@ -113,6 +113,9 @@ class RootSettings:
         barrier_in_backward: The same in backward; without it the compiler may merge a gather with
             that of forward.
         sync_on_finalization: Where operators are traced: run the graph at the end of backward.
+        dummy_gathers: Gathers move nothing between ranks (`set_debug`).
+        dummy_reductions: Nor do reductions.
+        memory_message: Print memory at each gather, free and reduction, after this; None: do not.
     """
 
     prefetch_in_forward: bool = True
@@ -120,6 +123,9 @@ class RootSettings:
     barrier_in_forward: bool = True
     barrier_in_backward: bool = True
     sync_on_finalization: bool = False
+    dummy_gathers: bool = False
+    dummy_reductions: bool = False
+    memory_message: str | None = None
 
     @classmethod
     def restored(cls, values: dict[str, Any]) -> RootSettings:

@@ -21,6 +21,7 @@ from shardkit.checkpoint import (
     StateDictOptions,
     consolidate,
     get_optimizer_state_dict,
+    get_shard_metadata,
     load_full,
     load_local_state_dict,
     local_state_dict,
@@ -225,3 +226,26 @@ def test_files_that_do_not_belong_together(spawn: Spawn, tmp_path: pathlib.Path)
         consolidate(tmp_path / "none", out)
     assert not out.exists()
     assert consolidate(tmp_path / "later", out, suffix="_rank-0*").exists()
+
+
+# --- metadata alone -------------------------------------------------------------------------------
+
+
+def metadata_beside_local_state() -> dict[str, typing.Any]:
+    mesh = make_mesh((2, 2))
+    model = shard(CASES["gpt"], CASES["gpt"].make(), mesh)
+    found = get_shard_metadata(model)
+    whole = local_state_dict(model)["shard_metadata"]
+    for key in ("rank", "world_size", "tied", "model"):
+        assert found[key] == whole[key]
+    pieces = dict(model.named_parameters())
+    for name, param in pieces.items():
+        start, stop = found["model"][name]["range"]
+        assert param.to_local().numel() == stop - start
+    return found["mesh"]
+
+
+def test_metadata_is_that_of_local_files(spawn: Spawn) -> None:
+    for rank, mesh in enumerate(spawn(metadata_beside_local_state, 4)):
+        assert mesh["coordinate"] == [rank // 2, rank % 2]
+        assert (mesh["device_type"], mesh["shape"]) == ("cpu", [2, 2])

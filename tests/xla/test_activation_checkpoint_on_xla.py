@@ -14,7 +14,7 @@ from torch import nn
 from xla_graphs import own_graph
 from xla_ranks import on_xla
 
-from shardkit import checkpoint_module, fully_shard
+from shardkit import checkpoint_activations, checkpoint_module, fully_shard
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
@@ -74,6 +74,35 @@ def test_the_graph_runs_forward_twice_and_gathers_as_before(mesh: DeviceMesh) ->
     assert counts[True]["opt-barrier"] > counts[False]["opt-barrier"]
     for opcode in ("all-gather", "reduce-scatter"):
         assert counts[True][opcode] == counts[False][opcode]
+
+
+def test_products_that_are_kept_are_not_in_the_graph_again(mesh: DeviceMesh) -> None:
+    plain = nn.Sequential(*(Layer() for _ in range(DEPTH)))
+    choices = {"no": None, "all": {}, "matmuls": {"operators": "matmuls"}}
+    choices["half"] = {"operators": "every_second_matmul"}
+    counts, gradients = {}, {}
+    for name, options in choices.items():
+        model = on_xla(plain)
+        if options is not None:
+            checkpoint_activations(model, **options)
+        for layer in model:
+            fully_shard(layer, mesh)
+        fully_shard(model, mesh)
+        torch.manual_seed(3)
+        for _ in range(2):
+            grads = backward(model, torch.randn(ROWS, WIDTH))
+            counts[name] = hlo.Program(own_graph(grads)).count()
+            gradients[name] = [grad.cpu() for grad in grads]
+            torch_xla.sync()
+    dots = {name: count["dot"] for name, count in counts.items()}
+    # The first layer's input needs no gradient; its two products are repeated all the same.
+    assert dots["all"] == dots["no"] + 2 * DEPTH
+    assert dots["half"] == dots["no"] + DEPTH
+    assert dots["matmuls"] == dots["no"]
+    for name in ("all", "half", "matmuls"):
+        assert counts[name]["all-gather"] == counts["no"]["all-gather"]
+        for mine, expected in zip(gradients[name], gradients["no"], strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-7)
 
 
 class Normalized(nn.Module):

@@ -6,10 +6,12 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import _compat
 from shardkit._errors import StateError
+from shardkit._module.saved_operators import SavedOperators
 from shardkit._runtime.buffers import buffers_of, was_written
 from shardkit._runtime.passes import open_passes
 from shardkit._tree import map_tensors
@@ -17,8 +19,9 @@ from shardkit._tree import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
+    from shardkit._module.saved_operators import Operators
     from shardkit.backends.traced import Region
 
 
@@ -26,10 +29,17 @@ class CheckpointedForward:
     """Stands in for a module's forward.
 
     An object rather than a closure, so that deep copies and pickles of the module get their own.
+
+    Args:
+        module: Whose.
+        saved: Operators whose outputs are kept.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    _saved: SavedOperators | None = None  # Of pickles of earlier versions.
+
+    def __init__(self, module: nn.Module, saved: SavedOperators | None = None) -> None:
         self._module = module
+        self._saved = saved
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -40,9 +50,11 @@ class CheckpointedForward:
         if passes is None:
             has_buffers = next(self._module.buffers(), None) is not None
             forward = _Repeat(self._module, self._forward).run if has_buffers else self._forward
+            if self._saved is not None:
+                kwargs["context_fn"] = self._saved.contexts
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         _compat.register_device_module("xla")
-        repeat = _TracedRepeat(self._module, self._forward, passes.region)
+        repeat = _TracedRepeat(self._module, self._forward, passes.region, self._saved)
         return checkpoint(
             repeat.run,
             *args,
@@ -79,6 +91,7 @@ class _Repeat:
         self._written = {id(b) for child, _, b in buffers if was_written(child, b, versions[id(b)])}
         return result
 
+    @_compat.without_dispatch_modes  # Of selective checkpointing: the first run has no such copy.
     def _again(self, buffer: Tensor) -> Tensor:
         """Return what the repetition has as a buffer, and may write to."""
         return buffer.clone() if id(buffer) in self._written else buffer
@@ -91,24 +104,36 @@ class _TracedRepeat:
         module: Whose.
         forward: What is run.
         region: Where.
+        saved: Operators whose outputs are kept.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], region: Region) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        region: Region,
+        saved: SavedOperators | None,
+    ) -> None:
         self._module = module
         self._forward = forward
         self._region = region
+        self._saved = saved
         self._drawing = region.drawing.again()
         self._is_again = False
 
     def contexts(self) -> tuple[Any, Any]:
         """Return contexts of the forward and of its repetition."""
-        return contextlib.nullcontext(), self._again()
+        if self._saved is None:
+            return contextlib.nullcontext(), self._again(contextlib.nullcontext())
+        first, again = self._saved.contexts()
+        return first, self._again(again)
 
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
+    def _again(self, context: Any) -> Iterator[None]:
         self._is_again = True
         # Outside of the root's forward modules hold whole buffers.
-        with self._drawing.again(), _replaced([*buffers_of(self._module)], self._enter):
+        buffers = [*buffers_of(self._module)]
+        with self._drawing.again(), _replaced(buffers, self._enter), context:
             yield
 
     def _enter(self, buffer: Tensor) -> Tensor:
@@ -120,6 +145,7 @@ class _TracedRepeat:
             args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
         return self._forward(*args, **kwargs)
 
+    @_compat.without_dispatch_modes  # Of selective checkpointing: the first run has no barrier.
     def _later(self, tensor: Tensor) -> Tensor:
         """Return an input that is there when backward is: or the compiler would run forward once.
 
@@ -144,7 +170,7 @@ def _replaced(
             child._buffers[name] = buffer  # noqa: SLF001
 
 
-def checkpoint_module(module: nn.Module) -> nn.Module:
+def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.Module:
     """Have a module keep only its inputs between forward and backward, which runs forward again.
 
     Less memory for one more forward. Random numbers are repeated, autocast too; buffers, such as
@@ -154,23 +180,42 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
         for block in model.blocks:
             fully_shard(checkpoint_module(block), mesh=mesh)
 
+    `checkpoint_activations` does so for many modules of a model.
+
     Args:
         module: Its forward is a method of its class.
+        operators: Whose outputs are kept as well, see `checkpoint_activations`.
 
     Returns:
         `module`.
 
     Raises:
-        StateError: It is checkpointed already, or has a forward of its own beside its class's.
+        StateError: It is checkpointed already, has no forward, or one of its own beside its
+            class's; or `operators` are none.
+
+    Cost: none in collectives, unless sharded modules are inside the module: then backward gathers
+    each of these for the repetition too.
     """
-    if "forward" in module.__dict__:
-        what = module.__dict__["forward"]
-        known = isinstance(what, CheckpointedForward)
+    saved = SavedOperators.of(operators)
+    complaint = complaint_of(module)
+    if complaint is not None:
         msg = (
-            f"this {type(module).__name__} "
-            + ("is checkpointed already." if known else f"has a forward of its own, {what!r}.")
-            + " Call checkpoint_module once per module, before others replace its forward."
+            f"this {type(module).__name__} {complaint} Call checkpoint_module once per module, "
+            f"before others replace its forward."
         )
         raise StateError(msg)
-    module.forward = functools.wraps(type(module).forward)(CheckpointedForward(module))
+    forward = CheckpointedForward(module, saved)
+    module.forward = functools.wraps(type(module).forward)(forward)
     return module
+
+
+def complaint_of(module: nn.Module) -> str | None:
+    """Return why a module cannot be checkpointed, if so."""
+    replaced = module.__dict__.get("forward")
+    if isinstance(replaced, CheckpointedForward):
+        return "is checkpointed already."
+    if replaced is not None:
+        return f"has a forward of its own, {replaced!r}."
+    if type(module).forward is nn.Module.forward:
+        return "has no forward: those who hold it call what is in it."
+    return None

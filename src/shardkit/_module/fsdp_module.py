@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._module import copies, setters
+from shardkit._module import copies, debug, setters
 from shardkit._module.hooks import get_state, groups_in, state_of
 from shardkit._module.setters import update_options
 from shardkit._runtime.agreement import check_same_replicas
@@ -79,6 +79,7 @@ class FSDPModule:
     set_post_optim_event = setters.set_post_optim_event
     set_optimization_barriers = setters.set_optimization_barriers
     set_sync_on_finalization = setters.set_sync_on_finalization
+    set_debug = debug.set_debug
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""

@@ -119,6 +119,7 @@ class ModuleState:
             if name not in (STATE_ATTRIBUTE, _compat.COMPILED_CALL)
         }
 
+    @_compat.unseen_by_selective_checkpointing
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.
 

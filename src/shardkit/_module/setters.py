@@ -367,7 +367,7 @@ def set_optimization_barriers(
     Raises:
         StateError: After the first forward: it is not the root.
     """
-    settings = _settings_of_root(self)
+    settings = settings_of_root(self)
     settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
 
 
@@ -381,10 +381,11 @@ def set_sync_on_finalization(self: Any, enable: bool = True) -> None:  # noqa: F
     Raises:
         StateError: After the first forward: it is not the root.
     """
-    _settings_of_root(self).sync_on_finalization = enable
+    settings_of_root(self).sync_on_finalization = enable
 
 
-def _settings_of_root(self: Any) -> RootSettings:
+def settings_of_root(self: Any) -> RootSettings:
+    """Return the settings of a module that is not inside another sharded one."""
     state = state_of(self)
     if state.runtime is not None and state.runtime.settings is not state.settings:
         msg = (

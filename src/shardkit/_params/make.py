@@ -40,7 +40,12 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
             )
             raise StateError(msg)
     plan, layout = bucket.plan, bucket.store.layout
-    return restore(entries, mesh=plan.mesh, policy=plan.policy, layout=layout, offload=plan.offload)
+    result = restore(
+        entries, mesh=plan.mesh, policy=plan.policy, layout=layout, offload=plan.offload
+    )
+    for spec, before in zip(result.store.specs, bucket.store.specs, strict=True):
+        spec.is_worthless = before.is_worthless
+    return result
 
 
 def restore(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardkit import _compat
 from shardkit._runtime.ranges import named_range, names_of
 from shardkit._schedule.unshard import Op
 
@@ -29,6 +30,7 @@ class Gathers:
         nbytes: Of the unsharded memory that exists now.
         peak_nbytes: The most that ever existed.
         in_trained_layer: Backward is inside a layer whose gradients come now.
+        report: Told of gathers and of what is freed, if there is one.
         make_room: Called before a late prefetch of a group, so that memory is free.
     """
 
@@ -42,6 +44,7 @@ class Gathers:
         self.nbytes = 0
         self.peak_nbytes = 0
         self.in_trained_layer = False
+        self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self.make_room: Callable[[ParamGroup], None] = lambda _: None
         self._groups = groups
         self._schedule = schedule
@@ -53,8 +56,13 @@ class Gathers:
         self._put_off: list[ParamGroup] = []
         self._under_way: dict[int, Handle] = {}
 
+    def use_streams(self, streams: Any) -> None:
+        """Gather on other streams from now on, see `set_debug`."""
+        self._streams = streams
+
     # --- actions ---
 
+    @_compat.unseen_by_selective_checkpointing
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the schedule says, in order."""
         ahead = []
@@ -73,6 +81,7 @@ class Gathers:
         if ahead:
             self._prefetch(ahead)
 
+    @_compat.unseen_by_selective_checkpointing
     def wait(self, group: ParamGroup) -> None:
         """Let compute issued from now on see the gathered parameters."""
         if group in self._put_off:
@@ -116,6 +125,8 @@ class Gathers:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         for axis, together in by_axis.items():
             self._start(together, axis)
+        if self.report is not None:
+            self.report("gather", groups)
 
     def _start(self, groups: Sequence[ParamGroup], axis: AxisComm) -> None:
         """Get memory for groups and gather into it over `axis`, in one go.
@@ -150,6 +161,8 @@ class Gathers:
             fence = self._streams.fence()
             for store in group.gathered:
                 store.release(self._slots, fence)
+        if self.report is not None:
+            self.report("free", [group])
 
     # --- memory between steps ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardkit._params.gradients import start_reduce
 from shardkit._runtime.ranges import named_range, names_of
@@ -33,6 +33,7 @@ class Reductions:
 
     Attributes:
         order: In which groups are reduced.
+        report: Told of what is reduced, if there is one.
         peak_nbytes: The most that buffers of reductions ever took.
     """
 
@@ -49,6 +50,7 @@ class Reductions:
         self.order = ReduceOrder()
         self.peak_nbytes = 0
         self._groups = groups
+        self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
         self._streams = streams
         self._slots = slots
         self._used = used
@@ -59,6 +61,10 @@ class Reductions:
         self._before_start = before_start
         self._queued: list[ParamGroup] = []
         self._under_way: list[ParamGroup] = []
+
+    def use_streams(self, streams: Any) -> None:
+        """Reduce on other streams from now on, see `set_debug`."""
+        self._streams = streams
 
     def begin_backward(self) -> None:
         """A backward begins: fix the order."""
@@ -131,6 +137,8 @@ class Reductions:
         self._under_way += groups
         nbytes = sum(group.gradients.reduce_nbytes for group in groups)
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        if self.report is not None:
+            self.report("reduce", groups)
 
     def finish(self, *, leave: int = 0) -> None:
         """Wait for reductions where that frees their memory; elsewhere the end of backward does."""

@@ -18,6 +18,7 @@ from shardkit._errors import StateError
 from shardkit._params.memory import SlotPool
 from shardkit._runtime.agreement import UsedParameters, check_same_model
 from shardkit._runtime.backward import Backward
+from shardkit._runtime.debug import apply_debug
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.gathers import Gathers
 from shardkit._runtime.passes import Passes, TracedPasses
@@ -64,15 +65,13 @@ class Runtime:
         for index, group in enumerate(self.groups):
             group.index = index
         # A process that holds all ranks has nobody to compare with.
-        axes = [] if backend.is_spmd else _distinct_axes(self.groups)
-        self.axes = axes
+        self.axes = axes = [] if backend.is_spmd else _distinct_axes(self.groups)
         check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()
             if group.was_replaced:
                 group.refresh()
-        shared_streams = share.streams if share is not None else None
-        self.streams: CommStreams = backend.make_streams(axes, shared_streams)
+        self.streams: CommStreams = backend.make_streams(axes, share and share.streams)
         self.slots: SlotPool = SlotPool(self.streams) if share is None else share.slots
         nbytes, is_idle = self._sizes()
         self.schedule = UnshardSchedule(
@@ -90,10 +89,9 @@ class Runtime:
             before_start=self.gathers.gather_put_off,
         )
         self.gathers.make_room = self.reductions.make_room
-        region, device = self.streams.region, groups[0].device
-        self.passes = (
-            Passes(device) if region is None else TracedPasses(region, self.groups, settings)
-        )
+        region = self.streams.region
+        traced = region is not None and TracedPasses(region, self.groups, settings)
+        self.passes: Passes = traced or Passes(groups[0].device)
         self.backward = Backward(
             self.groups, self.schedule, self.gathers, self.reductions, self.passes
         )
@@ -144,6 +142,7 @@ class Runtime:
 
     def update_options(self) -> None:
         """Read the settings of the root and all groups anew."""
+        apply_debug(self.settings, self.groups, self.streams, self.gathers, self.reductions)
         options, groups = self.schedule.options, self.groups
         options.prefetch_in_forward = self.settings.prefetch_in_forward
         options.prefetch_in_backward = self.settings.prefetch_in_backward
@@ -191,6 +190,7 @@ class Runtime:
 
     # --- forward ---
 
+    @_compat.unseen_by_selective_checkpointing
     def begin_pass(self, root: object) -> None:
         """A root forward starts."""
         if self._ended_in_exception:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardkit._errors import ShardedTensorError
+
 if TYPE_CHECKING:
     import weakref
 
@@ -102,6 +104,7 @@ class ShardSpec:
         axes: The axes over which ranks hold different elements.
         is_written_here: Whether this rank offers its piece to checkpoints. Where several ranks hold
             the same elements, cut in different ways, one of them does.
+        is_worthless: A step ran with dummy collectives (`set_debug`): nothing here is to be saved.
         entry: Weak: the parameter, and where its group found it.
     """
 
@@ -120,6 +123,7 @@ class ShardSpec:
     stop: int = field(init=False)
     piece_range: tuple[int, int] = field(init=False)
     is_written_here: bool = field(init=False, default=True)
+    is_worthless: bool = field(init=False, default=False)
     entry: weakref.ref[Entry] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -177,7 +181,18 @@ class ShardSpec:
         """Have a piece spread over devices of this process; there is only one here."""
 
     def check_saved(self) -> None:
-        """Raise if this rank's piece cannot be written to a file of its own."""
+        """Raise if this rank's piece cannot be written to a file of its own.
+
+        Raises:
+            ShardedTensorError: Dummy collectives were on.
+        """
+        if self.is_worthless:
+            msg = (
+                f"sharded {self.name!r} has run steps with dummy collectives (set_debug): its "
+                f"values mean nothing, and are not saved. Build the model anew without them, and "
+                f"load a checkpoint from before."
+            )
+            raise ShardedTensorError(msg)
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
         """Return itself: copies of a tensor are cut alike, on the same mesh."""

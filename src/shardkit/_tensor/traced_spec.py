@@ -95,6 +95,7 @@ class PaddedSpec(ShardSpec):
         Raises:
             ShardedTensorError: There are several.
         """
+        ShardSpec.check_saved(self)
         if self.mesh.size() > 1:
             msg = (
                 f"sharded {self.name!r} is a piece of one of {self.mesh.size()} replicas "

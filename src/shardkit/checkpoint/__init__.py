@@ -12,7 +12,11 @@ from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._full_load import LoadedNames, load_full
 from shardkit.checkpoint._full_save import save_full
 from shardkit.checkpoint._load import load
-from shardkit.checkpoint._local import load_local_state_dict, local_state_dict
+from shardkit.checkpoint._local import (
+    get_shard_metadata,
+    load_local_state_dict,
+    local_state_dict,
+)
 from shardkit.checkpoint._save import async_save, release_staging_memory, save
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
@@ -35,6 +39,7 @@ __all__ = [
     "consolidate",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_shard_metadata",
     "get_state_dict",
     "latest",
     "load",

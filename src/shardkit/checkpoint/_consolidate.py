@@ -16,6 +16,7 @@ from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, TensorInfo, info_nbytes
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
+from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
 from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._state.sections import nested
 
@@ -77,7 +78,9 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     Args:
         source: A checkpoint directory (shardkit's, FSDP2's or another of
             torch.distributed.checkpoint's), the common prefix of per-rank files of
-            `local_state_dict`, or a file of whole tensors to convert.
+            `local_state_dict` or of torch_xla's FSDP (``{"model": model.state_dict(),
+            "shard_metadata": model.get_shard_metadata()}``, without need of torch_xla), or a file
+            of whole tensors to convert.
         out: A file; or a directory, see `FullWriter`.
         format: ``"torch"`` or ``"safetensors"``.
         max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `out` is a directory.
@@ -152,7 +155,7 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
         return DcpFiles(path)
     files = local_files(source, suffix)
     if files:
-        return LocalFiles(files)
+        return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
     if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
         return DcpFiles(path)  # Which says what is missing.
     if not path.exists():

@@ -14,6 +14,7 @@ from shardkit.checkpoint._dcp.item_file import ItemFile
 from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import dtype_name, info_nbytes
 from shardkit.checkpoint._files.local import LocalFiles
+from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles
 
 if TYPE_CHECKING:
     import os
@@ -87,7 +88,7 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
         if manifest is not None:
             step, world_size = manifest.header.step, manifest.header.world_size
             verified = True
-    elif isinstance(checkpoint, LocalFiles):
+    elif isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
         kind, files = "per-rank files", checkpoint.files
         world_size = checkpoint.world_size
     else:
@@ -109,7 +110,7 @@ def _chunks(checkpoint: Checkpoint, name: str) -> list[dict[str, Any]]:
             {"file": file, "offsets": list(offsets), "sizes": list(sizes)}
             for offsets, sizes, file in checkpoint.chunks(name)
         ]
-    if isinstance(checkpoint, LocalFiles):
+    if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
         return [{"file": path.name, "range": piece} for path, piece in checkpoint.owners[name]]
     assert isinstance(checkpoint, WholeFile)
     return [{"file": checkpoint.parts[name].name}]
@@ -130,7 +131,7 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list
         return [str(error)]
     if isinstance(checkpoint, DcpFiles):
         return list(_verify_directory(checkpoint))
-    if isinstance(checkpoint, LocalFiles):
+    if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
         paths = checkpoint.files
     else:
         assert isinstance(checkpoint, WholeFile)

@@ -109,6 +109,50 @@ def local_state_dict(
     return {**result, METADATA: metadata}
 
 
+def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
+    """Return what this rank's pieces are: as `local_state_dict` describes them, without values.
+
+    For scripts that save pieces in files of their own. Names are those of the model without
+    sharding; ``dict(model.named_parameters())`` has the parameters by the same ones.
+
+    Args:
+        model: Sharded by `fully_shard`.
+
+    Returns:
+        ``"rank"`` and ``"world_size"``: of all ranks that hold the model; ``"mesh"``:
+        ``"device_type"``, ``"shape"``, ``"names"`` of the axes and ``"coordinate"`` of this rank;
+        ``"tied"``: other names of tensors, each with the first one; ``"model"``: by name
+        ``"shape"`` and ``"dtype"`` of the whole, ``"range"``, the elements [start, stop) of the
+        flattened whole that this rank has, and ``"cut"``, how the ranges of all ranks come about;
+        both are None for what is not sharded.
+
+    Raises:
+        CheckpointError: As `local_state_dict`.
+
+    Cost: no collectives.
+    """
+    state = state_of(model)
+    mesh = mesh_of(state, "shard metadata", allow_meta=True)
+    _check_has_ranks(mesh)
+    position = mesh.ranks.index(mesh.rank)
+    coordinate: list[int] = []
+    for size in reversed(mesh.shape):
+        position, on_axis = divmod(position, size)
+        coordinate.insert(0, on_axis)
+    return {
+        "rank": mesh.ranks.index(mesh.rank),
+        "world_size": len(mesh.ranks),
+        "mesh": {
+            "device_type": mesh.device_type,
+            "shape": list(mesh.shape),
+            "names": mesh.mesh_dim_names,
+            "coordinate": coordinate,
+        },
+        "tied": {n: entry.names[0] for entry in by_identity(state) for n in entry.names[1:]},
+        MODEL: {n: _describe(n, v) for n, v in state.items() if isinstance(v, Tensor)},
+    }
+
+
 def _check_has_ranks(mesh: DeviceMesh) -> None:
     if mesh.backend.is_traced:
         msg = (
@@ -121,6 +165,7 @@ def _check_has_ranks(mesh: DeviceMesh) -> None:
 
 def _local(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
+        value.spec.check_saved()
         return value.to_local().detach()
     return value.detach() if isinstance(value, Tensor) else value
 
