@@ -62,13 +62,23 @@ class TracedStore(Store):
         self.is_outside = False
         self._job: TracedGather | None = None
         self._has_memory = False
-        shapes = [tuple(entry.param.shape) for entry in entries]
-        self.layout = layout or EvenLayout.plan(shapes, world_size=plan.axis.size)
+        self.layout = layout or self.plan_layout(plan, entries)
         self.specs = [self._new_spec(i) for i in range(len(entries))]
         self._pieces = [self._cut_piece(i, e.param.detach()) for i, e in enumerate(entries)]
         self.unsharded = [self._new_unsharded(i, self._empty()) for i in range(len(entries))]
         self._note_classes()
         self._refuse_use()
+
+    @classmethod
+    def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> EvenLayout:
+        """Lay out the parameters."""
+        shapes = [tuple(entry.param.shape) for entry in entries]
+        return EvenLayout.plan(shapes, world_size=plan.axis.size)
+
+    @staticmethod
+    def shard_nbytes_of(plan: BucketPlan, layout: EvenLayout) -> int:
+        """Return the bytes of the parameters' parts on one rank."""
+        return sum(layout.sizes) * plan.orig_dtype.itemsize
 
     def _refuse(self, name: str, what: str, remedy: str) -> None:
         msg = (
@@ -125,7 +135,7 @@ class TracedStore(Store):
     @property
     def shard_nbytes(self) -> int:
         """Bytes of the parameters' parts on one rank."""
-        return sum(self.layout.sizes) * self.plan.orig_dtype.itemsize
+        return self.shard_nbytes_of(self.plan, self.layout)
 
     # --- the unsharded parameters ---
 
