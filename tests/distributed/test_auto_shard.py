@@ -57,7 +57,7 @@ WRAPPED: dict[str, tuple[Case, typing.Any]] = {
     ),
     "everything": (case_of(Attention), always_wrap_policy),
     "frozen": (case_of(frozen_stack), {Block, nn.Embedding}),
-    "one group": (CASES["conv"], "no_wrap"),
+    "one group": (CASES["mlp"], "no_wrap"),
     "balanced": (case_of(Stack), None),
 }
 
