@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 
+import pytest
 import torch
 from torch import nn
 from xla_ranks import XlaRanks, on_xla
@@ -11,7 +12,7 @@ from xla_ranks import XlaRanks, on_xla
 from models import Block, Case, cross_entropy, token_batch
 from parity import compare_training
 from reference import LOSS_TOLERANCE, SGD_TOLERANCE, assert_within
-from shardkit import auto_shard, checkpoint_module, fully_shard
+from shardkit import CPUOffloadPolicy, WrapError, auto_shard, checkpoint_module, fully_shard
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
@@ -38,6 +39,17 @@ def test_the_callable_of_torch_xla(mesh: DeviceMesh) -> None:
     auto_shard(model, mesh, auto_wrap_policy={nn.Linear}, auto_wrapper_callable=wrap)
     model(torch.ones(4, 4).to("xla")).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def test_what_is_not_supported_is_refused_before_anything_is_changed(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("xla")
+    for options in (
+        {"units": {"1": {"offload_policy": CPUOffloadPolicy()}}},
+        {"offload_budget_nbytes": 100},
+    ):
+        with pytest.raises(WrapError, match="is offloaded to the host, which meshes of 'xla'"):
+            auto_shard(model, mesh, nn.Linear, **options)
+    assert type(model[0]) is nn.Linear
 
 
 def test_torch_xlas_own_policy(mesh: DeviceMesh) -> None:

@@ -39,6 +39,7 @@ def shard_units(
         modules = unit.modules
         if prepare is not None and not unit.is_root:
             modules = [_prepared(model, module, prepare, given) for module in modules]
+            unit.modules = modules
         is_done = any(get_state(module) is not None for module in modules)
         if (unit.entries or unit.is_root) and not is_done:
             fully_shard(modules if len(modules) > 1 else modules[0], **given)

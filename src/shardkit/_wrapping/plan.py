@@ -188,11 +188,12 @@ class ShardPlan:
             for unit in units
             if not unit.unit.entries and not unit.unit.is_root
         )
-        self._modules = [unit.unit.modules for unit in self._held]
         self._steps: dict[int, tuple[list[PlannedTraffic], int]] = {1: self._step(1)}
 
     def apply(self) -> nn.Module:
         """Shard the model as planned; return it.
+
+        If a callable that prepares modules raises, the groups before it are sharded already.
 
         Raises:
             WrapError: It was applied before, was made for a mesh shape without ranks, or the
@@ -264,13 +265,13 @@ class ShardPlan:
         sums_whole = strategy is not None and not strategy.reduces_each_micro_batch
         to_run = [
             GroupToRun(
-                modules,
+                held.unit.modules,
                 group.unsharded_nbytes,
                 is_trainable=bool(group.send_nbytes),
                 reshard_after_forward=group.is_resharded,
                 reshard_after_backward=not stays,
             )
-            for group, modules in zip(self.groups, self._modules, strict=True)
+            for group, held in zip(self.groups, self._held, strict=True)
         ]
         gathers = plan_gathers(
             self.model,

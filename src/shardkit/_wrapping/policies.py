@@ -65,7 +65,8 @@ def choose(
         WrapError: It chooses nothing, names what is not there, or is no policy.
     """
     if isinstance(policy, str):
-        policy = _NAMED.get(policy.lower(), policy)
+        is_word = policy.islower() or policy.isupper()  # A class may have the name Size.
+        policy = _NAMED.get(policy.lower(), policy) if is_word else policy
     if policy is None or policy == BALANCED:
         return choose_balanced(tree, mp_policy, num_ranks)
     if policy == NO_WRAP:

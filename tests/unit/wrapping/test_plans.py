@@ -299,6 +299,7 @@ def test_before_is_called_on_each_unit_but_the_root_and_may_replace_it() -> None
     assert all(isinstance(block, Around) for block in model.blocks)
     assert model.again is model.blocks[0]
     assert type(model.blocks[0]).__name__ == "FSDPAround"
+    check_against_steps(model, plan, micro_batches=2)
     check_against_steps(model, plan)
 
 

@@ -96,6 +96,13 @@ def test_what_is_no_policy_is_refused(policy: typing.Any) -> None:
         names(Stack(), policy)
 
 
+def test_a_class_may_be_called_as_a_policy_is() -> None:
+    class Size(nn.Linear):
+        pass
+
+    assert names(nn.Sequential(Size(2, 2), nn.Linear(2, 2)), "Size") == [("0",), ("",)]
+
+
 def test_no_wrap_is_one_group() -> None:
     assert names(Stack(), "NO_WRAP") == [("",)]
 
