@@ -97,7 +97,9 @@ def test_a_large_embedding_and_head_are_groups_of_their_own() -> None:
 def test_a_tied_embedding_stays_with_the_root() -> None:
     model = stack(256, 6, 32_000)
     model.head.weight = model.tokens.weight
-    assert names(model) == [*((f"blocks.{i}",) for i in range(6)), ("",)]
+    plan = auto_shard(model, 4, apply=False)
+    assert [g.names for g in plan.groups] == [*((f"blocks.{i}",) for i in range(6)), ("",)]
+    assert plan.without_group == ()
 
 
 def test_small_blocks_are_joined_the_more_the_more_ranks() -> None:
