@@ -169,7 +169,7 @@ def train_with_options(ranks: Ranks) -> float:
         offload_budget_nbytes=0,
     )
     assert [group.name for group in plan.groups][-1] == "norm, head"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # Has no state beside the shards.
     losses: list[Tensor] = []
     for _ in range(12):
         loss = case.loss(model, ranks.batch(case, 0))
@@ -182,4 +182,4 @@ def train_with_options(ranks: Ranks) -> float:
 
 @on_meshes((2,), xla=())
 def test_training_with_all_options(run: Run) -> None:
-    assert all(ratio < 0.6 for ratio in run(train_with_options))
+    assert all(ratio < 0.8 for ratio in run(train_with_options))
