@@ -45,6 +45,7 @@ SIMULATED = [
         "amp",
         "interruptions",
         "compile",
+        "auto_shard",
     )
 ]
 

@@ -27,6 +27,16 @@ from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
 from shardkit._watch_settings import set_watch
+from shardkit._wrapping.auto_shard import auto_shard
+from shardkit._wrapping.plan import ShardPlan
+from shardkit._wrapping.protocol import (
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from shardkit._wrapping.records import GroupPlan, PlannedMemory, PlannedTraffic
+from shardkit._wrapping.strategies import Strategy, StrategyCost, strategy
 from shardkit.backends import init_device_mesh
 
 __version__ = "0.1.0"
@@ -41,21 +51,29 @@ __all__ = [
     "FSDPModule",
     "FlatShard",
     "FreedParameterError",
+    "GroupPlan",
     "Installed",
     "LayoutError",
     "MeshError",
     "MixedPrecisionPolicy",
     "NonFiniteGradientError",
     "OffloadPolicy",
+    "PlannedMemory",
+    "PlannedTraffic",
     "RankMismatchError",
     "ReduceScatter",
     "Replicate",
+    "ShardPlan",
     "ShardedTensor",
     "ShardedTensorError",
     "ShardkitError",
     "StateError",
+    "Strategy",
+    "StrategyCost",
     "UnshardHandle",
     "WrapError",
+    "always_wrap_policy",
+    "auto_shard",
     "checkpoint_activations",
     "checkpoint_module",
     "defer_sharding",
@@ -63,8 +81,12 @@ __all__ = [
     "fully_shard",
     "init_device_mesh",
     "install",
+    "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
     "set_watch",
     "share_comm_ctx",
     "shared_input",
+    "size_based_auto_wrap_policy",
+    "strategy",
+    "transformer_auto_wrap_policy",
 ]

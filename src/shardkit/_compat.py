@@ -346,6 +346,19 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def lambda_of_custom_policy(policy: object) -> Any:
+    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask it; else None.
+
+    The attribute is there in torch 2.9.0 and 2.13.0. Without it the policy is no callable, and
+    is refused.
+    """
+    module = sys.modules.get("torch.distributed.fsdp.wrap")
+    custom = getattr(module, "CustomPolicy", None)
+    if custom is None or not isinstance(policy, custom):
+        return None
+    return getattr(policy, "_lambda_fn", None)
+
+
 def dcp_storage_info() -> Any:
     """Return the record of where an entry of a checkpoint is stored: part of every `.metadata`.
 

@@ -110,7 +110,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     checks.check_ties(modules, ignored)
     candidates = list(checks.find_params(modules, ignored))
     checks.check_not_taken(modules, candidates)
-    shard_mesh = as_device_mesh(mesh, device_type=_device_type(candidates, offload_policy))
+    shard_mesh = as_device_mesh(mesh, device_type=device_type_of(candidates, offload_policy))
     checks.check_mesh(shard_mesh)
     reshard = checks.checked_reshard(reshard_after_forward, shard_mesh)
     checks.check_params(candidates, shard_mesh, offload_policy)
@@ -157,7 +157,7 @@ def _modules_of(module: Any) -> list[nn.Module]:
     return [each for each in dict.fromkeys(module) if each not in inside]
 
 
-def _device_type(found: list[ParamEntry], offload: OffloadPolicy) -> str:
+def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
     """Return the device type of the default mesh."""
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)

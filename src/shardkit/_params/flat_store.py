@@ -67,6 +67,7 @@ class FlatStore(Store):
     """
 
     subclass: Any = None
+    may_alias_shard = True
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
@@ -75,8 +76,8 @@ class FlatStore(Store):
         self._tensor_parallel = [_tensor_parallel_of(entry.param) for entry in entries]
         has_parts = any(tp is not None for tp in self._tensor_parallel)
         self.converts_gradients = has_parts or self.subclass is not None
-        self.layout = layout or self._plan_layout()
-        self.aliases_shard = self._aliases_shard()
+        self.layout = layout or self.plan_layout(plan, entries)
+        self.aliases_shard = self.may_alias_shard and plan.aliases_shard
         self._kept_part: KeptPart | None = None
         self._buffer: Buffer | None = None
         allocator = StateAllocator()
@@ -90,21 +91,21 @@ class FlatStore(Store):
 
     # --- construction ---
 
-    def _plan_layout(self) -> FlatLayout:
+    @classmethod
+    def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> FlatLayout:
         """Lay out the parameters, or this rank's parts of them."""
-        plan = self.plan
+        spread = [_tensor_parallel_of(entry.param) for entry in entries]
         shapes = [
             tuple(entry.param.shape) if tp is None else tp.local_shape
-            for entry, tp in zip(self.entries, self._tensor_parallel, strict=True)
+            for entry, tp in zip(entries, spread, strict=True)
         ]
         itemsize = min(d.itemsize for d in (plan.orig_dtype, plan.param_dtype, plan.reduce_dtype))
         return FlatLayout.plan(shapes, world_size=plan.axis.size, itemsize=itemsize)
 
-    def _aliases_shard(self) -> bool:
-        """Whether the unsharded buffer is the shard: nothing to gather, nothing to cast."""
-        plan = self.plan
-        is_same_dtype = plan.param_dtype == plan.orig_dtype
-        return plan.axis.size == 1 and is_same_dtype and not plan.is_offloaded
+    @staticmethod
+    def shard_nbytes_of(plan: BucketPlan, layout: FlatLayout) -> int:
+        """Return the bytes of a rank's shard."""
+        return layout.shard_numel * plan.orig_dtype.itemsize
 
     def _new_spec(self, index: int, allocator: StateAllocator) -> ShardSpec:
         plan = self.plan

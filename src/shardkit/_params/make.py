@@ -70,7 +70,16 @@ def make_buckets(
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
 ) -> list[Bucket]:
-    """Split parameters into buckets, in order of first appearance; the same on every rank."""
+    """Make the buckets of a group."""
+    return [
+        _new_bucket(alike, mesh, policy, offload) for alike in split_by_kind(entries, policy=policy)
+    ]
+
+
+def split_by_kind(
+    entries: Sequence[ParamEntry], *, policy: MixedPrecisionPolicy
+) -> list[list[ParamEntry]]:
+    """Split parameters into those of one bucket, in order of appearance; the same on all ranks."""
     by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
     for entry in entries:
         param = entry.param
@@ -83,7 +92,7 @@ def make_buckets(
         if subclass_of(entry) is not None:
             kind = (*kind, id(param))  # Alone.
         by_kind.setdefault(kind, []).append(entry)
-    return [_new_bucket(alike, mesh, policy, offload) for alike in by_kind.values()]
+    return [*by_kind.values()]
 
 
 def _new_bucket(
@@ -96,12 +105,13 @@ def _new_bucket(
     plan = BucketPlan.of(entries[0].param, mesh, policy, offload)
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Bucket(_store_class(entries[0], mesh)(plan, list(entries), layout))
+        return Bucket(store_class(entries[0], mesh)(plan, list(entries), layout))
 
 
-def _store_class(
+def store_class(
     entry: ParamEntry, mesh: DeviceMesh
 ) -> type[FlatStore | SubclassStore | TracedStore]:
+    """Return what keeps a bucket that begins with a parameter."""
     gathers_itself = subclass_of(entry) is not None
     if mesh.backend.is_traced and gathers_itself:
         msg = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +48,24 @@ class BucketPlan:
     home_device: torch.device
     is_offloaded: bool
     is_pinned: bool
+
+    @property
+    def aliases_shard(self) -> bool:
+        """Whether an unsharded buffer may be the shard: nothing to gather, nothing to cast."""
+        is_same_dtype = self.param_dtype == self.orig_dtype
+        return self.axis.size == 1 and is_same_dtype and not self.is_offloaded
+
+    def materialized(self) -> BucketPlan:
+        """Return the plan that holds once parameters on the meta device have got values."""
+        backend = self.mesh.backend
+        is_offloaded = isinstance(self.offload, CPUOffloadPolicy) and backend.has_own_memory
+        return replace(
+            self,
+            device=backend.device,
+            shard_device=self.home_device,
+            is_offloaded=is_offloaded,
+            is_pinned=is_offloaded and bool(getattr(self.offload, "pin_memory", False)),
+        )
 
     @classmethod
     def of(

@@ -103,6 +103,7 @@ class SubclassStore(FlatStore):
     """One parameter that gathers itself; see the module's docstring."""
 
     subclass: Subclass
+    may_alias_shard = False
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
@@ -113,10 +114,11 @@ class SubclassStore(FlatStore):
         self.subclass = subclass
         super().__init__(plan, entries, layout)
 
-    def _plan_layout(self) -> FlatLayout:
+    @classmethod
+    def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> FlatLayout:
         """Cut by rows, equally many on every rank; the last ones of the last ranks are padding."""
-        shape = tuple(self.entries[0].param.shape)
-        world_size = self.plan.axis.size
+        shape = tuple(entries[0].param.shape)
+        world_size = plan.axis.size
         rows = -(-shape[0] // world_size)
         return FlatLayout(
             shapes=(shape,),
@@ -125,9 +127,6 @@ class SubclassStore(FlatStore):
             shard_numel=rows * math.prod(shape[1:]),
             world_size=world_size,
         )
-
-    def _aliases_shard(self) -> bool:
-        return False
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
         del index

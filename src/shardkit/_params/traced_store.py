@@ -54,26 +54,44 @@ class TracedStore(Store):
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: EvenLayout | None = None
     ) -> None:
         super().__init__(plan, entries)
-        for entry in entries:
-            if tensor_parallel_of(entry.param) is not None:
-                self._refuse(entry.name, "a DTensor", "Shard it by fully_shard alone.")
-        if isinstance(plan.offload, CPUOffloadPolicy):
-            self._refuse(entries[0].name, "offloaded to the host", "Leave out offload_policy.")
+        self._check(plan, entries)
         self.bucket_id = plan.mesh.backend.next_bucket_id()
         self.is_outside = False
         self._job: TracedGather | None = None
         self._has_memory = False
-        shapes = [tuple(entry.param.shape) for entry in entries]
-        self.layout = layout or EvenLayout.plan(shapes, world_size=plan.axis.size)
+        self.layout = layout or self.plan_layout(plan, entries)
         self.specs = [self._new_spec(i) for i in range(len(entries))]
         self._pieces = [self._cut_piece(i, e.param.detach()) for i, e in enumerate(entries)]
         self.unsharded = [self._new_unsharded(i, self._empty()) for i in range(len(entries))]
         self._note_classes()
         self._refuse_use()
 
-    def _refuse(self, name: str, what: str, remedy: str) -> None:
+    @classmethod
+    def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> EvenLayout:
+        """Lay out the parameters, if a store of this kind can hold them."""
+        cls._check(plan, entries)
+        shapes = [tuple(entry.param.shape) for entry in entries]
+        return EvenLayout.plan(shapes, world_size=plan.axis.size)
+
+    @staticmethod
+    def shard_nbytes_of(plan: BucketPlan, layout: EvenLayout) -> int:
+        """Return the bytes of the parameters' parts on one rank."""
+        return sum(layout.sizes) * plan.orig_dtype.itemsize
+
+    @classmethod
+    def _check(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
+        """Raise if parameters are of a kind that is not traced."""
+        for entry in entries:
+            if tensor_parallel_of(entry.param) is not None:
+                cls._refuse(plan, entry.name, "a DTensor", "Shard it by fully_shard alone.")
+        if isinstance(plan.offload, CPUOffloadPolicy):
+            remedy = "Leave out offload_policy."
+            cls._refuse(plan, entries[0].name, "offloaded to the host", remedy)
+
+    @staticmethod
+    def _refuse(plan: BucketPlan, name: str, what: str, remedy: str) -> None:
         msg = (
-            f"parameter {name!r} is {what}, which meshes of {self.plan.mesh.device_type!r} devices "
+            f"parameter {name!r} is {what}, which meshes of {plan.mesh.device_type!r} devices "
             f"do not support. {remedy}"
         )
         raise WrapError(msg)
@@ -126,7 +144,7 @@ class TracedStore(Store):
     @property
     def shard_nbytes(self) -> int:
         """Bytes of the parameters' parts on one rank."""
-        return sum(self.layout.sizes) * self.plan.orig_dtype.itemsize
+        return self.shard_nbytes_of(self.plan, self.layout)
 
     # --- the unsharded parameters ---
 

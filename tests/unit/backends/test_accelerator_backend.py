@@ -22,7 +22,7 @@ from shardkit import (
 )
 from shardkit._layout.flat import FlatLayout
 from shardkit._module.checks import _check_current_device, check_params
-from shardkit._module.fully_shard import _device_type
+from shardkit._module.fully_shard import device_type_of
 from shardkit._params.sites import ParamEntry
 from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor
@@ -96,7 +96,7 @@ def test_the_default_mesh_is_where_parameters_will_compute(
     policy = CPUOffloadPolicy() if offload == "offloaded" else OffloadPolicy()
     if not is_there and expected == "xpu":
         expected = "cpu"
-    assert _device_type(found_on(*devices), policy) == expected
+    assert device_type_of(found_on(*devices), policy) == expected
 
 
 def spec_at(home: str | None, device: str) -> ShardSpec:

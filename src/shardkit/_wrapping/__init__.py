@@ -1,0 +1,1 @@
+"""Which modules become groups: policies, the plan of them, strategies by name."""

@@ -1,0 +1,309 @@
+"""`auto_shard`: from a model and a policy to a plan."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import MeshError, WrapError
+from shardkit._module import checks
+from shardkit._module.fsdp_module import own_class
+from shardkit._module.fully_shard import device_type_of
+from shardkit._module.hooks import get_state
+from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+from shardkit._wrapping.offload import offload_to_fit
+from shardkit._wrapping.plan import PlannedUnit, ShardPlan
+from shardkit._wrapping.policies import choose, choose_by_name
+from shardkit._wrapping.protocol import size_policy
+from shardkit._wrapping.shape_only import is_shape_only, mesh_of_shape
+from shardkit._wrapping.strategies import Strategy
+from shardkit._wrapping.strategies import strategy as strategy_of
+from shardkit._wrapping.tree import ModuleTree
+from shardkit._wrapping.units import assign_params, units_in_order
+from shardkit.backends import as_device_mesh, init_device_mesh
+
+if TYPE_CHECKING:
+    import enum
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import nn
+
+    from shardkit._mesh import DeviceMesh
+    from shardkit._wrapping.policies import Choice
+    from shardkit.backends import TorchDeviceMesh
+
+_ROOT = ("",)
+
+
+def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
+    model: Any,
+    mesh: DeviceMesh | TorchDeviceMesh | int | Sequence[int] | None = None,
+    policy: Any = None,
+    *,
+    units: Mapping[Any, Any] | Collection[Any] = (),
+    strategy: str | enum.Enum | Strategy | None = None,
+    before: Callable[[nn.Module], Any] | None = None,
+    offload_budget_nbytes: int | None = None,
+    apply: bool = True,
+    verbose: bool = False,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    auto_wrap_policy: Any = None,
+    auto_wrapper_callable: Callable[..., Any] | None = None,
+    fsdp_min_num_params: int | None = None,
+) -> ShardPlan:
+    """Call `fully_shard` on the modules that a policy chooses, then on the root.
+
+        plan = auto_shard(model, mesh=mesh, apply=False)
+        print(plan)  # Groups, bytes, collectives. Nothing is changed yet.
+        plan.apply()
+
+    A policy is
+
+    - ``None`` or ``"balanced"``: groups are chosen from sizes and order, see below;
+    - a class of modules, the name of one, or a collection of these: ``{Block, "Head"}``;
+    - ``"no_split_modules"``: the classes that a model of transformers names in its
+      ``_no_split_modules``;
+    - ``"size"``: from 100 million parameters on, as `size_based_auto_wrap_policy`;
+    - ``"no_wrap"``: one group, the root's;
+    - a mapping from names of modules to arguments of their `fully_shard` call:
+      ``{"layers.*": {}, ("norm", "head"): {"reshard_after_forward": False}}``. A ``*`` stands for
+      one part of a name between dots, a tuple is one group, ``""`` is the root. The words of
+      transformers' ``_fsdp_plan`` are understood as arguments;
+    - a callable that gets a module and returns True, False, or a dict of such arguments;
+    - a callable in torch_xla's and FSDP1's protocol, ``policy(module, recurse, unwrapped_params)``,
+      such as ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``,
+      torch_xla's and torch's own functions, ``ModuleWrapPolicy`` and ``CustomPolicy``.
+
+    The balanced choice keeps the largest group small, for two groups are unsharded at a time, and
+    the smallest one large, for a small collective costs its latency. Children of ``ModuleList`` and
+    ``Sequential`` become groups, up to an eighth of the model each; neighbours below 128 KiB for
+    each rank are one group; a large embedding or head becomes a group of its own. Small models are
+    one group. It takes modules to be called: where a forward reads the weight of a module
+    without calling it, name the groups yourself.
+
+    Tied weights belong to the innermost group that holds all of their modules. Modules in an
+    ``nn.MultiheadAttention``, which reads their weights, are never groups by themselves, unless a
+    mapping names them.
+
+    Args:
+        model: The root: not sharded, not wrapped.
+        mesh: As of `fully_shard`. A number of ranks, or a mesh shape, with ``apply=False`` only:
+            plans for ranks that are not there.
+        policy: Which modules form groups.
+        units: More groups, as of a mapping, or as a collection of names and tuples. A module that
+            is named here is taken out of the groups of the policy.
+        strategy: A name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
+        before: Called with each module of a group that is not the root, before it is sharded, for
+            instance `checkpoint_module`. What it returns takes the module's place, if it is
+            another module.
+        offload_budget_nbytes: So many bytes of shards, gradients and AdamW's state may stay on the
+            device of a rank. Groups get a `CPUOffloadPolicy`, those that save most first, until the
+            rest fits.
+        apply: False: only plan.
+        verbose: The first rank prints the plan.
+        mp_policy: As of `fully_shard`, where the policy says nothing else. So are the next four.
+        reshard_after_forward: See there.
+        shard_placement_fn: See there.
+        offload_policy: See there.
+        ignored_params: See there.
+        auto_wrap_policy: torch_xla's name of `policy`.
+        auto_wrapper_callable: torch_xla's name of `before`. It is called with the module and the
+            arguments of `fully_shard`, and may call that itself.
+        fsdp_min_num_params: Accelerate's name: a policy by size with this number.
+
+    Returns:
+        The plan. It has been carried out, unless `apply` is False.
+
+    Raises:
+        WrapError: A policy that chooses nothing, or names what is not there; groups that overlap; a
+            module that is sharded already or is wrapped in DDP; and as of `fully_shard`. Nothing
+            has been changed.
+        MeshError: The mesh does not fit the strategy; and as of `fully_shard`.
+
+    Cost: no collective. All ranks plan the same, for only names, shapes and dtypes count.
+    """
+    wanted = _Wanted.of(
+        policy, before, auto_wrap_policy, auto_wrapper_callable, fsdp_min_num_params
+    )
+    _check_model(model)
+    checks.check_ignored(ignored_params or set())
+    chosen = None if strategy is None else strategy_of(strategy)
+    if chosen is not None and reshard_after_forward is not None:
+        msg = (
+            f"the strategy {chosen.name!r} says what is resharded after forward. Leave out "
+            f"reshard_after_forward, or the strategy."
+        )
+        raise WrapError(msg)
+    common = {
+        "mp_policy": mp_policy,
+        "reshard_after_forward": (
+            reshard_after_forward if chosen is None else chosen.reshard_after_forward
+        ),
+        "shard_placement_fn": shard_placement_fn,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params or set(),
+    }
+    shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply)
+    choice = _choice(model, wanted.policy, units, shard_mesh, common)
+    planned = _planned(model, shard_mesh, choice, common)
+    if offload_budget_nbytes is not None:
+        offload_to_fit(planned, offload_budget_nbytes)
+    plan = ShardPlan(model, shard_mesh, planned, strategy=chosen, prepare=wanted.prepare)
+    if verbose and shard_mesh.rank == shard_mesh.ranks[0]:
+        sys.stdout.write(f"{plan}\n")
+    if apply:
+        plan.apply()
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What users said under one of several names.
+
+    Attributes:
+        policy: Which modules.
+        prepare: Called with a module and the arguments of its `fully_shard` call.
+    """
+
+    policy: Any
+    prepare: Callable[[nn.Module, dict[str, Any]], Any] | None
+
+    @classmethod
+    def of(
+        cls,
+        policy: Any,
+        before: Callable[[nn.Module], Any] | None,
+        auto_wrap_policy: Any,
+        auto_wrapper_callable: Callable[..., Any] | None,
+        min_num_params: int | None,
+    ) -> _Wanted:
+        by_size = None if min_num_params is None else size_policy(min_num_params)
+        given = [p for p in (policy, auto_wrap_policy, by_size) if p is not None]
+        if len(given) > 1:
+            msg = "policy, auto_wrap_policy and fsdp_min_num_params all choose modules. Pass one."
+            raise WrapError(msg)
+        if before is not None and auto_wrapper_callable is not None:
+            msg = "before and auto_wrapper_callable both prepare modules. Pass one of them."
+            raise WrapError(msg)
+        prepare: Callable[[nn.Module, dict[str, Any]], Any] | None = None
+        if before is not None:
+
+            def prepare(module: nn.Module, arguments: dict[str, Any]) -> Any:
+                del arguments
+                return before(module)
+
+        elif auto_wrapper_callable is not None:
+
+            def prepare(module: nn.Module, arguments: dict[str, Any]) -> Any:
+                return auto_wrapper_callable(module, **arguments)
+
+        return cls(given[0] if given else None, prepare)
+
+
+def _check_model(model: Any) -> None:
+    """Raise if a model is no root that can be sharded now."""
+    if isinstance(model, (list, tuple)):
+        msg = "auto_shard takes one model. To shard modules as one group, pass them to fully_shard."
+        raise WrapError(msg)
+    checks.check_module(model)
+    for name, module in model.named_modules():
+        if get_state(module) is not None:
+            msg = (
+                f"{name!r} of this {type(model).__name__} is sharded already, as "
+                f"{own_class(module).__name__}. Let auto_shard take the whole model, or call "
+                f"fully_shard on the rest yourself."
+            )
+            raise WrapError(msg)
+
+
+def _mesh_of(
+    model: nn.Module,
+    mesh: Any,
+    chosen: Strategy | None,
+    common: dict[str, Any],
+    *,
+    is_plan: bool,
+) -> DeviceMesh:
+    """Return the mesh to shard over; a shape is enough for a plan."""
+    if isinstance(mesh, int) or (
+        isinstance(mesh, (tuple, list)) and all(isinstance(size, int) for size in mesh)
+    ):
+        shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+        if chosen is not None and isinstance(mesh, int):
+            shape = chosen.mesh_shape(mesh)
+        if not is_plan:
+            msg = (
+                f"{mesh} is a mesh shape, for which auto_shard can only plan. Pass apply=False, or "
+                f"a mesh: init_device_mesh(device_type, {shape})."
+            )
+            raise MeshError(msg)
+        result = mesh_of_shape(shape)
+    else:
+        entries = [*checks.find_params([model], common["ignored_params"])]
+        device_type = device_type_of(entries, common["offload_policy"])
+        result = as_device_mesh(mesh, device_type=device_type)
+        if mesh is None and chosen is not None and chosen.mesh_ndim > 1:
+            shape = chosen.mesh_shape(result.size())
+            result = init_device_mesh(device_type, shape, mesh_dim_names=chosen.mesh_dim_names)
+    checks.check_mesh(result)
+    if chosen is not None:
+        chosen.check_mesh_shape(result.shape)
+    return result
+
+
+def _choice(
+    model: nn.Module,
+    policy: Any,
+    units: Mapping[Any, Any] | Collection[Any],
+    mesh: DeviceMesh,
+    common: dict[str, Any],
+) -> Choice:
+    """Return the groups of the policy, and those that users name besides."""
+    tree = ModuleTree(model, common["ignored_params"])
+    named = choose_by_name(tree, (units,) if isinstance(units, str) else units)
+    if policy is None and named:
+        # What is named is settled; the rest is balanced without it.
+        inside = {p for names in named for n in names for p in tree.modules[n].parameters()}
+        rest = ModuleTree(model, {*common["ignored_params"], *inside})
+        choice = choose(rest, None, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
+    else:
+        choice = choose(tree, policy, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
+    return _without(choice, {name for names in named for name in names}) | named
+
+
+def _without(choice: Choice, taken: set[str]) -> Choice:
+    """Return the groups without modules that are in others."""
+    left = {
+        tuple(name for name in names if name not in taken): arguments
+        for names, arguments in choice.items()
+    }
+    return {names: arguments for names, arguments in left.items() if names}
+
+
+def _planned(
+    model: nn.Module, mesh: DeviceMesh, choice: Choice, common: dict[str, Any]
+) -> list[PlannedUnit]:
+    """Return the groups in the order of sharding, with all arguments."""
+    tree = ModuleTree(model, common["ignored_params"])
+    of_root = choice.pop(_ROOT, {})
+    ordered = units_in_order(tree, choice)
+    ordered[-1].arguments.update(of_root)
+    ignored = set(common["ignored_params"])
+    for unit in ordered:
+        ignored |= unit.arguments.get("ignored_params") or set()
+    assign_params(tree, ordered, ignored)
+    planned = []
+    for unit in ordered:
+        own_mesh = unit.arguments.get("mesh")
+        arguments = {"mesh": mesh, **common, **unit.arguments}
+        arguments["ignored_params"] = ignored | unit.left_out
+        is_other = own_mesh is not None and not is_shape_only(mesh)
+        unit_mesh = as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh
+        arguments["mesh"] = unit_mesh
+        planned.append(PlannedUnit.of(unit, unit_mesh, arguments))
+    return planned

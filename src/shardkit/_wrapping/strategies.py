@@ -1,0 +1,318 @@
+"""Strategies of data parallelism by name: what each shards, and which calls bring it about."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import MeshError, WrapError
+from shardkit._mesh import SHARD_AXIS
+from shardkit._wrapping.tree import nearest
+
+if TYPE_CHECKING:
+    from shardkit._mesh import DeviceMesh
+    from shardkit.backends import TorchDeviceMesh
+
+REPLICATE_AXIS = "replicate"
+_HYBRID_NDIM = 2
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """What a step of G groups costs on each rank.
+
+    Counts are collectives. Bytes are in units of the model's: 1.0 for gathers is the model in
+    `param_dtype`, and 1.0 for reductions the model in `reduce_dtype`. Padding is left out. Memory
+    is at its largest, in the same way: `parameters` and `optimizer` in the dtype of storage,
+    `unsharded` in `param_dtype`.
+
+    Attributes:
+        all_gathers: Over the shard axis.
+        reduce_scatters: Over the shard axis.
+        all_reduces: Over the replicate axis.
+        gathered: Bytes that come by gathers.
+        reduced: Bytes that are sent by reduce-scatters.
+        all_reduced: Bytes that are sent by all-reduces (2 (R-1)/R of what each carries).
+        parameters: Of the shards.
+        unsharded: Of the whole parameters that exist from forward to backward; 0: only groups in
+            use (two at a time), and the root's.
+        gradients: Between the micro-batches of a step.
+        optimizer: Of the optimizer's state, for each tensor that it has of a parameter's size.
+    """
+
+    all_gathers: int
+    reduce_scatters: int
+    all_reduces: int
+    gathered: float
+    reduced: float
+    all_reduced: float
+    parameters: float
+    unsharded: float
+    gradients: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is sharded, and which calls of `fully_shard` and setters bring it about.
+
+    Get one by `strategy`.
+
+    Attributes:
+        name: As `strategy` takes it.
+        aliases: Other names of it: those of FSDP1 and Accelerate.
+        shards: What a rank has only its part of.
+        mesh_rule: Which shape of mesh it takes, in words; n is the number of ranks.
+        mesh_ndim: Axes of that mesh.
+        reshard_after_forward: Argument of `fully_shard`.
+        reshard_after_backward: As `set_reshard_after_backward`. False: one gather serves all
+            micro-batches of a step.
+        reduces_each_micro_batch: Gradients are reduced in every backward. False: they are summed
+            whole, and reduced in the last backward of a step.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shards: str
+    mesh_rule: str
+    mesh_ndim: int
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool = True
+    reduces_each_micro_batch: bool = True
+
+    # --- use ---
+
+    def arguments(self, mesh: DeviceMesh | TorchDeviceMesh | None = None) -> dict[str, Any]:
+        """Return arguments of `fully_shard`.
+
+            arguments = strategy("zero2").arguments(mesh)
+            fully_shard(layer, **arguments)
+
+        Args:
+            mesh: Passed on, if it fits. None: `fully_shard` makes the 1-D mesh of all ranks.
+
+        Raises:
+            MeshError: The mesh has another shape than the strategy wants, or None is no such mesh.
+        """
+        if mesh is None and self.mesh_ndim == _HYBRID_NDIM:
+            msg = (
+                f"the strategy {self.name!r} wants a mesh of shape {self.mesh_rule}, and without "
+                f"one fully_shard makes a 1-D mesh. Pass init_device_mesh(device_type, "
+                f"strategy({self.name!r}).mesh_shape(world_size))."
+            )
+            raise MeshError(msg)
+        if mesh is None:
+            return {"reshard_after_forward": self.reshard_after_forward}
+        self.check_mesh_shape(tuple(mesh.shape))
+        return {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
+
+    def prepare(self, model: Any) -> Any:
+        """Make the setter calls that the strategy wants, on the sharded root; return it.
+
+        `auto_shard` does it. After `fully_shard` by hand call it once.
+        """
+        if not self.reshard_after_backward:
+            model.set_reshard_after_backward(False)
+        return model
+
+    def begin_micro_batch(self, model: Any, *, is_last: bool) -> None:
+        """Say whether the micro-batch that begins is the last of its step. Call it on the root.
+
+        Without it every backward reduces, which is right but costs a reduction each.
+        """
+        if not self.reduces_each_micro_batch:
+            model.set_requires_gradient_sync(is_last)
+
+    # --- meshes ---
+
+    def mesh_shape(self, world_size: int, ranks_per_copy: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the strategy's mesh over `world_size` ranks.
+
+        Args:
+            world_size: Number of ranks.
+            ranks_per_copy: Ranks that share one copy of the model, in hybrid strategies only. None:
+                those of a host, from the launcher's `LOCAL_WORLD_SIZE`.
+
+        Raises:
+            MeshError: There is no such shape.
+        """
+        if self.mesh_ndim == 1:
+            return (world_size,)
+        if self.name == "replicate":
+            return (world_size, 1)
+        if ranks_per_copy is None:
+            local = os.environ.get("LOCAL_WORLD_SIZE")
+            ranks_per_copy = int(local) if local is not None and local.isdecimal() else None
+        if not ranks_per_copy or world_size % ranks_per_copy:
+            msg = (
+                f"the strategy {self.name!r} wants a mesh of shape {self.mesh_rule}: {world_size} "
+                f"ranks in copies of {ranks_per_copy}. Pass a mesh, or ranks_per_copy that divides "
+                f"{world_size}; under a launcher it is LOCAL_WORLD_SIZE."
+            )
+            raise MeshError(msg)
+        return (world_size // ranks_per_copy, ranks_per_copy)
+
+    def check_mesh_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise if a mesh of this shape is not the strategy's.
+
+        Raises:
+            MeshError: It is not.
+        """
+        fits = len(shape) == self.mesh_ndim and (self.name != "replicate" or shape[-1] == 1)
+        if not fits:
+            msg = (
+                f"the strategy {self.name!r} wants a mesh of shape {self.mesh_rule}, got {shape}. "
+                f"Make one by init_device_mesh(device_type, "
+                f"strategy({self.name!r}).mesh_shape({math.prod(shape)})), or choose a strategy "
+                f"for this mesh."
+            )
+            raise MeshError(msg)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names for the axes of its mesh."""
+        return (REPLICATE_AXIS, SHARD_AXIS)[-self.mesh_ndim :]
+
+    # --- what it costs ---
+
+    def cost(
+        self,
+        mesh_shape: tuple[int, ...],
+        *,
+        num_groups: int,
+        micro_batches: int = 1,
+        num_kept: int = 2,
+        kept: float = 0.0,
+    ) -> StrategyCost:
+        """Return what a step costs that is neither the first nor follows another without a step.
+
+        Args:
+            mesh_shape: (shard,) or (replicate, shard).
+            num_groups: Groups that are trained, each with one dtype.
+            micro_batches: Forwards and backwards between two steps of the optimizer.
+            num_kept: Groups that backward need not gather again, though groups are resharded after
+                forward: the one that runs last, and the root's if it has parameters.
+            kept: Their part of the model's bytes.
+
+        Raises:
+            MeshError: The mesh is not the strategy's.
+        """
+        self.check_mesh_shape(mesh_shape)
+        copies, ranks = (1, *mesh_shape)[-_HYBRID_NDIM:]
+        part, m = (ranks - 1) / ranks, micro_batches
+        again = self.reshard_after_forward is not False
+        passes = m if self.reshard_after_backward else 1
+        reductions = m if self.reduces_each_micro_batch else 1
+        gathers = passes * num_groups + (m * max(num_groups - num_kept, 0) if again else 0)
+        whole = passes + (m * (1 - kept) if again else 0)
+        waits_whole = not self.reduces_each_micro_batch and m > 1
+        return StrategyCost(
+            all_gathers=gathers if ranks > 1 else 0,
+            reduce_scatters=num_groups * reductions if ranks > 1 else 0,
+            all_reduces=num_groups * reductions if copies > 1 else 0,
+            gathered=whole * part,
+            reduced=reductions * part,
+            all_reduced=reductions * 2 * (copies - 1) / copies / ranks,
+            parameters=1 / ranks,
+            unsharded=0.0 if again or ranks == 1 else 1.0,
+            gradients=1.0 if waits_whole else 1 / ranks,
+            optimizer=1 / ranks,
+        )
+
+
+STRATEGIES = (
+    Strategy(
+        name="replicate",
+        aliases=("NO_SHARD", "ddp"),
+        shards="nothing",
+        mesh_rule="(n, 1)",
+        mesh_ndim=2,
+        reshard_after_forward=False,
+        reduces_each_micro_batch=False,
+    ),
+    Strategy(
+        name="zero1",
+        aliases=(),
+        shards="the optimizer's state",
+        mesh_rule="(n,)",
+        mesh_ndim=1,
+        reshard_after_forward=False,
+        reshard_after_backward=False,
+        reduces_each_micro_batch=False,
+    ),
+    Strategy(
+        name="zero2",
+        aliases=("SHARD_GRAD_OP",),
+        shards="gradients and the optimizer's state; parameters between steps",
+        mesh_rule="(n,)",
+        mesh_ndim=1,
+        reshard_after_forward=False,
+    ),
+    Strategy(
+        name="zero3",
+        aliases=("FULL_SHARD",),
+        shards="parameters, gradients and the optimizer's state",
+        mesh_rule="(n,)",
+        mesh_ndim=1,
+        reshard_after_forward=None,
+    ),
+    Strategy(
+        name="hybrid",
+        aliases=("HYBRID_SHARD",),
+        shards="as zero3, within each copy of the model",
+        mesh_rule="(copies, n / copies)",
+        mesh_ndim=2,
+        reshard_after_forward=None,
+    ),
+    Strategy(
+        name="hybrid_zero2",
+        aliases=("_HYBRID_SHARD_ZERO2",),
+        shards="as zero2, within each copy of the model",
+        mesh_rule="(copies, n / copies)",
+        mesh_ndim=2,
+        reshard_after_forward=False,
+    ),
+)
+"""All there are."""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+_BY_NAME = {_plain(name): each for each in STRATEGIES for name in (each.name, *each.aliases)}
+
+
+def strategy(name: str | enum.Enum | Strategy) -> Strategy:
+    """Return a strategy of data parallelism by its name.
+
+    | name | FSDP1's name | mesh of n ranks | a rank has a part of |
+    | --- | --- | --- | --- |
+    | ``replicate`` | ``NO_SHARD`` | (n, 1) | nothing: as DDP |
+    | ``zero1`` | | (n,) | optimizer state |
+    | ``zero2`` | ``SHARD_GRAD_OP`` | (n,) | gradients, optimizer state; parameters between steps |
+    | ``zero3`` | ``FULL_SHARD`` | (n,) | parameters, gradients, optimizer state |
+    | ``hybrid`` | ``HYBRID_SHARD`` | (copies, n / copies) | as zero3, within a copy |
+    | ``hybrid_zero2`` | ``_HYBRID_SHARD_ZERO2`` | (copies, n / copies) | as zero2, within a copy |
+
+    Args:
+        name: One of these, upper or lower case, with or without ``_`` and ``-``; or a member of
+            torch's enum ``ShardingStrategy``; or a `Strategy`, which is returned.
+
+    Raises:
+        WrapError: There is no such strategy.
+
+    Source: ZeRO, arXiv:1910.02054; PyTorch FSDP.
+    """
+    if isinstance(name, Strategy):
+        return name
+    text = str(name.name if isinstance(name, enum.Enum) else name)
+    found = _BY_NAME.get(_plain(text))
+    if found is None:
+        known = [known for each in STRATEGIES for known in (each.name, *each.aliases)]
+        msg = f"there is no strategy {name!r}. {nearest(text, known)}"
+        raise WrapError(msg)
+    return found

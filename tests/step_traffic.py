@@ -1,0 +1,101 @@
+"""What a step of a sharded model really gathers and reduces, counted where it is started."""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+from unittest import mock
+
+import torch.distributed as dist
+
+from shardkit import PlannedTraffic
+from shardkit._module.hooks import state_of
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from shardkit.backends.base import Gather, Reduction
+
+
+@contextlib.contextmanager
+def counted(model: nn.Module) -> Iterator[list[PlannedTraffic]]:
+    """Count what is started in the block, bucket by bucket, whatever the backend.
+
+    Yields:
+        A list to which everything is added.
+    """
+    state = state_of(model)
+    runtime = state.runtime or state.make_runtime()
+    if runtime is None:
+        yield []
+        return
+    streams, found = runtime.streams, []
+    start_gather, start_reduce = streams.start_gather, streams.start_reduce
+
+    def gather(gathers: Sequence[Gather], axis: typing.Any, *rest: typing.Any) -> typing.Any:
+        for job in gathers if axis.size > 1 else ():
+            nbytes = job.full.nbytes * (axis.size - 1) // axis.size
+            found.append(PlannedTraffic(all_gathers=1, gathered_nbytes=nbytes))
+        return start_gather(gathers, axis, *rest)
+
+    def reduce(reductions: Sequence[Reduction], *rest: typing.Any) -> typing.Any:
+        for job in reductions:
+            ranks, copies = job.shard_axis.size, getattr(job.replicate_axis, "size", 1)
+            whole, own = job.send.nbytes, job.out_numel * job.send.dtype.itemsize
+            found.append(
+                PlannedTraffic(
+                    reduce_scatters=int(ranks > 1),
+                    all_reduces=int(copies > 1),
+                    reduced_nbytes=whole * (ranks - 1) // ranks,
+                    all_reduced_nbytes=2 * own * (copies - 1) // copies,
+                )
+            )
+        return start_reduce(reductions, *rest)
+
+    with (
+        mock.patch.object(streams, "start_gather", gather),
+        mock.patch.object(streams, "start_reduce", reduce),
+    ):
+        yield found
+
+
+def total(found: Sequence[PlannedTraffic]) -> PlannedTraffic:
+    return sum(found, PlannedTraffic())
+
+
+@contextlib.contextmanager
+def on_the_wire(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Count the bytes that torch's functions are given on gloo ranks: received, and all-reduced."""
+    groups = state_of(model).runtime.groups
+    gathering = {group.shard_axis.group for group in groups}
+    nbytes = {"gathered": 0, "reduced": 0, "all-reduced": 0}
+    all_to_all, broadcast, all_reduce = dist.all_to_all_single, dist.broadcast, dist.all_reduce
+
+    def exchange(
+        output: Tensor, source: Tensor, splits: list[int], *rest: typing.Any, **options: typing.Any
+    ) -> typing.Any:
+        group = options["group"]
+        others = sum(numel for i, numel in enumerate(splits) if i != group.rank())
+        kind = "gathered" if group in gathering else "reduced"
+        nbytes[kind] += others * output.dtype.itemsize
+        return all_to_all(output, source, splits, *rest, **options)
+
+    def send_to_all(tensor: Tensor, **options: typing.Any) -> typing.Any:
+        if options["group_src"] != options["group"].rank():
+            nbytes["gathered"] += tensor.nbytes
+        return broadcast(tensor, **options)
+
+    def add_up(tensor: Tensor, op: typing.Any, **options: typing.Any) -> typing.Any:
+        if op == dist.ReduceOp.SUM:
+            size = options["group"].size()
+            nbytes["all-reduced"] += 2 * tensor.nbytes * (size - 1) // size
+        return all_reduce(tensor, op, **options)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", exchange),
+        mock.patch.object(dist, "broadcast", send_to_all),
+        mock.patch.object(dist, "all_reduce", add_up),
+    ):
+        yield nbytes
