@@ -1,0 +1,56 @@
+"""Models whose ranks may not hold them whole: their memory is limited, each in its own process."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import typing
+
+import pytest
+from larger_than_memory import plain_digest
+
+from launching import start_ranks
+
+SCRIPT = str(pathlib.Path(__file__).with_name("larger_than_memory.py"))
+WHOLE_MIB = 188
+LAYER_MIB = 4
+SLACK_MIB = 8
+"""The allocator's and Python's own, and forwards and backwards of one row."""
+
+
+def run(way: str, world_size: int, limit_mib: float) -> list[dict[str, typing.Any]]:
+    ended = start_ranks([SCRIPT, way, str(limit_mib)], world_size, limit_s=150)
+    assert [each.code for each in ended] == [0] * world_size, ended[0].output
+    lines = [line for each in ended for line in each.output.splitlines() if "RESULT" in line]
+    return [json.loads(line.split("RESULT")[1]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    return plain_digest()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("way", ["build", "from_meta"])
+def test_the_peak_is_a_layer_above_the_shard(plain: str, way: str, world_size: int) -> None:
+    """The limit holds for a step as well: gradients as large as the shard, and unsharded layers."""
+    shard_mib = WHOLE_MIB / world_size
+    limit_mib = 2 * shard_mib + 8 * LAYER_MIB + SLACK_MIB
+    for found in run(way, world_size, limit_mib):
+        assert found["shards"] == pytest.approx(shard_mib, abs=1)
+        assert found["grown"] < found["shards"] + 2 * LAYER_MIB + SLACK_MIB
+        assert found["digest"] == plain
+
+
+def test_one_rank_has_the_same_values(plain: str) -> None:
+    for way in ("build", "from_meta"):
+        (found,) = run(way, 1, 4 * WHOLE_MIB)
+        assert found["digest"] == plain
+
+
+def test_the_limit_is_one() -> None:
+    """The whole model does not fit."""
+    ended = start_ranks([SCRIPT, "whole_first", str(WHOLE_MIB * 0.75)], 2, limit_s=100)
+    for each in ended:
+        assert each.code != 0
+        assert "can't allocate memory" in each.output
