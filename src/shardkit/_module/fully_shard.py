@@ -15,6 +15,7 @@ from shardkit._module.deferred import execute_sharding
 from shardkit._module.fsdp_module import swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._module.optimizers import note_ignored
+from shardkit._params.host_heap import give_back
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.group import ParamGroup, move_buffers
 from shardkit._settings import GroupSettings
@@ -118,6 +119,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     if shard_placement_fn is not None:
         checks.check_placements(candidates, shard_placement_fn)
     group = None
+    whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
     if candidates:
         group = ParamGroup(
             modules,
@@ -128,6 +130,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             settings=GroupSettings(reshard_after_forward=reshard),
         )
         group.swap_in_params()
+        give_back(whole_nbytes)
     note_ignored(ignored)
     for each in modules:
         move_buffers(each, shard_mesh.backend)

@@ -23,6 +23,7 @@ from shardkit._module.hooks import get_state, groups_in
 from shardkit._module.initializers import Unit, units_of
 from shardkit._module.on_meta import buffers_on_meta, listed, params_on_meta
 from shardkit._params.fingerprint import WholeValues
+from shardkit._params.host_heap import give_back
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class _Filling:
                 _give_memory(group, self._pending)
         with self._plain_rnns():
             for unit in self._units:
-                self._fill(unit)
+                give_back(self._fill(unit))
         self._execute(None)
         for group, values in self._values.items():
             group.take_up_pieces()
@@ -211,11 +212,12 @@ class _Filling:
 
     # --- one module -----------------------------------------------------------------------------
 
-    def _fill(self, unit: Unit) -> None:
-        """Initialize a module, and keep what is wanted of it."""
+    def _fill(self, unit: Unit) -> int:
+        """Initialize a module, keep what is wanted of it; return the bytes that are let go then."""
+        freed = 0
         wanted = list(self._wanted_of(unit))
         if not wanted:  # Tied to what an earlier module has initialized.
-            return
+            return freed
         with Borrowed(unit, self._device, self._pending) as borrowed:
             for initialize in unit.initializers:
                 self._run(unit, initialize)
@@ -232,6 +234,9 @@ class _Filling:
             self._execute(self._group_of.get(id(tensor)))
             self._take(tensor, cast("Tensor", result))
             del self._pending[id(tensor)]
+            if isinstance(tensor, ShardedTensor) and result is not None:
+                freed += result.nbytes if result.device.type == "cpu" else 0
+        return freed
 
     def _run(self, unit: Unit, initialize: Callable[[], object]) -> None:
         try:
