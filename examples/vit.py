@@ -16,6 +16,7 @@ status is 1 where too few digits are recognized, or the memory does not suffice.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import resource
@@ -39,6 +40,7 @@ WIDTH, HEADS = 320, 8
 SIDE, PATCH = 8, 4  # Of an image and of a patch, in pixels.
 ENOUGH = 0.95  # Of the digits held out.
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # From glibc's malloc.h.
 
 
 class Block(nn.Module):
@@ -113,6 +115,8 @@ class Limit:
     """What this process may take beyond what it has now."""
 
     def __init__(self) -> None:
+        # The system counts what glibc's heap has freed and kept, so tensors get pages of their own.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
         gc.collect()
         self._data = status_mib("VmData")
         self._resident = status_mib("VmRSS")

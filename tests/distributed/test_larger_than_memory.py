@@ -14,9 +14,9 @@ from launching import start_ranks
 SCRIPT = str(pathlib.Path(__file__).with_name("larger_than_memory.py"))
 WHOLE_MIB = 188
 LAYER_MIB = 4
-LIMIT_MIB = 160
+LIMIT_MIB = 150
 SLACK_MIB = 8
-"""The allocator's and Python's own, and forwards and backwards of one row."""
+"""The allocator's and Python's own."""
 
 
 def run(way: str, world_size: int, limit_mib: float) -> list[dict[str, typing.Any]]:
@@ -31,23 +31,19 @@ def plain() -> str:
     return plain_digest()
 
 
-@pytest.mark.parametrize(("way", "world_size"), [("build", 2), ("build", 4), ("from_meta", 4)])
+@pytest.mark.parametrize("way", ["build", "from_meta"])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_the_peak_is_a_layer_above_the_shard(plain: str, way: str, world_size: int) -> None:
-    """The limit holds for a step as well: gradients as large as the shard, and unsharded layers.
-
-    At two ranks the state of a step is as large as the whole model, which a limit cannot tell.
-    """
-    for found in run(way, world_size, LIMIT_MIB if world_size == 4 else 2 * WHOLE_MIB):
+    for found in run(way, world_size, 0):
         assert found["shards"] == pytest.approx(WHOLE_MIB / world_size, abs=1)
         assert found["grown"] < found["shards"] + 2 * LAYER_MIB + SLACK_MIB
         assert found["digest"] == plain
 
 
 @pytest.mark.parametrize("way", ["build", "from_meta"])
-def test_one_rank_has_the_same_values(plain: str, way: str) -> None:
-    (found,) = run(way, 1, 4 * WHOLE_MIB)
-    assert found["grown"] < found["shards"] + 2 * LAYER_MIB + SLACK_MIB
-    assert found["digest"] == plain
+def test_a_model_is_made_and_takes_a_step_in_less_memory_than_it_has(plain: str, way: str) -> None:
+    for found in run(way, 4, LIMIT_MIB):
+        assert found["digest"] == plain
 
 
 def test_the_limit_is_one() -> None:
