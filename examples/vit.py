@@ -177,7 +177,7 @@ class Training:
         whole = whole_mib(options.blocks)
         self.limit = Limit() if self.device == "cpu" else None
         if self.limit is not None:
-            self.limit.set(0.9 * whole)
+            self.limit.set(0.8 * whole)
         self.say(f"the model has {whole:.0f} MiB as a whole")
         self.model = ViT(
             options.blocks,
@@ -239,8 +239,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda", "xla"), default="cpu")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--plain", action="store_true", help="do not shard: it does not fit")
     options = parser.parse_args()
     training = Training(options)
