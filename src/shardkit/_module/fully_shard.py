@@ -55,9 +55,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     hold equal parameters when they call it; nothing is sent.
 
     Parameters on the meta device are sharded there, so that no rank ever holds the whole model.
-    Give them memory afterwards, ``model.to_empty(device=...)``, and values: by ``nn.init`` and each
-    module's ``reset_parameters()``, or by ``load_state_dict`` (with ``assign=True`` also without
-    `to_empty`).
+    Give them memory and values afterwards: by `materialize` or `shardkit.checkpoint.load_full`; by
+    ``model.to_empty(device=...)``, then ``nn.init`` and each module's ``reset_parameters()``; or by
+    ``load_state_dict`` (with ``assign=True`` also without `to_empty`). Where layers have memory
+    from the start, call this on each as soon as it is made: the whole parameters are freed at once.
 
     Parameters that are DTensors on another axis of the mesh (``parallelize_module``, which goes
     first) stay split over that axis and are sharded over this one. Their objects are replaced: make
