@@ -22,6 +22,7 @@ from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.forward_methods import register_fsdp_forward_method
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard
+from shardkit._module.materialize import materialize
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
@@ -82,6 +83,7 @@ __all__ = [
     "init_device_mesh",
     "install",
     "lambda_auto_wrap_policy",
+    "materialize",
     "register_fsdp_forward_method",
     "set_watch",
     "share_comm_ctx",

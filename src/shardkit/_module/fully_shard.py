@@ -15,6 +15,7 @@ from shardkit._module.deferred import execute_sharding
 from shardkit._module.fsdp_module import swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._module.optimizers import note_ignored
+from shardkit._params.host_heap import give_back
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.group import ParamGroup, move_buffers
 from shardkit._settings import GroupSettings
@@ -54,9 +55,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     hold equal parameters when they call it; nothing is sent.
 
     Parameters on the meta device are sharded there, so that no rank ever holds the whole model.
-    Give them memory afterwards, ``model.to_empty(device=...)``, and values: by ``nn.init`` and each
-    module's ``reset_parameters()``, or by ``load_state_dict`` (with ``assign=True`` also without
-    `to_empty`).
+    Give them memory and values afterwards: by `materialize` or `shardkit.checkpoint.load_full`; by
+    ``model.to_empty(device=...)``, then ``nn.init`` and each module's ``reset_parameters()``; or by
+    ``load_state_dict`` (with ``assign=True`` also without `to_empty`). Where layers have memory
+    from the start, call this on each as soon as it is made: the whole parameters are freed at once.
 
     Parameters that are DTensors on another axis of the mesh (``parallelize_module``, which goes
     first) stay split over that axis and are sharded over this one. Their objects are replaced: make
@@ -118,6 +120,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     if shard_placement_fn is not None:
         checks.check_placements(candidates, shard_placement_fn)
     group = None
+    whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
     if candidates:
         group = ParamGroup(
             modules,
@@ -128,6 +131,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             settings=GroupSettings(reshard_after_forward=reshard),
         )
         group.swap_in_params()
+        give_back(whole_nbytes)
     note_ignored(ignored)
     for each in modules:
         move_buffers(each, shard_mesh.backend)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
+from shardkit._module.on_meta import check_has_values
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
@@ -94,6 +95,7 @@ class ModuleState:
         self.share: ModuleState | None = None
         self._open: list[_OpenForward] = []
         self._num_known = 0
+        self._has_values = False
 
     def install(self) -> None:
         """Put the state and the hooks on the module."""
@@ -207,6 +209,9 @@ class ModuleState:
             self._open.clear()
             if self._num_known:
                 self._check_no_newcomers()
+            if not self._has_values:
+                check_has_values(self.module, runtime.groups)
+                self._has_values = True
             runtime.begin_pass(self)
             args, kwargs = runtime.passes.enter(self.module, args, kwargs)
         elif runtime is not None and not is_recompute:

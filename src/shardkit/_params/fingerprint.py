@@ -60,7 +60,12 @@ class WholeValues:
             for entry in entries:
                 part = _plain_part(entry.param)
                 if part is not None:
-                    self._by_entry[id(entry)] = fingerprint(part)
+                    self.note(entry, part)
+
+    def note(self, entry: ParamEntry, whole: Tensor) -> None:
+        """Add the values of one parameter."""
+        if watch_settings.compare_values:
+            self._by_entry[id(entry)] = fingerprint(whole)
 
     def known(self, versions: tuple[int, ...]) -> dict[int, int]:
         """Return them by the entry's id; nothing if the shards have been written to since."""

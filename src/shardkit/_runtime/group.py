@@ -174,8 +174,17 @@ class ParamGroup:
         for param, was_set in zip(params, attributes, strict=True):
             for name, value in was_set.items():
                 param.__dict__.setdefault(name, value)
+        self.take_up_pieces()
+
+    def take_up_pieces(self) -> None:
+        """Lay pieces that were replaced end to end; nothing while some are on meta still."""
         if self.was_replaced and all(bucket.is_uniform for bucket in self.buckets):
             self.refresh()
+
+    def note_values(self, values: WholeValues) -> None:
+        """Remember what the parameters were when they were whole, as they are in the shards now."""
+        values.versions = self.shard_versions
+        self._values = values
 
     @property
     def is_on_meta(self) -> bool:
@@ -188,16 +197,17 @@ class ParamGroup:
         Raises:
             StateError: There is one.
         """
-        for bucket in self.buckets:
-            for entry in bucket.entries:
-                if entry.param.is_meta:
-                    msg = (
-                        f"parameter {entry.name!r} of {self.name!r} is on the meta device: it has "
-                        f"no values. Before the first forward call "
-                        f"model.to_empty(device={self.mesh.device_type!r}) and initialize it "
-                        f"(nn.init, reset_parameters()), or load_state_dict(..., assign=True)."
-                    )
-                    raise StateError(msg)
+        names = [e.name for b in self.buckets for e in b.entries if e.param.is_meta]
+        if names:
+            others = f" So are {', '.join(map(repr, names[1:]))}." if names[1:] else ""
+            msg = (
+                f"parameter {names[0]!r} of {self.name!r} is on the meta device: it has no values. "
+                f"Before the first forward call shardkit.materialize(model), or "
+                f"model.to_empty(device={self.mesh.device_type!r}) and initialize it (nn.init, "
+                f"reset_parameters()), or load it (shardkit.checkpoint.load_full, "
+                f"load_state_dict(..., assign=True)).{others}"
+            )
+            raise StateError(msg)
 
     def check_trainability(self) -> None:
         """Raise if `requires_grad` was changed while the unsharded parameters were shown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +16,12 @@ from shardkit.checkpoint._agreement import raise_on_all, rank_of
 from shardkit.checkpoint._files import bytes_io
 from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name, kind_of
 from shardkit.checkpoint._files.full import FullFile
+from shardkit.checkpoint._files.in_memory import StateInMemory
 from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
 from shardkit.checkpoint._state.names import EXTRA_STATE, plain_name
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping
 
     from shardkit._mesh import DeviceMesh
@@ -49,14 +50,14 @@ class LoadedNames(NamedTuple):
 
 @torch.no_grad()
 def load_full(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, Any] | None,
     model: nn.Module,
     *,
     strict: bool = True,
     broadcast_from_rank0: bool = False,
     progress: Progress = None,
 ) -> LoadedNames:
-    """Load a file of whole tensors into a model, sharded or not, on any device or on meta.
+    """Load whole tensors, from a file or memory, into a model, sharded or not, or on meta.
 
     Each rank reads the ranges that it owns, straight into its pieces, and converts to the dtype of
     the model's tensors. Parameters stay the objects that they are. Names are those of
@@ -66,10 +67,12 @@ def load_full(
 
     Args:
         path: What `FullFile` reads: a file of torch.save, of safetensors, or a Hugging Face
-            directory. All ranks must see it, unless `broadcast_from_rank0`.
+            directory; or a state dict of plain tensors, on any device. All ranks must see or have
+            it, unless `broadcast_from_rank0`: then the others may pass None, {} or anything.
         model: Where to. Parameters on meta get memory for this rank's pieces only.
         strict: Refuse missing and unexpected names.
-        broadcast_from_rank0: Only the first rank of the mesh reads, and sends to the others.
+        broadcast_from_rank0: Only the first rank of the mesh reads, and sends to the others part
+            after part. These take memory for their pieces and one part.
         progress: By default a bar on rank 0's terminal, if it takes longer than a second and rich
             is installed; False: none; or a function of the bytes that this rank has done and will.
 
@@ -83,8 +86,9 @@ def load_full(
     """
     state = state_of(model)
     entries = by_identity(state)
-    mesh = mesh_of(state, path, allow_meta=True) if broadcast_from_rank0 else None
-    file = FullFile(path) if mesh is None else _FirstRanksFile(path, mesh)
+    what = str(path) if isinstance(path, (str, os.PathLike)) else "the state dict"
+    mesh = mesh_of(state, what, allow_meta=True) if broadcast_from_rank0 else None
+    file = _open(path) if mesh is None else _FirstRanksFile(path, what, mesh)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
     missing += [name for name in extra if name not in file.others]
@@ -96,8 +100,8 @@ def load_full(
             f"unexpected in the file: {_described(n, file.infos.get(n))}" for n in unexpected
         ]
     if complaints:
-        raise _refused(path, complaints)
-    with Meter(progress, f"loading {Path(path).name}", rank=rank_of(None)) as meter:
+        raise _refused(what, complaints)
+    with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:
         loader = _Loader(file, _device_of(entries), meter)
         loader.fill_all(entries)
     if isinstance(file, _FirstRanksFile):
@@ -109,25 +113,30 @@ def load_full(
     return LoadedNames(missing, unexpected, _on_meta(model))
 
 
+def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> FullFile | StateInMemory:
+    return FullFile(path) if isinstance(path, (str, os.PathLike)) else StateInMemory(path)
+
+
 class _FirstRanksFile:
-    """A file that only the first rank of a mesh sees; all get all of it, part after part.
+    """What only the first rank of a mesh has; all get all of it, part after part.
 
     Args:
-        path: The file.
+        path: On the first rank: a file, or a state dict. Not looked at on others.
+        what: Its name in errors.
         mesh: All of its ranks make this object, and read the same tensors in the same order.
 
     Raises:
         CheckpointError: On all ranks, if the first one cannot open it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mesh: DeviceMesh) -> None:
-        self._path = path
+    def __init__(self, path: Any, what: str, mesh: DeviceMesh) -> None:
+        self._what = what
         self._mesh = mesh
-        self._file: FullFile | None = None
+        self._file: FullFile | StateInMemory | None = None
         self._error: Exception | None = None
         if mesh.rank == mesh.ranks[0]:
             try:
-                self._file = FullFile(path)
+                self._file = _open(path)
             except Exception as error:  # noqa: BLE001 - raised on all ranks
                 self._error = error
         self.raise_errors()
@@ -157,7 +166,7 @@ class _FirstRanksFile:
 
     def raise_errors(self) -> None:
         """Raise on all ranks what the first one met. Collective."""
-        raise_on_all(self._mesh, self._error, f"could not read {self._path}")
+        raise_on_all(self._mesh, self._error, f"could not read {self._what}")
 
 
 class _Loader:
@@ -172,7 +181,7 @@ class _Loader:
     """
 
     def __init__(
-        self, file: FullFile | _FirstRanksFile, device: torch.device, meter: Meter
+        self, file: FullFile | StateInMemory | _FirstRanksFile, device: torch.device, meter: Meter
     ) -> None:
         self._file = file
         self._device = device
@@ -248,7 +257,7 @@ class _Loader:
             self._convert(flat, self._file, name, start)
         self._meter.add(flat.numel() * dtype.itemsize)
 
-    def _convert(self, flat: Tensor, file: FullFile, name: str, start: int) -> None:
+    def _convert(self, flat: Tensor, file: FullFile | StateInMemory, name: str, start: int) -> None:
         if self._buffer is None:
             self._buffer = torch.empty(bytes_io.PART_NBYTES, dtype=torch.uint8)
         typed = self._buffer.view(file.infos[name].dtype)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardkit._errors import CheckpointError
+from shardkit._params.host_heap import give_back
 from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class FromRank0:
                 with channel_of(None).run("broadcast", str(key), tensor.nbytes):
                     dist.broadcast(tensor, src=0)
             yield key, tensor
+            if not self.is_source and self._device.type == "cpu":
+                give_back(tensor.nbytes)  # The one before it, for this one is still referred to.
 
 
 class _Sent:

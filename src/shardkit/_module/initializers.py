@@ -1,0 +1,120 @@
+"""How a module's own parameters and buffers get values: which of its methods do it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_OWN = ("reset_parameters", "_reset_parameters", "init_weights")
+"""Methods of a module that give values to its own parameters; the first of them is called."""
+
+_OF_BUFFERS = ("reset_buffers", "rope_init")
+"""Methods of a module that compute its buffers, as torchtune's do; called after the first kind."""
+
+_OF_MODEL = "_init_weights"
+"""A model's method that initializes a module inside it, as in transformers and timm."""
+
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A module with the tensors that it holds itself.
+
+    Attributes:
+        name: Of the module.
+        module: A `nn.ParameterList` or `nn.ParameterDict` is no unit, but belongs to its holder.
+        holders: The module, and containers of parameters that belong to it.
+        initializers: What gives it values: the first that writes all of them is enough.
+    """
+
+    name: str
+    module: nn.Module
+    holders: list[nn.Module]
+    initializers: list[Callable[[], object]] = field(default_factory=list)
+
+
+def units_of(
+    model: nn.Module, init_fn: Callable[[nn.Module], object] | None = None
+) -> Iterator[Unit]:
+    """Yield the modules in the order of `nn.Module.apply`, each once: those inside come first."""
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, owner: nn.Module | None) -> Iterator[Unit]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if _takes(module, _OF_MODEL, 1):
+            owner = module
+        for child_name, child in module.named_children():
+            if not isinstance(child, _CONTAINERS):
+                yield from visit(f"{name}.{child_name}".removeprefix("."), child, owner)
+        unit = Unit(name, module, list(_with_containers(module)))
+        if init_fn is not None:
+            unit.initializers = [lambda: init_fn(module)]
+        else:
+            unit.initializers = list(_defaults(module, owner))
+        yield unit
+
+    yield from visit("", model, None)
+
+
+def _with_containers(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _with_containers(child)
+
+
+def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[Callable[[], object]]:
+    """Yield what to try.
+
+    A model's own way comes first. Modules that it says nothing about have the values of their
+    constructors, as in the plain model.
+    """
+    own = _own_methods(module, is_model=module is owner)
+
+    def run_own() -> None:
+        for method in own:
+            method()
+
+    if owner is not None:
+        init: Any = getattr(owner, _OF_MODEL)
+        yield lambda: init(module)
+
+        def run_both() -> None:
+            run_own()
+            init(module)
+
+        if own:
+            yield run_both
+    elif own:
+        yield run_own
+
+
+def _own_methods(module: nn.Module, *, is_model: bool) -> list[Callable[[], object]]:
+    # `init_weights` of a model with `_init_weights` initializes all modules in it.
+    names = [name for name in _OWN if _takes(module, name, 0)]
+    if is_model:
+        names = [name for name in names if name != "init_weights"]
+    names = names[:1] + [name for name in _OF_BUFFERS if _takes(module, name, 0)]
+    return [getattr(module, name) for name in names]
+
+
+def _takes(module: nn.Module, name: str, num_args: int) -> bool:
+    """Whether a module has a method that can be called with so many arguments, and needs them."""
+    method = getattr(type(module), name, None) and getattr(module, name)
+    if not callable(method):
+        return False
+    needed = 0
+    for parameter in inspect.signature(method).parameters.values():
+        is_named = parameter.kind is not parameter.VAR_POSITIONAL
+        if parameter.default is parameter.empty and is_named:
+            needed += parameter.kind is not parameter.VAR_KEYWORD
+    return needed == num_args

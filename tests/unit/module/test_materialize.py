@@ -1,0 +1,478 @@
+"""`materialize`: what is initialized, in which order, by what, and what is refused."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recording import recording_mesh
+from shardkit import ShardedTensor, StateError, fully_shard, materialize
+
+RANKS = 4
+
+
+class Scale(nn.Module):
+    """Holds a parameter and tables itself, beside a module."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.empty(width))
+        self.register_buffer("table", torch.empty(width), persistent=False)
+        self.register_buffer("places", torch.empty(width, dtype=torch.int64), persistent=False)
+        self.register_buffer("mask", torch.empty(width, dtype=torch.bool))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gain)
+        self.gain.data /= self.gain.data.norm()  # Reads the whole.
+        self.table = torch.arange(float(len(self.gain)))
+        self.places.copy_(torch.arange(len(self.gain)))
+        self.mask.fill_(value=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gain * self.table
+
+
+def make_model() -> nn.Sequential:
+    """Return a model with convolutions, normalization, attention, an RNN and lists of weights."""
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)),
+        Scale(),
+        nn.MultiheadAttention(6, 2, add_bias_kv=True),
+        nn.GRU(6, 3),
+        nn.Embedding(7, 6, padding_idx=3),
+        nn.Conv2d(3, 4, 3, bias=False),
+    )
+
+
+def sharded(model: nn.Sequential, rank: int = 0, world_size: int = RANKS) -> nn.Sequential:
+    mesh, _ = recording_mesh((world_size,), rank=rank)
+    for index in (0, 1, 2, 4):
+        fully_shard(model[index], mesh)
+    return fully_shard(model, mesh)
+
+
+def on_meta(make: typing.Callable[[], typing.Any] = make_model) -> typing.Any:
+    with torch.device("meta"):
+        return make()
+
+
+def assert_equal(model: nn.Module, plain: nn.Module) -> None:
+    tensors = dict([*plain.named_parameters(), *plain.named_buffers()])
+    found = dict([*model.named_parameters(), *model.named_buffers()])
+    assert found.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        mine = found[name]
+        if isinstance(mine, ShardedTensor):
+            assert torch.equal(mine.to_local(), mine.spec.slice_full(expected.detach())), name
+        else:
+            assert mine.dtype == expected.dtype
+            assert torch.equal(mine, expected), name
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_values_are_those_of_the_plain_construction(rank: int) -> None:
+    torch.manual_seed(3)
+    plain = make_model()
+    model = sharded(on_meta(), rank)
+    params = list(model.parameters())
+    torch.manual_seed(3)
+    assert materialize(model) is model
+    assert_equal(model, plain)
+    assert list(map(id, model.parameters())) == list(map(id, params))
+    assert torch.initial_seed() == 3
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    make_model()
+    assert torch.equal(torch.rand(3), after)  # As many numbers were drawn.
+
+
+def test_groups_have_no_influence_on_the_values() -> None:
+    torch.manual_seed(3)
+    plain = make_model()
+    mesh, _ = recording_mesh((RANKS,), rank=1)
+    model = fully_shard(on_meta(), mesh)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+
+
+def test_a_plain_model_gets_the_same_values_in_place() -> None:
+    torch.manual_seed(3)
+    plain = make_model()
+    model = on_meta()
+    weight, table = model[0][0].weight, model[1].table
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+    assert model[0][0].weight is weight
+    assert model[1].table is table
+    x = torch.randn(4, 5)
+    assert torch.equal(model[1](model[0](x)), plain[1](plain[0](x)))
+    assert torch.equal(model[3](torch.ones(2, 6))[0], plain[3](torch.ones(2, 6))[0])
+
+
+def test_attributes_and_frozen_parameters_stay() -> None:
+    model = on_meta()
+    model[0][0].weight.requires_grad_(requires_grad=False)
+    model[0][0].bias.decay = 0.5
+    sharded(model)
+    materialize(model)
+    assert not model[0][0].weight.requires_grad
+    assert model[0][0].bias.requires_grad
+    assert model[0][0].bias.decay == 0.5
+
+
+def test_pieces_lie_end_to_end() -> None:
+    model = materialize(sharded(on_meta()))
+    for param in model.parameters():
+        assert param.flat is not None
+        assert param.to_local().untyped_storage().data_ptr() == param.flat.data_ptr()
+
+
+@pytest.mark.parametrize("shard_last", [False, True])
+def test_group_after_group_as_they_are_sharded(shard_last: bool) -> None:
+    """Right after each `fully_shard`; what is there already is not drawn again."""
+    model = on_meta()
+    mesh, _ = recording_mesh((2,))
+    torch.manual_seed(5)
+    for index in (0, 1):
+        materialize(fully_shard(model[index], mesh))
+    before = model[0][0].weight.to_local().clone()
+    if shard_last:
+        fully_shard(model, mesh)
+    materialize(model)
+    assert torch.equal(model[0][0].weight.to_local(), before)
+    torch.manual_seed(5)
+    plain = on_meta()
+    for part in (plain[0], plain[1], plain):
+        materialize(part)
+    assert_equal(model, plain)
+
+
+def test_one_module_of_a_list() -> None:
+    """The other one, of the same group, is left on meta."""
+    model = on_meta()
+    mesh, _ = recording_mesh((2,))
+    fully_shard([model[0], model[1]], mesh)
+    materialize(model[0])
+    assert model[1].gain.is_meta
+    materialize(model)
+    assert not any(p.is_meta for p in model.parameters())
+    assert model[0][0].weight.flat is model[1].gain.flat
+
+
+def test_mixed_dtypes() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16(), nn.Linear(4, 3).double())
+
+    torch.manual_seed(1)
+    with torch.device("cpu"):
+        plain = nn.Sequential(
+            nn.Linear(4, 4),
+            nn.Linear(4, 4, dtype=torch.bfloat16),
+            nn.Linear(4, 3, dtype=torch.float64),
+        )
+    mesh, _ = recording_mesh((3,), rank=1)
+    model = fully_shard(on_meta(make), mesh)
+    torch.manual_seed(1)
+    materialize(model)
+    assert_equal(model, plain)
+
+
+def test_under_the_meta_device() -> None:
+    """As where `fully_shard` and this are called in a constructor."""
+    torch.manual_seed(3)
+    plain = make_model()
+    with torch.device("meta"):
+        model = sharded(make_model())
+        torch.manual_seed(3)
+        materialize(model)
+    assert_equal(model, plain)
+
+
+# --- ties and values that are there ---------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.tokens.weight
+        self.again = nn.Linear(4, 7, bias=False)
+        self.again.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(x)))
+
+
+def test_tied_parameters_get_the_values_of_the_first_module() -> None:
+    calls: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        calls.append(module)
+        module.reset_parameters()
+
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(on_meta(Tied), mesh)
+    torch.manual_seed(2)
+    materialize(model, init)
+    assert model.tokens.weight is model.head.weight is model.again.weight
+    assert calls == [model.tokens, model.body, model.head]  # The head for its bias.
+    torch.manual_seed(2)
+    whole = nn.Embedding(7, 4).weight.detach()
+    assert torch.equal(model.tokens.weight.to_local(), model.tokens.weight.spec.slice_full(whole))
+
+
+def test_what_has_values_keeps_them() -> None:
+    mesh, _ = recording_mesh((2,))
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    bias = layer.bias.detach().clone()
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    first = model[0].weight.detach().clone()
+    fully_shard(model, mesh)
+    state = torch.get_rng_state()
+    materialize(model)
+    assert torch.equal(layer.bias.to_local(), layer.bias.spec.slice_full(bias))
+    assert torch.equal(model[0].weight.to_local(), model[0].weight.spec.slice_full(first))
+    torch.set_rng_state(state)
+    whole = nn.Linear(4, 4).weight.detach()
+    assert torch.equal(layer.weight.to_local(), layer.weight.spec.slice_full(whole))
+    state = torch.get_rng_state()
+    materialize(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- by what --------------------------------------------------------------------------------------
+
+
+def test_init_fn_is_called_once_for_each_module_that_holds_something() -> None:
+    names: list[str] = []
+    model = sharded(on_meta())
+    by_module = {module: name for name, module in model.named_modules()}
+
+    def init(module: nn.Module) -> None:
+        names.append(by_module[module])
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            assert not isinstance(tensor, ShardedTensor)
+            assert not tensor.is_meta
+            tensor.data.fill_(1)
+
+    materialize(model, init)
+    assert names == ["0.0", "0.1", "1.linear", "1", "2.out_proj", "2", "3", "4", "5"]
+    assert all(param.to_local().eq(1).all() for param in model.parameters())
+
+
+def test_init_fn_of_fsdp1_that_gives_memory_itself() -> None:
+    def init(module: nn.Module) -> None:
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+        module.reset_parameters()
+
+    torch.manual_seed(3)
+    plain = make_model()[:2]
+    model = on_meta(lambda: make_model()[:2])
+    mesh, _ = recording_mesh((2,))
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    torch.manual_seed(3)
+    materialize(model, init)
+    assert_equal(model, plain)
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.empty(3), torch.empty(2)])
+        self.named = nn.ParameterDict({"a": torch.empty(5)})
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (*self.weights, self.named["a"]):
+            nn.init.normal_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.named["a"]
+
+
+def test_containers_of_parameters_belong_to_their_module() -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(Lists())
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(on_meta(lambda: nn.Sequential(Lists())), mesh)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+
+
+class Language(nn.Module):
+    """As models of transformers: says how modules in it are initialized, or nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.other = Scale(4)
+        self.head = nn.Linear(4, 7)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding | nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def init_weights(self) -> None:
+        pytest.fail("it initializes the whole model")
+
+
+def test_a_models_own_way_comes_first() -> None:
+    model = on_meta(lambda: nn.ModuleDict({"language": Language(), "beside": nn.Linear(4, 4)}))
+    plain = nn.ModuleDict({"language": Language(), "beside": nn.Linear(4, 4)})
+    torch.manual_seed(3)
+    plain["language"].apply(plain["language"]._init_weights)  # noqa: SLF001
+    torch.manual_seed(3)
+    materialize(model)
+    for name in ("tokens.weight", "other.linear.weight"):
+        mine, expected = (m["language"].get_parameter(name) for m in (model, plain))
+        assert torch.equal(mine, expected), name
+    assert model["language"].norm.weight.eq(1).all()
+    assert model["language"].head.weight.std() < 0.05
+    assert model["beside"].weight.std() > 0.1
+    assert not model["language"].other.gain.isnan().any()
+
+
+class Rope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("theta", torch.empty(4), persistent=False)
+        self.rope_init()
+
+    def rope_init(self) -> None:
+        self.register_buffer("theta", torch.arange(4.0), persistent=False)
+
+
+def test_modules_that_compute_tables_only() -> None:
+    model = materialize(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Rope())))
+    assert torch.equal(model[1].theta, torch.arange(4.0))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.table
+
+
+def test_modules_without_a_way_are_named_before_anything_is_changed() -> None:
+    model = sharded(on_meta())
+    model.append(on_meta(Bare))
+    state = torch.get_rng_state()
+    expected = r"no way to give values to '6.weight', '6.table': Bare has no reset_parameters\(\)"
+    with pytest.raises(StateError, match=expected):
+        materialize(model)
+    assert all(param.is_meta for param in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("to_nan", [False, True])
+def test_what_an_initialization_leaves_out_is_named(to_nan: bool) -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), mesh)
+
+    def init(module: nn.Module) -> None:
+        if module is model[0] or to_nan:
+            nn.init.ones_(module.bias)
+            module.weight.data[1:].fill_(2)
+        else:
+            module.reset_parameters()
+
+    with pytest.raises(StateError, match=r"'0\.weight' of shape \(2, 2\) leaves elements"):
+        materialize(model, init)
+    assert isinstance(model[0].weight, ShardedTensor)
+
+
+def test_buffers_that_stay_on_meta_are_named() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Bare()))
+    with pytest.raises(StateError, match=r"still on the meta device .*'1\.table'.* reset_param"):
+        materialize(model, lambda m: [p.data.fill_(1) for p in m.parameters(recurse=False)])
+    assert not model[1].weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_buffers_of_any_dtype_that_stay_on_meta_are_named(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.empty(3, dtype=dtype, device="meta"), persistent=False)
+    with pytest.raises(StateError, match=r"still on the meta device .*'table'"):
+        materialize(model)
+    with pytest.raises(StateError, match=r"still on the meta device .*'table'"):
+        materialize(model, lambda m: m.reset_parameters())
+
+
+def test_another_shape_is_refused() -> None:
+    def init(module: typing.Any) -> None:
+        module.weight = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(StateError, match=r"'weight' one of shape \(3,\).* of shape \(2, 2\)"):
+        materialize(on_meta(lambda: nn.Linear(2, 2)), init)
+
+
+def test_an_exception_of_init_fn_names_the_module_and_leaves_it_whole() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(on_meta(lambda: nn.Sequential(nn.Linear(2, 2))), mesh)
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError(type(module).__name__)
+
+    with pytest.raises(KeyError) as caught:
+        materialize(model, fail)
+    assert "initialized '0', a Linear" in caught.value.__notes__[0]
+    assert isinstance(model[0].weight, ShardedTensor)
+
+
+# --- forwards -------------------------------------------------------------------------------------
+
+
+def test_a_forward_with_buffers_on_meta_names_them() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), Bare()), mesh)
+    model[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"buffers '1\.table'\. .*shardkit\.materialize"):
+            model(torch.ones(1, 3))
+    model[1].table = torch.ones(3)
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_forward_with_ignored_parameters_on_meta_names_them() -> None:
+    mesh, _ = recording_mesh((2,))
+    layer = on_meta(lambda: nn.Linear(3, 3))
+    model = fully_shard(
+        nn.Sequential(nn.Linear(3, 3), layer), mesh, ignored_params=set(layer.parameters())
+    )
+    with pytest.raises(StateError, match=r"'1\.weight', '1\.bias', which no group"):
+        model(torch.ones(1, 3))
+    materialize(model)
+    assert type(layer.weight) is nn.Parameter
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_forward_names_all_parameters_on_meta() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(on_meta(lambda: nn.Linear(3, 3)), mesh)
+    with pytest.raises(StateError, match=r"'weight' of .*materialize\(model\).* So are 'bias'"):
+        model(torch.ones(1, 3))
