@@ -1,6 +1,6 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
-from shardkit._custom_comm import AllGather, Comm, ReduceScatter
+from shardkit._custom_comm import AllGather, AllReduce, Comm, GradientPiece, ReduceScatter
 from shardkit._errors import (
     CheckpointError,
     FreedParameterError,
@@ -19,6 +19,7 @@ from shardkit._module.deferred import defer_sharding
 from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.forward_methods import register_fsdp_forward_method
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from shardkit._module.full_params import apply_full, summon_full_params
 from shardkit._module.fully_shard import fully_shard
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllGather",
+    "AllReduce",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
@@ -39,6 +41,7 @@ __all__ = [
     "FSDPModule",
     "FlatShard",
     "FreedParameterError",
+    "GradientPiece",
     "LayoutError",
     "MeshError",
     "MixedPrecisionPolicy",
@@ -53,6 +56,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "WrapError",
+    "apply_full",
     "checkpoint_module",
     "defer_sharding",
     "even_steps",
@@ -62,4 +66,5 @@ __all__ = [
     "set_watch",
     "share_comm_ctx",
     "shared_input",
+    "summon_full_params",
 ]

@@ -17,6 +17,7 @@ from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
+from shardkit._runtime.summoned import refuse_summoned
 from shardkit._settings import RootSettings
 from shardkit._tree import iter_tensors, map_tensors
 
@@ -130,6 +131,7 @@ class ModuleState:
         groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
         if not groups:
             return None
+        refuse_summoned(groups, "a forward, or unshard(), was called")
         self._check_holds_whole_groups(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
@@ -206,6 +208,7 @@ class ModuleState:
             self._open.clear()
             if self._num_known:
                 self._check_no_newcomers()
+            refuse_summoned(runtime.groups, "a forward was called")
             runtime.begin_pass(self)
             args, kwargs = runtime.passes.enter(self.module, args, kwargs)
         elif runtime is not None and not is_recompute:
@@ -240,6 +243,13 @@ class ModuleState:
                 return False
             frame = frame.f_back
         return True
+
+    def is_in_pass(self) -> bool:
+        """Whether a forward of the root around this module is under way."""
+        runtime = self.runtime
+        if runtime is None or not isinstance(runtime.pass_root, ModuleState):
+            return False
+        return not runtime.pass_root._starts_pass(runtime)  # noqa: SLF001 - own class
 
     def _watch_inputs(
         self, runtime: Runtime, record: ForwardRecord, args: Any, kwargs: Any
