@@ -136,7 +136,7 @@ class ModuleState:
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
             entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
-        self._name_params(groups)
+        self.name_params(groups)
         for group in groups:
             group.is_root = group is self.group
             inner = [get_state(m) for module in group.modules for m in module.modules()]
@@ -177,7 +177,7 @@ class ModuleState:
                 raise StateError(msg)
         self._num_known = _num_installed
 
-    def _name_params(self, groups: list[ParamGroup]) -> None:
+    def name_params(self, groups: list[ParamGroup]) -> None:
         """Give every parameter and group its name as seen from the root."""
         names: dict[int, str] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
