@@ -349,7 +349,8 @@ class Watch(TorchDispatchMode):
         into = [simulation.alias(target) for target in targets]
         if not writes_arguments:
             for target in into:
-                target.view(torch.uint8).fill_(0xFF) if target.is_contiguous() else None
+                if target.is_contiguous():
+                    target.view(-1).view(torch.uint8).fill_(0xFF)
 
         def run() -> None:
             with torch.no_grad(), _compat.preserve_versions(into), _unwatched():
