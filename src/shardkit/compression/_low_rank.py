@@ -96,7 +96,7 @@ def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Te
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     generator = torch.Generator().manual_seed(number)
     factor = torch.randn(matrix.columns, matrix.rank, generator=generator, dtype=torch.float64)
-    return factor.to(like.device, like.dtype)
+    return like.new_empty(factor.shape).copy_(factor)
 
 
 def sum_at_low_rank(

@@ -160,7 +160,8 @@ class PowerSGD:
         """Return the second factor that a step begins with."""
         known = state.seconds.get(matrix.name)
         if known is not None and known.shape == (matrix.columns, matrix.rank):
-            return known.to(like.device, like.dtype)
+            same = known.device == like.device and known.dtype == like.dtype
+            return known if same else like.new_empty(known.shape).copy_(known)
         iteration = 0 if self._warm_start else state.iteration
         return random_factor(matrix, self._seed, iteration, like)
 
