@@ -323,9 +323,6 @@ def refuse(what: str) -> None:
         gather_optimizer_state(model, by, layout="flat")  # type: ignore[arg-type]
     if what == "groups":
         by = torch.optim.AdamW(no_decay(model))
-    if what == "shape":
-        state["state"][2]["exp_avg"] = torch.zeros(3)
-        state["state"][2]["exp_avg_sq"] = torch.zeros(3)
     if what == "missing":
         state = rekey_optimizer_state(state, plain, plain_by, layout="names")
         del state["state"]["layers.1.bias"]

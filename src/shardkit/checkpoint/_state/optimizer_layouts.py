@@ -94,8 +94,9 @@ def scatter_optimizer_state(
             not begin anew.
 
     Raises:
-        CheckpointError: On all ranks: groups have other sizes, parameters are missing, shapes
-            differ. Nothing has been changed then.
+        CheckpointError: On all ranks: groups have other sizes, or parameters are missing. Nothing
+            has been changed then. State of another shape than the parameter's is the optimizer's
+            own affair, and stays whole.
 
     Cost: with `from_rank0` one broadcast for each tensor; memory for the largest. Else none.
     """
