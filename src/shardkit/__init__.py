@@ -1,6 +1,6 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
-from shardkit._custom_comm import AllGather, Comm, ReduceScatter
+from shardkit._custom_comm import AllGather, AllReduce, Comm, GradientPiece, ReduceScatter
 from shardkit._errors import (
     CheckpointError,
     FreedParameterError,
@@ -21,6 +21,7 @@ from shardkit._module.deferred import defer_sharding
 from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.forward_methods import register_fsdp_forward_method
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from shardkit._module.full_params import apply_full, summon_full_params
 from shardkit._module.fully_shard import fully_shard
 from shardkit._module.materialize import materialize
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllGather",
+    "AllReduce",
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
@@ -52,6 +54,7 @@ __all__ = [
     "FSDPModule",
     "FlatShard",
     "FreedParameterError",
+    "GradientPiece",
     "GroupPlan",
     "Installed",
     "LayoutError",
@@ -74,6 +77,7 @@ __all__ = [
     "UnshardHandle",
     "WrapError",
     "always_wrap_policy",
+    "apply_full",
     "auto_shard",
     "checkpoint_activations",
     "checkpoint_module",
@@ -90,5 +94,6 @@ __all__ = [
     "shared_input",
     "size_based_auto_wrap_policy",
     "strategy",
+    "summon_full_params",
     "transformer_auto_wrap_policy",
 ]

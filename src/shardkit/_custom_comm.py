@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -43,3 +44,53 @@ class ReduceScatter(Comm, Protocol):
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
     ) -> Any:
         """Sum `input_tensor` over a process group, scatter it; return the work, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPiece:
+    """Where the gradient of one parameter lies in this rank's range of a bucket.
+
+    Attributes:
+        name: Of the parameter.
+        shape: Of the whole parameter; with tensor parallelism, of this rank's part of it.
+        start: First element of the flattened parameter that is here.
+        stop: Its end; equal to `start` where nothing is here.
+        offset: Position of the first element in the range.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+class SumAxis(Protocol):
+    """The ranks that an `AllReduce` sums over.
+
+    Attributes:
+        size: Their number.
+        rank: This rank's position.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce `tensor` in place; `op` is ``"sum"``, ``"max"``, ``"min"`` or ``"product"``."""
+
+
+class AllReduce(Protocol):
+    """A user's own all-reduce over the replicate axis: for gradients that travel compressed."""
+
+    def __call__(
+        self, tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float
+    ) -> object:
+        """Replace `tensor` by its sum over the axis, equal bits on all of its ranks.
+
+        Args:
+            tensor: 1-D: this rank's range of a bucket's gradients, summed over the shard axis.
+            pieces: What lies where in it; between pieces there may be padding, which is zero.
+            axis: The ranks to sum over. Their ranges are of the same parameters.
+            unit: The sum times this is the gradient.
+        """

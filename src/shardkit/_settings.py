@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shardkit._policy import BackwardPrefetch
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._custom_comm import AllGather, ReduceScatter
+    from shardkit._custom_comm import AllGather, AllReduce, ReduceScatter
 
 
 _RENAMED_OF_GROUP = {
@@ -40,19 +40,29 @@ class CommSettings:
 
     Attributes:
         divide_factor: Gradient sums are divided by it; None: by the number of ranks.
+        predivide_factor: So much of the division comes before the sum; "auto": about the root of
+            the number of ranks; None: as the backend does it.
         force_sum: The engine may not average, but only sum.
         all_reduce_hook: Called with every reduced and divided gradient buffer, which it may change.
         all_reduce_hook_stream: Where an accelerator runs the hook; None: after the reduction.
         all_gather: Replaces the all-gather.
         reduce_scatter: Replaces the reduce-scatter.
+        all_reduce: Replaces the all-reduce over the replicate axis.
     """
 
     divide_factor: float | None = None
+    predivide_factor: float | Literal["auto"] | None = None
     force_sum: bool = False
     all_reduce_hook: Callable[[Tensor], object] | None = None
     all_reduce_hook_stream: Any = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    all_reduce: AllReduce | None = None
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Take what was pickled, by an earlier version perhaps; that may lack what is new."""
+        for item in fields(self):
+            setattr(self, item.name, state[1].get(item.name, item.default))
 
 
 @dataclass(slots=True)
@@ -96,8 +106,12 @@ class GroupSettings:
             setattr(self, _RENAMED_OF_GROUP.get(name, name), value)
 
     def copy(self) -> GroupSettings:
-        """Return independent settings for a copy of the group; it prefetches no group of ours."""
-        comm = replace(self.comm)
+        """Return independent settings for a copy of the group.
+
+        It prefetches no group of ours, and its gradients do not go through our all-reduce, which
+        may have state of this group.
+        """
+        comm = replace(self.comm, all_reduce=None)
         return replace(self, next_in_forward=None, next_in_backward=None, comm=comm)
 
 

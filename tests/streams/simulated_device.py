@@ -255,7 +255,13 @@ class Simulation:
             if block.eraser is not None and last is not None and last.stream is block.eraser.line:
                 block.last_write = None  # The NaN of `returned`, below.
             self.checker.give_back(block, "the allocator")
-            block.memory.fill(POISON)
+            memory = block.memory
+            owner = next((s for s in self.streams if s.line is block.owner), None)
+            if owner is None:
+                memory.fill(POISON)
+            else:
+                # The next one that gets it comes after all that was issued there.
+                owner.issue(lambda: memory.fill(POISON))
 
     def close(self) -> None:
         """Judge no more: what is freed from now on belongs to the end."""

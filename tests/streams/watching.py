@@ -180,7 +180,9 @@ class Watch(TorchDispatchMode):
         written = self._written(func, args, kwargs)
         used = {id(t): self.simulation.block_of(t) for t in inputs}
         blocks = [block for block in used.values() if block is not None]
-        on_host = self._is_on_host(name, blocks)
+        # The library's random numbers are those of the host's generator, drawn once.
+        is_drawn = kwargs.get("generator") is not None and _in_shardkit()
+        on_host = is_drawn or self._is_on_host(name, blocks)
         if not written and name in _READ_BY_HOST:
             return self._read(func, args, kwargs, blocks, on_host=on_host)
         if on_host:
@@ -349,7 +351,8 @@ class Watch(TorchDispatchMode):
         into = [simulation.alias(target) for target in targets]
         if not writes_arguments:
             for target in into:
-                target.view(torch.uint8).fill_(0xFF) if target.is_contiguous() else None
+                if target.is_contiguous():
+                    target.view(-1).view(torch.uint8).fill_(0xFF)
 
         def run() -> None:
             with torch.no_grad(), _compat.preserve_versions(into), _unwatched():

@@ -20,10 +20,13 @@ from shardkit import (
     ShardedTensorError,
     StateError,
     WrapError,
+    apply_full,
     checkpoint,
     fully_shard,
     register_fsdp_forward_method,
+    summon_full_params,
 )
+from shardkit.compression import bf16_compress
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -221,6 +224,19 @@ def test_collectives_of_the_user_s_are_refused(mesh: DeviceMesh) -> None:
         with pytest.raises(StateError, match=f"{setter.__name__}: .* on a mesh of 'xla' devices"):
             setter(object())
         setter(None)
+
+
+def test_whole_parameters_and_compressed_sums_are_refused(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(7, 3).to("xla"), mesh)
+    with (
+        pytest.raises(StateError, match=r"summon_full_params: .* on a mesh of 'xla' devices"),
+        summon_full_params(model),
+    ):
+        pass
+    with pytest.raises(StateError, match=r"apply_full: .* on a mesh of 'xla' devices"):
+        apply_full(model, lambda _: None)
+    with pytest.raises(StateError, match="on a mesh of one axis, which has no all-reduce"):
+        model.set_custom_all_reduce(bf16_compress)
 
 
 class Quantized(torch.Tensor):

@@ -10,11 +10,12 @@ from torch import nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._module import copies, debug, setters
+from shardkit._module import copies, debug, gradient_setters, setters
 from shardkit._module.hooks import get_state, groups_in, state_of
 from shardkit._module.setters import update_options
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.finite import check_gradients
+from shardkit._runtime.summoned import refuse_summoned
 from shardkit._tensor.ops import total_norm
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class FSDPModule:
     set_unshard_in_backward = setters.set_unshard_in_backward
     set_prefetch_policy = setters.set_prefetch_policy
     set_gradient_divide_factor = setters.set_gradient_divide_factor
+    set_gradient_predivide_factor = gradient_setters.set_gradient_predivide_factor
+    set_custom_all_reduce = gradient_setters.set_custom_all_reduce
     set_reduce_scatter_divide_factor = setters.set_reduce_scatter_divide_factor
     set_force_sum_reduction_for_comms = setters.set_force_sum_reduction_for_comms
     set_reduce_scatter_unused_params = setters.set_reduce_scatter_unused_params
@@ -106,6 +109,7 @@ class FSDPModule:
         For EMA and teacher models. No communication. A copy of a part of a model is its own root.
         """
         state = state_of(self)
+        refuse_summoned(groups_in(self, recurse=False), "copy.deepcopy() was called")
         if state.runtime is not None and state.group is not None:
             state.runtime.reshard(state.group)
         result = copies.deep_copy(state, own_class(self), memo)
@@ -127,6 +131,7 @@ class FSDPModule:
         """
         del protocol
         state = state_of(self)
+        refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
         self.reshard()
         written = copies.write(state)
         return copies.new_module, (own_class(self),), written, None, None, _restore
@@ -137,6 +142,9 @@ class FSDPModule:
         Group by group, so that beside the shards only one group's pieces exist a second time.
         """
         state = state_of(self)
+        refuse_summoned(
+            groups_in(self, recurse=False), "a conversion (to(), half(), ...) was called"
+        )
         self.reshard()
         if state.group is None:
             return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
@@ -167,6 +175,7 @@ class FSDPModule:
         Cost: one all-gather per bucket, none if they are unsharded already.
         """
         state = state_of(self)
+        refuse_summoned(groups_in(self, recurse=False), "unshard() was called")
         if state.runtime is None:
             state.make_runtime()
         if state.group is not None and state.runtime is not None:

@@ -18,6 +18,7 @@ from shardkit._errors import StateError
 from shardkit._module.on_meta import check_has_values
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
+from shardkit._runtime.summoned import refuse_summoned
 from shardkit._settings import RootSettings
 from shardkit._tree import iter_tensors, map_tensors
 
@@ -133,11 +134,12 @@ class ModuleState:
         groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
         if not groups:
             return None
+        refuse_summoned(groups, "a forward, or unshard(), was called")
         self._check_holds_whole_groups(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
             entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
-        self._name_params(groups)
+        self.name_params(groups)
         for group in groups:
             group.is_root = group is self.group
             inner = [get_state(m) for module in group.modules for m in module.modules()]
@@ -178,7 +180,7 @@ class ModuleState:
                 raise StateError(msg)
         self._num_known = _num_installed
 
-    def _name_params(self, groups: list[ParamGroup]) -> None:
+    def name_params(self, groups: list[ParamGroup]) -> None:
         """Give every parameter and group its name as seen from the root."""
         names: dict[int, str] = {}
         for name, param in self.module.named_parameters(remove_duplicate=False):
@@ -209,6 +211,7 @@ class ModuleState:
             self._open.clear()
             if self._num_known:
                 self._check_no_newcomers()
+            refuse_summoned(runtime.groups, "a forward was called")
             if not self._has_values:
                 check_has_values(self.module, runtime.groups)
                 self._has_values = True
@@ -246,6 +249,13 @@ class ModuleState:
                 return False
             frame = frame.f_back
         return True
+
+    def is_in_pass(self) -> bool:
+        """Whether a forward of the root around this module is under way."""
+        runtime = self.runtime
+        if runtime is None or not isinstance(runtime.pass_root, ModuleState):
+            return False
+        return not runtime.pass_root._starts_pass(runtime)  # noqa: SLF001 - own class
 
     def _watch_inputs(
         self, runtime: Runtime, record: ForwardRecord, args: Any, kwargs: Any

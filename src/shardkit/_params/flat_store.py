@@ -252,6 +252,37 @@ class FlatStore(Store):
             return [Gather(self._full, self._own, self.shard, comm, is_on_host=is_on_host)]
         return [Gather(self._full, self._range_of(part.axis), part.values, comm)]
 
+    # --- whole values in storage dtype ---
+
+    @torch.no_grad()
+    def gather_values(self, values: Tensor) -> Tensor:
+        """Return the whole bucket of which `values` is this rank's range, laid out as the shard.
+
+        1-D, ``layout.padded_numel``, the dtype of `values`, on the device of unsharded parameters,
+        in memory of its own.
+
+        Cost: one all-gather of the bucket.
+        """
+        layout, axis = self.layout, self.plan.axis
+        full = torch.empty(layout.padded_numel, dtype=values.dtype, device=self.plan.device)
+        first = axis.rank * layout.shard_numel
+        own = full[first : first + layout.shard_numel]
+        own.copy_(values)
+        if full.numel():
+            # As bytes: not every engine knows every dtype.
+            axis.all_gather(full.view(torch.uint8), own.view(torch.uint8))
+        return full
+
+    def whole_of(self, index: int, full: Tensor) -> Tensor:
+        """Return parameter `index` of a gathered bucket: plain, global shape, a view if it can be.
+
+        Collective over the axes that a tensor-parallel parameter is split over.
+        """
+        layout, tensor_parallel = self.layout, self._tensor_parallel[index]
+        start = layout.offsets[index]
+        part = full[start : start + layout.numels[index]].view(layout.shapes[index])
+        return part if tensor_parallel is None else tensor_parallel.to_whole(part)
+
     # --- a part that stays between forward and backward ---
 
     @property

@@ -11,7 +11,7 @@ from shardkit._params.bucket_gradients import BucketGradients
 from shardkit.backends.base import Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -38,6 +38,17 @@ class _Started:
     sent: list[BucketGradients]
     is_partial: bool
     is_closed: bool
+
+
+def predivide_factor_for(num_ranks: int) -> float:
+    """Return the power of two near the root of the number of ranks that fairscale divides by first.
+
+    Source: fairscale's ``get_gradient_predivide_factor`` (``nn/data_parallel``).
+    """
+    factor = 1
+    while num_ranks % factor == 0 and num_ranks / factor > factor:
+        factor *= 2
+    return float(factor)
 
 
 class GroupGradients:
@@ -89,6 +100,24 @@ class GroupGradients:
     def _scale(self) -> float:
         factor = self._comm.divide_factor
         return self._weight / (self._num_ranks if factor is None else factor)
+
+    @property
+    def _before(self) -> float | None:
+        """What gradients are multiplied with before the sum; None: as the backend does it."""
+        factor = self._comm.predivide_factor
+        if factor is None:
+            return None
+        return 1.0 / (predivide_factor_for(self._num_ranks) if factor == "auto" else factor)
+
+    def _all_reduce_of(
+        self, gradients: BucketGradients
+    ) -> Callable[[Tensor, float], object] | None:
+        """Return the user's all-reduce for one bucket, if it has one and there are others."""
+        comm, axis = self._comm.all_reduce, self._replicate_axis
+        if comm is None or axis is None or axis.size == 1 or self._is_partial:
+            return None
+        pieces = gradients.bucket.store.gradient_pieces()
+        return lambda tensor, unit: comm(tensor, pieces, axis, unit)
 
     @property
     def send_nbytes(self) -> int:
@@ -166,12 +195,14 @@ class GroupGradients:
             out_numel=store.layout.shard_numel,
             out_dtype=wide if is_partial else plan.orig_dtype,
             scale=1.0 if is_partial else self._scale,
+            before=self._before,
             shard_axis=self._shard_axis,
             replicate_axis=None if is_partial else self._replicate_axis,
             carry=gradients.take_partial(),
             is_to_host=plan.is_offloaded and not is_partial,
             is_pinned=plan.is_pinned,
             comm=self._comm.reduce_scatter,
+            all_reduce=self._all_reduce_of(gradients),
             hook=None if is_partial else self._comm.all_reduce_hook,
             hook_stream=self._comm.all_reduce_hook_stream,
             bucket_id=store.bucket_id,

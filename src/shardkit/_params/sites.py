@@ -65,6 +65,39 @@ class ParamSites:
         self._visible = unsharded
         for params, attribute, sharded, whole in self._places:
             params[attribute] = whole if unsharded else sharded
+        self._update_rnns()
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the modules hold the unsharded parameters."""
+        return self._visible
+
+    def show_others(self, others: Sequence[nn.Parameter] | None) -> None:
+        """Let the modules hold neither, but `others`, one for each entry; None: the sharded ones.
+
+        Raises:
+            StateError: As `show`.
+        """
+        self.show(unsharded=False)
+        if not self._places:
+            self._places = self._find_places()
+        instead: dict[int, nn.Parameter] = {}
+        if others is not None:
+            for params, attribute, sharded, _ in self._places:
+                if params.get(attribute) is not sharded:
+                    self._refuse_replaced(sharded)
+            pairs = zip(self._entries, others, strict=True)
+            instead = {id(entry.param): other for entry, other in pairs}
+        for params, attribute, sharded, _ in self._places:
+            params[attribute] = instead.get(id(sharded), sharded)
+        self._update_rnns()
+
+    def held(self, index: int) -> list[nn.Parameter | None]:
+        """Return what the modules hold in each place of parameter `index`."""
+        wanted = self._entries[index].param
+        return [params.get(name) for params, name, sharded, _ in self._places if sharded is wanted]
+
+    def _update_rnns(self) -> None:
         for module, attribute in self._rnn_places:
             # It keeps a list of its weights as well.
             setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001

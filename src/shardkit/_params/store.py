@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from shardkit._custom_comm import GradientPiece
 from shardkit._params.freed import NAME_ATTRIBUTE, class_without_memory
 from shardkit._tensor.sharded import user_attributes
 
@@ -162,6 +163,16 @@ class Store(ABC):
     @abstractmethod
     def new_gradient_buffer(self, receive_chunks: int) -> GradientBuffer:
         """Return what collects gradients and sends them; it receives so many shards' worth."""
+
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """Return what lies where in this rank's range of the bucket."""
+        rank, layout = self.plan.axis.rank, self.layout
+        pieces = []
+        for i, entry in enumerate(self.entries):
+            start, stop = layout.owned_range(i, rank)
+            offset, _ = layout.shard_range(i, rank)
+            pieces.append(GradientPiece(entry.name, layout.shapes[i], start, stop, offset))
+        return pieces
 
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """Return the plain tensor of a gradient, if `converts_gradients`; may be collective."""

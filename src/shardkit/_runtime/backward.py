@@ -9,6 +9,7 @@ import torch
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._runtime.finite import FiniteNotes
+from shardkit._runtime.summoned import refuse_summoned
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Backward:
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """A gradient of a group's outputs came."""
         group = self._groups[record.group.index]
+        refuse_summoned([group], "a backward was called")
         self._passes.enter_backward(group, grad)
         self.begin_backward()
         if torch.is_grad_enabled():  # The graph of this backward will read the memory.

@@ -50,8 +50,11 @@ class ParamGroup:
         listener: Who follows its backwards: that of the root.
         is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
         is_innermost: No other group's modules are inside this one's.
+        summoned: The user has the whole parameters: what `_module.full_params` shows.
         settings: What the user chose.
     """
+
+    summoned: Any = None
 
     def __init__(
         self,

@@ -299,7 +299,8 @@ class AcceleratorStreams(WatchedStreams):
                 sums.finish(total, result)
         if sums.replicate_axis is not None:
             stream = self._follow(self._all_reduce, stream)
-            handle.note(sums.replicate_axis.issue("all-reduce", of, total.nbytes))
+            if reduction.all_reduce is None:
+                handle.note(sums.replicate_axis.issue("all-reduce", of, total.nbytes))
             with self._device.on(stream):
                 sums.all_reduce(total)
                 sums.finish(total, result)

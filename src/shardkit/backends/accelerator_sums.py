@@ -39,11 +39,15 @@ class Sums:
         axes = [axis for axis in (shard, self.replicate_axis) if axis is not None and axis.size > 1]
         num_ranks = math.prod(axis.size for axis in axes)
         is_half = reduction.send.dtype == torch.float16
-        is_plain = reduction.comm is None and reduction.carry is None and not is_half
+        is_own = reduction.comm is not None or reduction.all_reduce is not None
+        scales_before = is_half or reduction.before is not None
+        is_plain = not is_own and reduction.carry is None and not scales_before
         averages = all(axis.averages for axis in axes) and not reduction.force_sum
         self._averages = is_plain and averages and reduction.scale == 1.0 / num_ranks
         self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         self._before = math.sqrt(reduction.scale) if is_half else 1.0
+        if reduction.before is not None:
+            self._before = reduction.before
         self._after = 1.0 if self._averages else reduction.scale / self._before
         self.can_be_result = (
             is_plain and shard.size > 1 and reduction.out_dtype == reduction.send.dtype
@@ -89,6 +93,9 @@ class Sums:
     def all_reduce(self, total: Tensor) -> None:
         """Sum over the replicate axis, in place."""
         assert self.replicate_axis is not None
+        if self._reduction.all_reduce is not None:
+            self._reduction.all_reduce(total, self._after)
+            return
         dist.all_reduce(_as_real(total), op=self._op, group=self.replicate_axis.group)
 
     def finish(self, total: Tensor, result: Tensor) -> None:

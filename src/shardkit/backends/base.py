@@ -120,6 +120,8 @@ class Reduction:
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
         scale: Multiplies the sum.
+        before: Multiplies what is sent, so that only the rest of `scale` comes after the sum; None:
+            the backend chooses.
         shard_axis: Reduce-scatter over it.
         replicate_axis: Then all-reduce over it; None: do not.
         carry: Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or
@@ -128,6 +130,8 @@ class Reduction:
         is_to_host: The result is wanted on the host, and the device has memory of its own.
         is_pinned: There in page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
+        all_reduce: The user's own all-reduce (`AllReduce`) over the replicate axis, of a tensor and
+            what the sum is still to be multiplied with; or None.
         hook: Called with the reduced and scaled result, which it may change; or None.
         hook_stream: Where an accelerator runs the hook; None: after the reduction.
         bucket_id: Number of the bucket where it is traced, equal in every step.
@@ -145,6 +149,8 @@ class Reduction:
     is_to_host: bool = False
     is_pinned: bool = False
     comm: ReduceScatter | None = None
+    before: float | None = None
+    all_reduce: Callable[[Tensor, float], object] | None = None
     hook: Callable[[Tensor], object] | None = None
     hook_stream: Stream | None = None
     bucket_id: int = 0

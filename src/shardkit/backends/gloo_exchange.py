@@ -34,6 +34,9 @@ class ExchangeHandle:
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
         self._reductions = reductions
+        for reduction in reductions:
+            if reduction.before is not None:
+                reduction.send.mul_(reduction.before)
         self._exchange = _start_exchange(reductions, of)
         self._sums: list[Tensor] | None = None
         self._outs: list[Tensor] | None = None
@@ -201,18 +204,24 @@ def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
 
 def _finish(reduction: Reduction, total: Tensor) -> Tensor:
     """All-reduce over the replicate axis, scale."""
+    before = 1.0 if reduction.before is None else reduction.before
+    scale = reduction.scale / before
     if reduction.carry is not None:
-        total = reduction.carry.add_(total)  # In its dtype: the sum of one piece is not widened.
-    if reduction.replicate_axis is not None:
+        # In its dtype: the sum of one piece is not widened.
+        total = reduction.carry.mul_(before).add_(total)
+    axis = reduction.replicate_axis
+    if axis is not None and axis.size > 1 and reduction.all_reduce is not None:
+        reduction.all_reduce(total, scale)
+    elif axis is not None:
         # What crosses the axis travels in the dtype that the user chose for the wire.
         on_wire = total.to(reduction.send.dtype)
-        reduction.replicate_axis.all_reduce(on_wire, "sum")
+        axis.all_reduce(on_wire, "sum")
         total.copy_(on_wire)
     out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
     if out.dtype == total.dtype:
-        torch.mul(total, reduction.scale, out=out)
+        torch.mul(total, scale, out=out)
     else:
-        out.copy_(total.mul_(reduction.scale))
+        out.copy_(total.mul_(scale))
     if reduction.hook is not None:
         reduction.hook(out)
     return out

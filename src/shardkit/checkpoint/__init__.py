@@ -26,6 +26,11 @@ from shardkit.checkpoint._state.model_and_optimizer import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from shardkit.checkpoint._state.optimizer_layouts import (
+    gather_optimizer_state,
+    rekey_optimizer_state,
+    scatter_optimizer_state,
+)
 
 __all__ = [
     "CheckpointError",
@@ -37,6 +42,7 @@ __all__ = [
     "StateDictOptions",
     "async_save",
     "consolidate",
+    "gather_optimizer_state",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_shard_metadata",
@@ -46,9 +52,11 @@ __all__ = [
     "load_full",
     "load_local_state_dict",
     "local_state_dict",
+    "rekey_optimizer_state",
     "release_staging_memory",
     "save",
     "save_full",
+    "scatter_optimizer_state",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",

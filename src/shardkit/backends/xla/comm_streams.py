@@ -84,11 +84,14 @@ class XlaStreams(CommStreams):
         del of
         outs = []
         for reduction in reductions:
-            carry = reduction.carry
-            early = reduction.scale if carry is None else 1.0
-            out = self.region.reduce_scatter(reduction.send, early, reduction.bucket_id)
+            carry, send, scale = reduction.carry, reduction.send, reduction.scale
+            if reduction.before is not None:
+                send, scale = send * reduction.before, scale / reduction.before
+            early = scale if carry is None else 1.0
+            out = self.region.reduce_scatter(send, early, reduction.bucket_id)
             if carry is not None:
-                out = (out.to(carry.dtype) + carry) * reduction.scale
+                factor = 1.0 if reduction.before is None else reduction.before
+                out = (out.to(carry.dtype) + carry * factor) * scale
             if reduction.replicate_axis is not None and reduction.replicate_axis.size > 1:
                 out = self.region.all_reduce(out)
             if reduction.hook is not None:

@@ -150,8 +150,20 @@ def put_optimizer_state(
         CheckpointError: Parameters are missing, or the saved groups of one group's parameters have
             different options. Nothing has been changed then.
     """
+    loads = list(numbered_states(model, optimizers, state, strict=strict))
+    for optimizer, numbered_state in loads:
+        optimizer.load_state_dict(numbered_state)
+
+
+def numbered_states(
+    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = False
+) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Yield each optimizer, and of a state by names what its ``load_state_dict`` takes.
+
+    Raises:
+        CheckpointError: See `put_optimizer_state`.
+    """
     names = names_of_parameters(model)
-    loads = []
     for optimizer in as_optimizers(optimizers):
         in_groups = names_in_groups(names, optimizer)
         if strict:
@@ -168,9 +180,7 @@ def put_optimizer_state(
                 if entry:
                     numbered[i] = entry
             groups.append({**_options(index, group, members, state), "params": numbers})
-        loads.append((optimizer, {"state": numbered, "param_groups": groups}))
-    for optimizer, numbered_state in loads:
-        optimizer.load_state_dict(numbered_state)
+        yield optimizer, {"state": numbered, "param_groups": groups}
 
 
 def _check_names(in_groups: Sequence[Sequence[Sequence[str]]], state: Mapping[str, Any]) -> None:

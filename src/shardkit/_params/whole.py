@@ -1,0 +1,150 @@
+"""Whole parameters of one bucket for users: plain tensors in storage dtype, and the way back.
+
+What a forward uses is something else: the unsharded parameters are in compute dtype, may be
+DTensors, and their memory belongs to the schedule. These here are copies in memory of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._errors import StateError
+from shardkit._params.flat_store import FlatStore
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
+
+if TYPE_CHECKING:
+    from shardkit._params.bucket import Bucket
+
+
+class WholeBucket:
+    """Copies of a bucket's whole parameters, which the modules hold until `hide`. Collective.
+
+    Args:
+        bucket: Not of a backend that traces.
+        keep: Whether this rank wants them; a rank that does not takes part in the gathers only.
+        to_cpu: In the memory of the host.
+        with_grads: Also their gradients.
+
+    Cost: one all-gather of the bucket in storage dtype, with gradients two, and what tensor
+    parallelism takes; memory for the bucket.
+    """
+
+    def __init__(self, bucket: Bucket, *, keep: bool, to_cpu: bool, with_grads: bool) -> None:
+        assert isinstance(bucket.store, FlatStore), "backends that trace have been refused"
+        self._bucket = bucket
+        self._store = bucket.store
+        self._to_cpu = to_cpu
+        self._version = -1
+        self.params: list[nn.Parameter] = []
+        wholes = self._wholes(self._store.shard, keep=keep)
+        grads = self._whole_grads(keep=keep) if with_grads else {}
+        for index, whole in enumerate(wholes):
+            self.params.append(self._new_param(index, whole))
+        for index, grad in grads.items():
+            self.params[index].grad = grad
+
+    @torch.no_grad()
+    def _wholes(self, values: Tensor, *, keep: bool) -> list[Tensor]:
+        """Gather what is laid out as the shard."""
+        store = self._store
+        full = store.gather_values(values)
+        wholes = [store.whole_of(index, full) for index in range(len(store.entries))]
+        if not keep:
+            return []
+        if self._to_cpu and full.device.type != "cpu":
+            return [whole.cpu() for whole in wholes]
+        return wholes
+
+    @torch.no_grad()
+    def _whole_grads(self, *, keep: bool) -> dict[int, Tensor]:
+        """Gather the gradients, zeros for parameters without; return those that there are."""
+        store, params = self._store, self._bucket.sharded
+        values = torch.zeros_like(store.shard)
+        for index, param in enumerate(params):
+            if isinstance(param.grad, ShardedTensor):
+                store.piece(values, index).copy_(param.grad.to_local())
+        wholes = self._wholes(values, keep=keep)
+        return {i: whole for i, whole in enumerate(wholes) if params[i].grad is not None}
+
+    def _new_param(self, index: int, whole: Tensor) -> nn.Parameter:
+        sharded = self._bucket.sharded[index]
+        param = nn.Parameter(whole, requires_grad=sharded.requires_grad)
+        own = param.__dict__
+        own.update({k: v for k, v in user_attributes(sharded).items() if k not in own})
+        return param
+
+    def show(self) -> None:
+        """Let the modules hold the whole parameters."""
+        self._version = self._store.shard_version
+        self._bucket.sites.show_others(self.params or None)
+
+    def hide(self, *, write_back: bool, with_grads: bool) -> None:
+        """Let the modules hold the sharded parameters again; no communication.
+
+        Args:
+            write_back: Copy this rank's pieces of what the modules held: values, `requires_grad`
+                and, with `with_grads`, gradients.
+            with_grads: See `write_back`.
+
+        Raises:
+            StateError: Something else was put in the place of a parameter, or its shard was written
+                meanwhile. The sharded parameters are shown and unchanged then.
+        """
+        sites = self._bucket.sites
+        held: list[nn.Parameter] = []
+        try:
+            if write_back:
+                held = [self._found(index) for index in range(len(self.params))]
+                self._check_not_written()
+        finally:
+            sites.show_others(None)
+        for index, param in enumerate(held):
+            self._write(index, param, with_grads=with_grads)
+
+    def _found(self, index: int) -> nn.Parameter:
+        """Return what modules hold of a parameter: the whole one, or another of its shape."""
+        entry, whole = self._bucket.entries[index], self.params[index]
+        shape = tuple(entry.param.shape)
+        places = self._bucket.sites.held(index)
+        found = next((param for param in places if param is not whole), whole)
+        if not isinstance(found, nn.Parameter) or tuple(found.shape) != shape:
+            what = type(found).__name__
+            if isinstance(found, Tensor):
+                what = f"a {what} of shape {tuple(found.shape)}"
+            msg = (
+                f"inside of summon_full_params parameter {entry.name!r} of shape {shape} was "
+                f"replaced by {what}, which cannot be cut as it is. Write to the parameter in "
+                f"place (copy_(), nn.init), or change the model before fully_shard."
+            )
+            raise StateError(msg)
+        return found
+
+    def _check_not_written(self) -> None:
+        if self._store.shard_version != self._version:
+            name = self._bucket.entries[0].name
+            msg = (
+                f"the shard of {name!r} was written inside of summon_full_params, which would now "
+                f"be lost. Step optimizers outside of it, or pass writeback=False."
+            )
+            raise StateError(msg)
+
+    @torch.no_grad()
+    def _write(self, index: int, whole: nn.Parameter, *, with_grads: bool) -> None:
+        store, param = self._store, self._bucket.sharded[index]
+        piece = store.specs[index].slice_full(whole.detach())
+        store.piece(store.shard, index).copy_(piece)
+        if param.requires_grad != whole.requires_grad:
+            param.requires_grad_(whole.requires_grad)
+        if not with_grads:
+            return
+        if whole.grad is None or param.grad is None:
+            param.grad = None if whole.grad is None else self._cut_grad(index, whole.grad)
+        else:
+            assert isinstance(param.grad, ShardedTensor)
+            param.grad.to_local().copy_(store.specs[index].slice_full(whole.grad.detach()))
+
+    def _cut_grad(self, index: int, grad: Tensor) -> Tensor:
+        return self._store.sharded_grad(index, grad.detach())
