@@ -62,6 +62,8 @@ ON_EVERY_TORCH = [
 # What `examples` runs: a number of ranks, a script of examples/, its options.
 EXAMPLES = [
     (2, "digits"),
+    (2, "resnet"),
+    (2, "vit"),
     (4, "hybrid"),
     (4, "tensor_parallel"),
     (4, "pipeline"),

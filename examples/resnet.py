@@ -17,6 +17,7 @@ passes its share. Needs scikit-learn. The exit status is 1 where too few digits 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from shardkit import DeviceMesh, fully_shard, init_device_mesh
+from shardkit import DeviceMesh, auto_shard, init_device_mesh, size_based_auto_wrap_policy
 
 BATCH = 64  # Over all ranks: a multiple of their number.
 ENOUGH = 0.97  # Of the digits held out.
@@ -68,10 +69,9 @@ class ResNet(nn.Module):
 
 
 def shard(model: ResNet, mesh: DeviceMesh) -> None:
-    """Make each stage a group, and what is left another."""
-    for stage in model.stages:
-        fully_shard(stage, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    """Make each module of 10,000 parameters or more a group, and what is left another."""
+    large = functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)
+    auto_shard(model, mesh=mesh, policy=large, verbose=True)
 
 
 def start(device_type: str) -> tuple[int, int]:

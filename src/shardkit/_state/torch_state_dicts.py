@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit import _compat_checkpoints
 from shardkit._state.full import check_shape, cut_whole, holds_sharded, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.process_group import group_rank
@@ -107,7 +107,7 @@ def _put(whole: Tensor, local: ShardedTensor, name: str) -> Tensor:
     return local
 
 
-_compat.wrap_state_dict_helpers(
+_compat_checkpoints.wrap_state_dict_helpers(
     {
         "_gather_state_dict": gather_state_dict,
         "_distribute_state_dict": distribute_state_dict,

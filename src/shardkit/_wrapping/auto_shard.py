@@ -45,6 +45,7 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     strategy: str | enum.Enum | Strategy | None = None,
     before: Callable[[nn.Module], Any] | None = None,
     offload_budget_nbytes: int | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
     apply: bool = True,
     verbose: bool = False,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
@@ -104,6 +105,8 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         offload_budget_nbytes: So many bytes of shards, gradients and AdamW's state may stay on the
             device of a rank. Groups get a `CPUOffloadPolicy`, those that save most first, until the
             rest fits.
+        param_init_fn: Gives values to a model on the meta device, module by module, when all
+            groups are there; see `materialize`, to which it is passed.
         apply: False: only plan.
         verbose: The first rank prints the plan.
         mp_policy: As of `fully_shard`, where the policy says nothing else. So are the next four.
@@ -153,7 +156,9 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     planned = _planned(model, shard_mesh, choice, common)
     if offload_budget_nbytes is not None:
         offload_to_fit(planned, offload_budget_nbytes)
-    plan = ShardPlan(model, shard_mesh, planned, strategy=chosen, prepare=wanted.prepare)
+    plan = ShardPlan(
+        model, shard_mesh, planned, strategy=chosen, prepare=wanted.prepare, init_fn=param_init_fn
+    )
     if verbose and shard_mesh.rank == shard_mesh.ranks[0]:
         sys.stdout.write(f"{plan}\n")
     if apply:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import WrapError
 from shardkit._module import checks
+from shardkit._module.materialize import materialize
 from shardkit._params.planned import plan_buckets
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._wrapping.apply import shard_units
@@ -172,6 +173,7 @@ class ShardPlan:
         *,
         strategy: Strategy | None,
         prepare: Callable[[nn.Module, dict[str, Any]], Any] | None,
+        init_fn: Callable[[nn.Module], object] | None,
     ) -> None:
         self.model = model
         self.mesh_shape = mesh.shape
@@ -181,6 +183,7 @@ class ShardPlan:
         self._units = list(units)
         self._held = [unit for unit in units if unit.unit.entries]
         self._prepare = prepare
+        self._init_fn = init_fn
         self._params = {id(param) for param in model.parameters()}
         self.groups: tuple[GroupPlan, ...] = tuple(unit.record() for unit in self._held)
         self.without_group: tuple[str, ...] = tuple(
@@ -199,6 +202,7 @@ class ShardPlan:
             WrapError: It was applied before, was made for a mesh shape without ranks, or the
                 model's parameters have been replaced since.
             MeshError: As of `fully_shard`.
+            StateError: As of `materialize`.
         """
         if is_shape_only(self._mesh):
             msg = (
@@ -220,6 +224,8 @@ class ShardPlan:
         shard_units(self.model, units, arguments, self._prepare)
         if self.strategy is not None:
             self.strategy.prepare(self.model)
+        if self._init_fn is not None:
+            materialize(self.model, self._init_fn)
         self.is_applied = True
         return self.model
 

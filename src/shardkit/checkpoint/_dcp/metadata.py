@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardkit import _compat
+from shardkit import _compat_checkpoints
 from shardkit._errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 METADATA_FILE = ".metadata"
 """Its name in a checkpoint's directory."""
 
-_MEMORY_FORMAT: Any = _compat.dcp_memory_format()
-_STORAGE_INFO: Any = _compat.dcp_storage_info()
+_MEMORY_FORMAT: Any = _compat_checkpoints.dcp_memory_format()
+_STORAGE_INFO: Any = _compat_checkpoints.dcp_storage_info()
 _CLASSES: tuple[type[Any], ...] = (
     dcp.Metadata,
     dcp.TensorStorageMetadata,

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardkit import _compat
+from shardkit import _compat_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import Header, Item, Manifest, StoredFile
@@ -207,7 +207,9 @@ def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
 
 def _as_dcp(result: WriteResult) -> WriteResult:
     stored: _Written = result.storage_data
-    info = _compat.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
+    info = _compat_checkpoints.dcp_storage_info()(
+        stored.file, stored.item.offset, stored.item.nbytes
+    )
     return dataclasses.replace(result, storage_data=info)
 
 
