@@ -186,6 +186,26 @@ def test_what_fully_shard_refuses_is_refused_when_it_is_planned() -> None:
     assert not any(isinstance(p, ShardedTensor) for p in model.parameters())
 
 
+def test_a_model_on_meta_gets_its_values_when_the_plan_is_applied() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    seen = []
+
+    def init_fn(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 0.5)
+
+    mesh, _ = recording_mesh((2,))
+    plan = auto_shard(model, mesh, Block, param_init_fn=init_fn, apply=False)
+    assert all(param.is_meta for param in model.parameters())
+    assert not seen
+    plan.apply()
+    assert seen
+    for param in model.parameters():
+        assert param.to_local().eq(0.5).all()  # type: ignore[operator]
+
+
 # --- groups -------------------------------------------------------------------------------------
 
 
