@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
+from shardkit.backends.events import InGraph
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.reductions import Reductions
     from shardkit._settings import RootSettings
     from shardkit.backends.base import AxisComm, CommStreams, Reduction
+    from shardkit.backends.events import Event
 
 _MIB = 2**20
 
@@ -32,7 +34,7 @@ class _Done:
         fence: After the compute that made them.
     """
 
-    def __init__(self, outs: Sequence[Tensor], fence: Any) -> None:
+    def __init__(self, outs: Sequence[Tensor], fence: Event | None) -> None:
         self._outs = list(outs)
         self.fence = fence
 
@@ -85,7 +87,7 @@ class DummyStreams:
     @_compat.without_dispatch_modes
     @torch.no_grad()
     def start_gather(
-        self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Any], of: str
+        self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> _Done:
         """Fill every rank's range with this rank's."""
         del of
@@ -95,7 +97,7 @@ class DummyStreams:
         if self._streams.region is not None:
             for gather in gathers:
                 gather.wholes = self._traced(self._streams.region, gather, axis.size)
-            return _Done([], "traced")
+            return _Done([], InGraph())
         for gather in gathers:
             for chunk in gather.full.view(axis.size, -1):
                 if chunk.data_ptr() != gather.shard.data_ptr():
@@ -127,7 +129,7 @@ class DummyStreams:
             if reduction.hook is not None:
                 reduction.hook(out)
             outs.append(out.cpu() if reduction.is_to_host else out)
-        return _Done(outs, "traced" if region is not None else self._streams.fence())
+        return _Done(outs, InGraph() if region is not None else self._streams.fence())
 
 
 class MemoryReport:

@@ -23,3 +23,14 @@ class Stream(Protocol):
 
     def wait_event(self, event: Event) -> None:
         """Let work issued from now on come after `event`."""
+
+
+class InGraph:
+    """The fence of what the compiler orders: nobody has to wait."""
+
+    def query(self) -> bool:
+        """Whether it is done: for whoever asks outside of the graph."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""

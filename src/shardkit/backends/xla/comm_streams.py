@@ -8,6 +8,7 @@ import torch
 
 from shardkit import _compat
 from shardkit.backends.base import CommStreams
+from shardkit.backends.events import InGraph
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,21 +20,10 @@ if TYPE_CHECKING:
     from shardkit.backends.traced import TracedGather
 
 
-class _InGraph:
-    """The fence of what the compiler orders: nobody has to wait."""
-
-    def query(self) -> bool:
-        """Whether it is done: for whoever asks outside of the graph."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
 class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
-    fence: Event | None = _InGraph()
+    fence: Event | None = InGraph()
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)
