@@ -129,11 +129,18 @@ def tests(session: nox.Session) -> None:
     Where ``CI`` is set property tests run again, with a few seeds that were never tried.
     """
     install(session, "test")
-    session.run("pytest", "-m", f"{NEED_NOTHING} and not streams", *session.posargs)
+    session.run("pytest", "-m", f"{NEED_NOTHING} and not streams and not helpers", *session.posargs)
     for _ in range(NUM_FRESH_SEEDS if os.environ.get("CI") else 0):
         seed = secrets.randbelow(2**32)
         fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", str(seed))
         session.run("pytest", "-q", *fresh, "tests/property")
+
+
+@nox.session
+def helpers(session: nox.Session) -> None:
+    """Test what is built over `fully_shard`: wrapping, whole parameters, compression, and so on."""
+    install(session, "test")
+    session.run("pytest", "-m", f"helpers and {NEED_NOTHING}", *session.posargs)
 
 
 @nox.session

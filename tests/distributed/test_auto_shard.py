@@ -29,6 +29,9 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 
+pytestmark = pytest.mark.helpers
+
+
 def case_of(make: Callable[[], nn.Module]) -> Case:
     return Case(make, lambda _: [], token_batch, cross_entropy)
 

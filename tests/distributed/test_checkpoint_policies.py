@@ -34,6 +34,8 @@ if typing.TYPE_CHECKING:
     from parity import Run
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 MESHES = ((2,), (4,), (2, 2))
 OPERATORS: dict[str, typing.Any] = {
     "nothing": None,

@@ -34,6 +34,8 @@ if typing.TYPE_CHECKING:
     from shardkit import GradientPiece
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 MESHES = ((2, 1), (4, 1), (2, 2))  # (n, 1) is what others call NO_SHARD.
 on_all_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
 CASE = CASES["gpt"]

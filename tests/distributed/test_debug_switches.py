@@ -23,6 +23,8 @@ if typing.TYPE_CHECKING:
     from parity import Run
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 BOTH = {"dummy_gathers": True, "dummy_reductions": True}
 
 

@@ -19,6 +19,9 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 
+pytestmark = pytest.mark.helpers
+
+
 def set_all(model: nn.Module, factor: typing.Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -29,6 +29,8 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 MESHES = ((1,), (2,), (4,), (2, 2))
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

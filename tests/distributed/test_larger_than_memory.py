@@ -11,6 +11,8 @@ from larger_than_memory import plain_digest
 
 from launching import start_ranks
 
+pytestmark = pytest.mark.helpers
+
 SCRIPT = str(pathlib.Path(__file__).with_name("larger_than_memory.py"))
 WHOLE_MIB = 188
 LAYER_MIB = 4

@@ -29,6 +29,8 @@ from shardkit import MixedPrecisionPolicy, fully_shard, materialize
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 STEPS = 3
 
 

@@ -29,6 +29,8 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 MESHES = ((1,), (2,), (4,), (2, 2))
 LAYOUTS = ("names", "ids")
 # Sums over ranks are taken in another order; Adam divides by small numbers.

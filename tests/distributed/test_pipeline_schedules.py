@@ -25,10 +25,13 @@ from shardkit import fully_shard, init_device_mesh
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.9."),
-    reason="torch 2.9 sends 8 bytes between CPU stages, plain ones too, where 4 are expected",
-)
+pytestmark = [
+    pytest.mark.helpers,
+    pytest.mark.skipif(
+        torch.__version__.startswith("2.9."),
+        reason="torch 2.9 sends 8 bytes between CPU stages, plain ones too, where 4 are expected",
+    ),
+]
 
 WIDTH, DEPTH, MICRO_BATCHES, STEPS = 12, 4, 4, 3
 SCHEDULES: dict[str, tuple[typing.Any, int]] = {  # With the number of stages, on two ranks.

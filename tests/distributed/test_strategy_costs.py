@@ -15,6 +15,8 @@ from step_traffic import counted, on_the_wire, total
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 NUM_LAYERS, DIM = 4, 1024  # Layers of 4 MiB: each has collectives of its own.
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat_checkpoints
+from shardkit._params.host_heap import give_back
 from shardkit._state.full import check_shape, cut_whole, holds_sharded, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.process_group import group_rank
@@ -95,6 +96,8 @@ def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -
         received = state.get(key)
         if isinstance(received, Tensor) and not isinstance(received, ShardedTensor):
             state[key] = _put(received, local, key)
+            if received.device.type == "cpu":
+                give_back(received.nbytes)  # The one before it, for this one is still referred to.
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ from shardkit._params.flat_store import FlatStore
 if typing.TYPE_CHECKING:
     from torch import Tensor
 
+pytestmark = pytest.mark.helpers
+
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

@@ -21,6 +21,8 @@ from shardkit import StateError, checkpoint_activations, checkpoint_module, full
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.helpers
+
 DIM = 8
 
 

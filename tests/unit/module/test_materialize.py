@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from recording import recording_mesh
 from shardkit import ShardedTensor, StateError, fully_shard, materialize
 
+pytestmark = pytest.mark.helpers
+
 RANKS = 4
 
 

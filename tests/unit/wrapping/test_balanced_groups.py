@@ -18,6 +18,8 @@ from wrapped_models import Attention, Stack
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.helpers
+
 MIB = 1 << 20
 
 

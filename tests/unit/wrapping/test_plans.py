@@ -32,6 +32,8 @@ if typing.TYPE_CHECKING:
 
     from shardkit import ShardPlan
 
+pytestmark = pytest.mark.helpers
+
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 

@@ -28,6 +28,8 @@ from wrapped_models import Attention, Stack, TiedBlocks
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.helpers
+
 BLOCKS = [("blocks.0",), ("blocks.1",), ("blocks.2",), ("",)]
 
 

@@ -19,6 +19,8 @@ from wrapped_models import Stack
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
+pytestmark = pytest.mark.helpers
+
 MESHES = {
     "replicate": (4, 1),
     "zero1": (4,),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
-from shardkit._state.full import check_shape, cut_whole, map_leaves, whole_tensor
+from shardkit._state.full import check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.process_group import group_rank
 from shardkit.checkpoint._files.bytes_io import TensorInfo
@@ -136,7 +136,7 @@ def set_model_state_dict(
     Cost: with ``broadcast_from_rank0`` one broadcast for each tensor, and memory for the largest.
     """
     options = options or StateDictOptions()
-    own = model.state_dict()
+    own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
     if options.broadcast_from_rank0:
         state = _received_model(model_state_dict, {name: own[key] for name, key in keys.items()})
@@ -265,10 +265,9 @@ def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
         target = own.get(name)
         if not isinstance(value, Tensor) or not isinstance(target, ShardedTensor):
             received[name] = value
-        elif target.is_meta:
-            received[name] = cut_whole(value, target, name)
         else:
-            received[name] = target.detach().copy_(value)
+            target.copy_values(value)  # At once: pieces laid aside would be a second shard.
+            received[name] = target
     return received
 
 
