@@ -17,6 +17,7 @@ from xla_ranks import XlaRanks, on_xla
 
 from parity import ROWS, Pair
 from shardkit import (
+    ShardedTensor,
     ShardedTensorError,
     StateError,
     WrapError,
@@ -26,6 +27,7 @@ from shardkit import (
     register_fsdp_forward_method,
     summon_full_params,
 )
+from shardkit.checkpoint import gather_optimizer_state, scatter_optimizer_state
 from shardkit.compression import bf16_compress
 
 if typing.TYPE_CHECKING:
@@ -226,15 +228,67 @@ def test_collectives_of_the_user_s_are_refused(mesh: DeviceMesh) -> None:
         setter(None)
 
 
-def test_whole_parameters_and_compressed_sums_are_refused(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+def test_whole_parameters_are_shown_and_written_back(
+    mesh: DeviceMesh, *, offload_to_cpu: bool
+) -> None:
+    pair = Pair(XlaRanks(mesh), "mlp")
+    pair.backward(pair.draw())
+    sharded = dict(pair.sharded.named_parameters())
+    plain = dict(pair.plain.named_parameters())
+    with summon_full_params(pair.sharded, with_grads=True, offload_to_cpu=offload_to_cpu):
+        for name, param in pair.sharded.named_parameters():
+            assert type(param) is nn.Parameter
+            assert param.device.type == ("cpu" if offload_to_cpu else "xla")
+            torch.testing.assert_close(param.detach().cpu(), plain[name].detach())
+            assert param.grad is not None
+            with torch.no_grad():
+                for each in (param, plain[name]):
+                    each.mul_(0.5)
+                    each.grad.mul_(3)
+    assert all(param is sharded[name] for name, param in pair.sharded.named_parameters())
+    pair.assert_equal_gradients()
+    for name, param in pair.sharded.named_parameters():
+        torch.testing.assert_close(param.full_tensor().cpu(), plain[name].detach())
+    with summon_full_params(pair.sharded, writeback=False), torch.no_grad():
+        next(pair.sharded.parameters()).zero_()
+    first = next(pair.sharded.parameters())
+    assert not first.full_tensor().cpu().eq(0).all()
+
+
+def test_a_function_changes_whole_parameters(mesh: DeviceMesh) -> None:
+    pair = Pair(XlaRanks(mesh), "mlp")
+
+    @torch.no_grad()
+    def change(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            param.copy_(param.sum() + torch.arange(param.numel()).view(param.shape).to(param))
+
+    for model in (pair.sharded, pair.plain):
+        apply_full(model, change) if model is pair.sharded else model.apply(change)
+    for mine, theirs in zip(pair.sharded.parameters(), pair.plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor().cpu(), theirs.detach())
+
+
+def test_whole_optimizer_state_is_gathered_and_scattered(mesh: DeviceMesh) -> None:
+    pair = Pair(XlaRanks(mesh), "mlp", adamw)
+    for _ in range(2):
+        pair.step()
+    saved = gather_optimizer_state(pair.sharded, pair.optimizers[1])
+    state = saved["state"]
+    for name, param in pair.plain.named_parameters():
+        expected = pair.optimizers[0].state[param]["exp_avg"]
+        torch.testing.assert_close(state[name]["exp_avg"].cpu(), expected)
+    other = adamw(pair.sharded.parameters())
+    scatter_optimizer_state(saved, pair.sharded, other)
+    for name, param in pair.sharded.named_parameters():
+        found = other.state[param]["exp_avg"]
+        assert isinstance(found, ShardedTensor)
+        assert found.full_tensor().cpu().equal(state[name]["exp_avg"].cpu())
+
+
+def test_compressed_sums_are_refused(mesh: DeviceMesh) -> None:
     model = fully_shard(nn.Linear(7, 3).to("xla"), mesh)
-    with (
-        pytest.raises(StateError, match=r"summon_full_params: .* on a mesh of 'xla' devices"),
-        summon_full_params(model),
-    ):
-        pass
-    with pytest.raises(StateError, match=r"apply_full: .* on a mesh of 'xla' devices"):
-        apply_full(model, lambda _: None)
     with pytest.raises(StateError, match="on a mesh of one axis, which has no all-reduce"):
         model.set_custom_all_reduce(bf16_compress)
 

@@ -11,7 +11,7 @@ from torch import nn
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._module.hooks import get_state, groups_in
-from shardkit._params.whole import WholeBucket
+from shardkit._params.whole import whole_bucket
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -96,14 +96,15 @@ def summon_full_params(
 
     Raises:
         StateError: It is called in a forward or backward, or with `rank0_only` and `writeback`; a
-            parameter is on the meta device, or of a mesh whose operators are traced (XLA), or
-            belongs to a group around `module`; a forward, backward, `unshard`, conversion or copy
-            is tried in the block. When the block ends: a parameter was replaced by something of
-            another shape, or the shard was written (by an optimizer).
+            parameter is on the meta device, or belongs to a group around `module`; a forward,
+            backward, `unshard`, conversion or copy is tried in the block. When the block ends: a
+            parameter was replaced by something of another shape, or the shard was written (by an
+            optimizer).
 
     Cost: one all-gather per bucket in storage dtype, two with gradients, one group after the other;
-    none at the end. Memory: all of the whole parameters shown, on a rank that gets none those of
-    one bucket. A block inside of another gathers nothing again.
+    none at the end. On XLA one for each parameter, in the graph. Memory: all of the whole
+    parameters shown, on a rank that gets none those of one bucket. A block inside of another
+    gathers nothing again.
     """
     if rank0_only and writeback:
         msg = (
@@ -238,13 +239,6 @@ def _check_idle(module: nn.Module, groups: Iterable[ParamGroup], what: str) -> N
     for runtime in {id(s.runtime): s.runtime for s in states if s.runtime is not None}.values():
         runtime.tidy_up()
     for group in groups:
-        if group.mesh.backend.is_traced:
-            msg = (
-                f"{what}: {group.name!r} is on a mesh of {group.mesh.device_type!r} devices, where "
-                f"a graph cannot be given other parameters. Initialize before fully_shard; read "
-                f"parameters by full_tensor() or a full state dict, write them by copy_()."
-            )
-            raise StateError(msg)
         group.check_materialized()
 
 
@@ -269,7 +263,7 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
     keep = not options.rank0_only or group.mesh.rank == group.mesh.ranks[0]
     with contextlib.ExitStack() as stack:
         for bucket in group.buckets:
-            whole = WholeBucket(
+            whole = whole_bucket(
                 bucket,
                 keep=keep,
                 to_cpu=options.offload_to_cpu,

@@ -23,7 +23,7 @@ class WholeBucket:
     """Copies of a bucket's whole parameters, which the modules hold until `hide`. Collective.
 
     Args:
-        bucket: Not of a backend that traces.
+        bucket: Of a backend that runs what it is given; see `TracedWholeBucket`.
         keep: Whether this rank wants them; a rank that does not takes part in the gathers only.
         to_cpu: In the memory of the host.
         with_grads: Also their gradients.
@@ -33,18 +33,25 @@ class WholeBucket:
     """
 
     def __init__(self, bucket: Bucket, *, keep: bool, to_cpu: bool, with_grads: bool) -> None:
-        assert isinstance(bucket.store, FlatStore), "backends that trace have been refused"
         self._bucket = bucket
-        self._store = bucket.store
         self._to_cpu = to_cpu
         self._version = -1
         self.params: list[nn.Parameter] = []
-        wholes = self._wholes(self._store.shard, keep=keep)
+        wholes = self._whole_values(keep=keep)
         grads = self._whole_grads(keep=keep) if with_grads else {}
         for index, whole in enumerate(wholes):
             self.params.append(self._new_param(index, whole))
         for index, grad in grads.items():
             self.params[index].grad = grad
+
+    @property
+    def _store(self) -> FlatStore:
+        assert isinstance(self._bucket.store, FlatStore)
+        return self._bucket.store
+
+    def _whole_values(self, *, keep: bool) -> list[Tensor]:
+        """Gather the parameters."""
+        return self._wholes(self._store.shard, keep=keep)
 
     @torch.no_grad()
     def _wholes(self, values: Tensor, *, keep: bool) -> list[Tensor]:
@@ -78,7 +85,7 @@ class WholeBucket:
 
     def show(self) -> None:
         """Let the modules hold the whole parameters."""
-        self._version = self._store.shard_version
+        self._version = self._bucket.store.shard_version
         self._bucket.sites.show_others(self.params or None)
 
     def hide(self, *, write_back: bool, with_grads: bool) -> None:
@@ -123,7 +130,7 @@ class WholeBucket:
         return found
 
     def _check_not_written(self) -> None:
-        if self._store.shard_version != self._version:
+        if self._bucket.store.shard_version != self._version:
             name = self._bucket.entries[0].name
             msg = (
                 f"the shard of {name!r} was written inside of summon_full_params, which would now "
@@ -133,18 +140,68 @@ class WholeBucket:
 
     @torch.no_grad()
     def _write(self, index: int, whole: nn.Parameter, *, with_grads: bool) -> None:
-        store, param = self._store, self._bucket.sharded[index]
-        piece = store.specs[index].slice_full(whole.detach())
-        store.piece(store.shard, index).copy_(piece)
+        param = self._bucket.sharded[index]
+        self._write_values(index, whole.detach())
         if param.requires_grad != whole.requires_grad:
             param.requires_grad_(whole.requires_grad)
         if not with_grads:
             return
         if whole.grad is None or param.grad is None:
-            param.grad = None if whole.grad is None else self._cut_grad(index, whole.grad)
+            param.grad = None if whole.grad is None else self._cut_grad(index, whole.grad.detach())
         else:
-            assert isinstance(param.grad, ShardedTensor)
-            param.grad.to_local().copy_(store.specs[index].slice_full(whole.grad.detach()))
+            self._write_grad(index, whole.grad.detach())
+
+    def _write_values(self, index: int, whole: Tensor) -> None:
+        store = self._store
+        store.piece(store.shard, index).copy_(store.specs[index].slice_full(whole))
 
     def _cut_grad(self, index: int, grad: Tensor) -> Tensor:
-        return self._store.sharded_grad(index, grad.detach())
+        return self._store.sharded_grad(index, grad)
+
+    def _write_grad(self, index: int, grad: Tensor) -> None:
+        own = self._bucket.sharded[index].grad
+        assert isinstance(own, ShardedTensor)
+        own.to_local().copy_(self._store.specs[index].slice_full(grad))
+
+
+class TracedWholeBucket(WholeBucket):
+    """The same where operators are traced: by those of sharded tensors, one after the other.
+
+    Cost: one all-gather of each parameter, with gradients two, in the graph.
+    """
+
+    @torch.no_grad()
+    def _whole_values(self, *, keep: bool) -> list[Tensor]:
+        wholes = [self._whole(param) for param in self._bucket.sharded]
+        return wholes if keep else []
+
+    @torch.no_grad()
+    def _whole_grads(self, *, keep: bool) -> dict[int, Tensor]:
+        grads = [(index, param.grad) for index, param in enumerate(self._bucket.sharded)]
+        wholes = {i: self._whole(grad) for i, grad in grads if isinstance(grad, ShardedTensor)}
+        return wholes if keep else {}
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, ShardedTensor)
+        whole = tensor.spec.gather(tensor.local_piece)
+        return whole.cpu() if self._to_cpu else whole.clone()
+
+    def _write_values(self, index: int, whole: Tensor) -> None:
+        param = self._bucket.sharded[index]
+        param.detach().copy_(whole.to(param.device))
+
+    def _cut_grad(self, index: int, grad: Tensor) -> Tensor:
+        param = self._bucket.sharded[index].detach()
+        return torch.zeros_like(param, dtype=grad.dtype).copy_(grad.to(param.device))
+
+    def _write_grad(self, index: int, grad: Tensor) -> None:
+        own = self._bucket.sharded[index].grad
+        assert own is not None
+        own.copy_(grad.to(own.device))
+
+
+def whole_bucket(bucket: Bucket, *, keep: bool, to_cpu: bool, with_grads: bool) -> WholeBucket:
+    """Return copies of a bucket's whole parameters; see `WholeBucket`."""
+    is_flat = isinstance(bucket.store, FlatStore)
+    made = WholeBucket if is_flat else TracedWholeBucket
+    return made(bucket, keep=keep, to_cpu=to_cpu, with_grads=with_grads)
