@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shardkit import DeviceMesh, fully_shard, init_device_mesh
 
-BATCH = 64  # Over all ranks.
+BATCH = 64  # Over all ranks, in equal shares.
 TEMPERATURE = 4.0
 DECAY = 0.95  # Of the average, each step.
 ENOUGH = 0.96  # Of the digits held out.
@@ -137,6 +137,8 @@ def main() -> None:
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    if BATCH % dist.get_world_size():
+        sys.exit(f"{dist.get_world_size()} ranks cannot share batches of {BATCH} equally")
     found, is_unchanged = run(options)
     rank = dist.get_rank()
     dist.destroy_process_group()

@@ -110,8 +110,8 @@ def export_adapter(model: PeftModel, folder: Path) -> None:
 def export_merged(model: PeftModel, folder: Path) -> None:
     """Add the adapters to the base, and write it as `from_pretrained` reads it.
 
-    No rank ever holds more than one whole matrix, and `save_full` sends the first rank 16 MiB at a
-    time.
+    A rank holds one whole matrix at a time, with the products that are added to it. `save_full`
+    sends the first rank 16 MiB at a time.
     """
     for module in model.modules():
         if isinstance(module, LoraLayer):

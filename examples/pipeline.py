@@ -167,6 +167,8 @@ def main() -> None:
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    if dist.get_world_size() % 2:
+        sys.exit(f"{dist.get_world_size()} ranks cannot form pipelines of 2 ranks")
     of_losses, of_parameters = differences(options)
     rank = dist.get_rank()
     dist.destroy_process_group()

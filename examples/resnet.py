@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shardkit import DeviceMesh, auto_shard, init_device_mesh, size_based_auto_wrap_policy
 
-BATCH = 64  # Over all ranks: a multiple of their number.
+BATCH = 64  # Over all ranks, in equal shares.
 ENOUGH = 0.97  # Of the digits held out.
 
 
@@ -81,6 +81,8 @@ def start(device_type: str) -> tuple[int, int]:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    if BATCH % dist.get_world_size():
+        sys.exit(f"{dist.get_world_size()} ranks cannot share batches of {BATCH} equally")
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -155,6 +155,8 @@ def main() -> None:
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    if dist.get_world_size() % options.tp:
+        sys.exit(f"{dist.get_world_size()} ranks cannot split layers over {options.tp} each")
     of_losses, of_parameters = differences(options)
     rank = dist.get_rank()
     dist.destroy_process_group()

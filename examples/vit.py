@@ -35,7 +35,7 @@ from shardkit import DeviceMesh, fully_shard, init_device_mesh
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BATCH = 64  # Over all ranks: a multiple of their number.
+BATCH = 64  # Over all ranks, in equal shares.
 WIDTH, HEADS = 320, 8
 SIDE, PATCH = 8, 4  # Of an image and of a patch, in pixels.
 ENOUGH = 0.93  # Of the digits held out.
@@ -144,6 +144,8 @@ def start(device_type: str) -> tuple[int, int, DeviceMesh]:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    if BATCH % dist.get_world_size():
+        sys.exit(f"{dist.get_world_size()} ranks cannot share batches of {BATCH} equally")
     world_size = dist.get_world_size()
     return dist.get_rank(), world_size, init_device_mesh(device_type, (world_size,))
 
@@ -226,7 +228,7 @@ class Training:
     @torch.no_grad()
     def accuracy(self) -> float:
         """Return how many of the digits held out are recognized, of all ranks' shares."""
-        mine = torch.arange(len(self.x_test)).chunk(self.num_processes)[self.rank]
+        mine = torch.arange(len(self.x_test)).tensor_split(self.num_processes)[self.rank]
         outputs = self.model(self.x_test[mine].to(self.device))
         right = (outputs.argmax(1).cpu() == self.y_test[mine]).sum().to(self.device)
         if dist.is_initialized():

@@ -50,18 +50,20 @@ class CheckpointedForward:
         if passes is None:
             has_buffers = next(self._module.buffers(), None) is not None
             forward = _Repeat(self._module, self._forward).run if has_buffers else self._forward
+            options: dict[str, Any] = {}
             if self._saved is not None:
-                kwargs["context_fn"] = self._saved.contexts
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                options["context_fn"] = self._saved.contexts
+            # `checkpoint` has keywords of its own, which the module's may be called like.
+            bound = functools.partial(forward, **kwargs)
+            return checkpoint(bound, *args, use_reentrant=False, **options)
         _compat.register_device_module("xla")
         repeat = _TracedRepeat(self._module, self._forward, passes.region, self._saved)
         return checkpoint(
-            repeat.run,
+            functools.partial(repeat.run, **kwargs),
             *args,
             use_reentrant=False,
             preserve_rng_state=False,  # Of torch's generators; ours repeats by itself.
             context_fn=repeat.contexts,
-            **kwargs,
         )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
 
 _MAX_SAMPLES = 1024
+_PART_NBYTES = 2**20  # Looked at together, which takes 16 times as much memory.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # Odd, as int64: each place counts by another multiple.
 
 
@@ -37,9 +38,13 @@ def fingerprint(tensor: Tensor, max_samples: int = _MAX_SAMPLES) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if max_samples and flat.numel() > max_samples:
         flat = flat[:: flat.numel() // max_samples][:max_samples]
-    octets = flat.contiguous().view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, octets.numel() + 1, dtype=torch.int64, device=octets.device)
-    return ((octets + 1) * (places * _FACTOR)).sum()
+    octets = flat.contiguous().view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first, part in enumerate(octets.split(_PART_NBYTES)):
+        start = first * _PART_NBYTES + 1
+        places = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += (places.mul_(_FACTOR)).mul_(part.to(torch.int64).add_(1)).sum()
+    return total
 
 
 class WholeValues:

@@ -376,3 +376,26 @@ def test_without_gradients_forward_runs_once(options: dict[str, typing.Any]) -> 
     with torch.inference_mode():
         model(torch.randn(3, DIM))
     assert [block.num_forwards for block in model.blocks] == [2] * 4
+
+
+class Shown(nn.Module):
+    """Takes keywords that torch's checkpoint has as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, debug: bool = False, context_fn: int = 1) -> torch.Tensor:
+        return self.linear(x) * (10 if debug else 1) * context_fn
+
+
+@pytest.mark.parametrize("operators", [None, "matmuls"])
+def test_keywords_are_those_of_the_module(operators: typing.Any) -> None:
+    plain = Shown()
+    module = checkpoint_module(copy.deepcopy(plain), operators=operators)
+    x = torch.randn(2, 3)
+    results = [each(x, debug=True, context_fn=3) for each in (plain, module)]
+    assert results[0].equal(results[1])
+    for result in results:
+        result.sum().backward()
+    assert plain.linear.weight.grad.equal(module.linear.weight.grad)
