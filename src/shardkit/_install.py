@@ -82,15 +82,16 @@ def install() -> Installed:
     imported the names before keep torch's; a warning names them. A second call changes nothing.
 
     Returns:
-        Its `undo()` gives torch's names back, as does the end of ``with install():``.
+        Its `undo()` gives torch's names back, as does the end of ``with install():``. That of a
+        second call has nothing to undo.
     """
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
 
     # It asks FSDP2's modules for more than they offer in public, so it must import torch's.
     importlib.import_module("torch.distributed.pipelining")
-    if _installed:
-        return _installed[0]
     installed = Installed()
+    if _installed:
+        return installed
     theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
     late = set()
     for module, name in _places_of(theirs):

@@ -153,6 +153,11 @@ def show_some() -> None:
         summon_full_params(model.head),
     ):
         pass
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for module in (*layers, layers):  # The root has nothing left.
+        fully_shard(module, make_mesh((2,)))
+    with summon_full_params(layers, recurse=False):
+        assert all(type(param) is nn.Parameter for param in layers.parameters())
 
 
 def test_modules_inside_and_modules_that_are_not_sharded(spawn: Spawn) -> None:
@@ -391,6 +396,7 @@ def refuse_in_steps() -> None:
         out.sum().backward()
     calls: dict[str, Callable[[], object]] = {
         "unshard": model.linear.unshard,
+        r"wait\(\) of unshard": model.linear.unshard(async_op=True).wait,
         "copy.deepcopy": lambda: copy.deepcopy(model),
         "a conversion": model.double,
     }

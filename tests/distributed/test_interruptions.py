@@ -12,8 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from models import CASES, MLP, Case, regression_batch, squared_error
 from parity import compare_training
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, my_batch, shard
-from shardkit import ShardedTensor
+from reference import (
+    LOSS_TOLERANCE,
+    SGD_TOLERANCE,
+    Differences,
+    assert_within,
+    make_mesh,
+    my_batch,
+    shard,
+)
+from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -225,3 +233,36 @@ def test_asking_for_parameters_after_an_exception_frees_memory(spawn: Spawn) -> 
     for before, after in spawn(memory_after_an_exception, 2):
         assert before > 0
         assert after == 0
+
+
+def raise_in_a_hook() -> None:
+    """Several small groups travel together, and the hook of the first one raises."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    plain = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, make_mesh((2,)))
+    calls = []
+
+    def fail(_: torch.Tensor) -> None:
+        calls.append(1)
+        message = "on purpose"
+        raise ValueError(message)
+
+    for layer in model:
+        layer.set_all_reduce_hook(fail)
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(x).sum().backward()
+    num_calls = len(calls)
+    for layer in model:
+        layer.set_all_reduce_hook(None)
+    model.zero_grad()
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    assert len(calls) == num_calls
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+def test_a_hook_that_raised_is_not_called_again(spawn: Spawn) -> None:
+    spawn(raise_in_a_hook, 2)

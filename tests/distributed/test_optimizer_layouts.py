@@ -333,6 +333,8 @@ def refuse(what: str) -> None:
         state = None
     if what == "parts":
         state = {"optimizer": state}
+    if what == "form":
+        del state["param_groups"][0]["params"]
     # Only rank 0 knows.
     scatter_optimizer_state(state if dist.get_rank() == 0 else None, model, by)
 
@@ -348,6 +350,7 @@ def refuse(what: str) -> None:
         ("missing", "the state has nothing of 1 of the optimizer's parameters: 'layers.1.bias'"),
         ("nothing", "has 'state' and 'param_groups', this one has nothing"),
         ("parts", "has 'state' and 'param_groups', this one has 'optimizer'"),
+        ("form", "has not the form of an optimizer's: KeyError: 'params'"),
     ],
 )
 def test_all_ranks_raise(spawn_errors: Spawn, what: str, message: str) -> None:

@@ -383,5 +383,22 @@ def load_plain_state(mesh_shape: tuple[int, ...]) -> Differences:
     return differences
 
 
+def load_numbers() -> None:
+    """State of a parameter without dimensions looks like a number, and the other way round."""
+    model = fully_shard(Parameters({"scale": (), "matrix": (3, 5)}), make_mesh((2,)))
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(model.draw_slopes(torch.Generator())).backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    state = optimizer.state[model.scale]
+    assert type(state["mu_product"]) is type(state["step"]) is Tensor
+    assert isinstance(state["exp_avg"], ShardedTensor)
+
+
+def test_numbers_stay_plain(spawn: Spawn) -> None:
+    spawn(load_numbers, 2)
+
+
 def test_whole_state_may_be_loaded(spawn: Spawn) -> None:
     assert_within(spawn(load_plain_state, 2, (2,)), grad=0.0, parameter=0.0)

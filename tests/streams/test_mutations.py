@@ -62,7 +62,7 @@ NEEDLESS = {
     },
     "_params.gradients": {
         "fence = pool.fence()": "every gather after a reset comes after `follow_compute`",
-        "started.handle.wait()": "only frees: `join` has been called before",
+        "started.handle.wait_sent()": "only frees: `join` has been called before",
         "def ": "a definition",
         "pool.passed(started.handle.fence)": "only frees: `join` has been called before",
     },

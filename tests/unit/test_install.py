@@ -66,12 +66,16 @@ print(stage.FSDPModule.__module__, schedules.FSDPModule is shardkit.FSDPModule)
 
 
 def test_a_second_call_changes_nothing() -> None:
+    before = torch_fsdp.fully_shard
     first = shardkit.install()
-    assert shardkit.install() is first
+    with shardkit.install():
+        pass
+    assert torch_fsdp.fully_shard is shardkit.fully_shard
     first.undo()
     first.undo()
-    with shardkit.install() as second:
-        assert second is not first
+    assert torch_fsdp.fully_shard is before
+    with shardkit.install():
+        assert torch_fsdp.fully_shard is shardkit.fully_shard
 
 
 def test_rank_0_says_so_once(

@@ -50,8 +50,13 @@ class UnshardHandle:
         self._state = state
 
     def wait(self) -> None:
-        """Return when the module's parameters are the unsharded ones."""
+        """Return when the module's parameters are the unsharded ones.
+
+        Raises:
+            StateError: Inside of `summon_full_params`.
+        """
         if self._state.group is not None and self._state.runtime is not None:
+            refuse_summoned([self._state.group], "wait() of unshard() was called")
             self._state.runtime.wait_unshard(self._state.group)
 
 

@@ -182,16 +182,22 @@ def _groups_to_show(module: nn.Module, *, recurse: bool) -> list[ParamGroup]:
             raise StateError(msg)
     if recurse:
         return every
-    tops = [module] if get_state(module) is not None else _outermost(module)
+    tops = [module] if _has_group(module) else _outermost(module)
     return list(dict.fromkeys(g for top in tops for g in groups_in(top, recurse=False)))
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:
-    """Return the sharded modules in a module that are in no other sharded one."""
+    """Return the modules with a group in a module that are in no other such one."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += [child] if get_state(child) is not None else _outermost(child)
+        found += [child] if _has_group(child) else _outermost(child)
     return found
+
+
+def _has_group(module: nn.Module) -> bool:
+    """Whether parameters are sharded in a module's name; a root may have left none for itself."""
+    state = get_state(module)
+    return state is not None and state.group is not None
 
 
 def _post_order(module: nn.Module) -> Iterator[nn.Module]:

@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardkit._state.full import cut_whole
+from shardkit._state.full import STATE_NUMBERS, cut_whole
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-_STEP = "step"
-"""Torch's name of the count of steps, which looks like the state of a scalar parameter."""
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose state was looked at since it could last become whole."""
@@ -53,5 +50,5 @@ def _is_whole(value: Any, name: str, param: ShardedTensor) -> bool:
         isinstance(value, Tensor)
         and not isinstance(value, ShardedTensor)
         and value.shape == param.shape
-        and name != _STEP
+        and name not in STATE_NUMBERS
     )

@@ -259,10 +259,11 @@ class GroupGradients:
 
     def reset(self, pool: SlotPool) -> None:
         """Drop everything that is not in a ``.grad`` yet, after an exception."""
-        for started in self._started:
-            started.handle.wait()
+        dropped, self._started = self._started, []
+        for started in dropped:
+            # Not its results: a user's hook would run, which may be what raised.
+            started.handle.wait_sent()
             pool.passed(started.handle.fence)
-        self._started.clear()
         fence = pool.fence()  # Compute waits for all streams before.
         for each in self.buckets:
             each.reset(pool, fence)

@@ -17,6 +17,9 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+STATE_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of torch's optimizers that is one number for each parameter, whatever its shape."""
+
 
 def holds_sharded(value: object) -> bool:
     """Whether there is a sharded tensor in nested dicts, lists and tuples."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from shardkit import _compat
-from shardkit.backends.process_group import ProcessGroupAxis, sub_group
+from shardkit.backends.process_group import REDUCE_OPS, ProcessGroupAxis, sub_group
 from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch.distributed as dist
     from torch import Tensor
 
     from shardkit.backends.device import AcceleratorDevice
@@ -59,9 +60,15 @@ class AcceleratorAxis(ProcessGroupAxis):
             super().all_gather(on_device, self.device.copy(own))
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """See `AxisComm.all_reduce`."""
-        with self._on_device(tensor) as on_device:
-            super().all_reduce(on_device, op)
+        """See `AxisComm.all_reduce`. What is on the device is watched until it is done there."""
+        if tensor.device != self.device.device:
+            with self._on_device(tensor) as on_device:
+                super().all_reduce(on_device, op)
+        elif self.size > 1:
+            issued = channel_of(self.group).issue(f"all-reduce ({op})", "", tensor.nbytes)
+            dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
+            event = self.device.record(self.device.current_stream())
+            issued.started(functools.partial(self.device.is_done, event))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See `AxisComm.broadcast`."""

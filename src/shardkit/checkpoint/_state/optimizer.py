@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit._state.full import STATE_NUMBERS
 from shardkit.checkpoint._state.names import (
     as_optimizers,
     names_in_groups,
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from shardkit.checkpoint._files.bytes_io import TensorInfo
 
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's optimizers that is one number for each parameter, whatever its shape."""
 
 
 def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
@@ -120,7 +118,7 @@ def _is_like_parameter(
     Only a parameter without dimensions leaves a doubt: its steps have no dimensions either. Then
     the same entry of parameters that have some tells.
     """
-    if info.shape or key in _NUMBERS:
+    if info.shape or key in STATE_NUMBERS:
         return bool(info.shape)
     all_keys = [other for entries in saved.values() for other in entries.values()]
     same_key = [entries[key] for entries in saved.values() if key in entries]

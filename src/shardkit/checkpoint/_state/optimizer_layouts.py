@@ -106,6 +106,12 @@ def scatter_optimizer_state(
             named = rekey_optimizer_state(state or {}, model, optimizer, layout="names")
         except CheckpointError as raised:
             error = str(raised)
+        except (TypeError, KeyError, AttributeError, ValueError, IndexError) as raised:
+            error = (
+                f"the state has not the form of an optimizer's: {type(raised).__name__}: {raised}. "
+                f"Pass what gather_optimizer_state, optimizer.state_dict() or FSDP1's "
+                f"full_optim_state_dict() returned."
+            )
     if from_rank0 and current_world_size() is not None:
         error = next((text for text in exchange(error, None) if text is not None), None)
     if error is not None:
