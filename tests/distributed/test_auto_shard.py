@@ -20,7 +20,15 @@ from shardkit import (
     strategy,
 )
 from shardkit._schedule import unshard
-from wrapped_models import Attention, Stack, TiedBlocks
+from wrapped_models import (
+    Attention,
+    FeedForward,
+    Mixture,
+    SharedLayers,
+    SharingBlock,
+    Stack,
+    TiedBlocks,
+)
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +70,14 @@ WRAPPED: dict[str, tuple[Case, typing.Any]] = {
     "frozen": (case_of(frozen_stack), {Block, nn.Embedding}),
     "one group": (CASES["mlp"], "no_wrap"),
     "balanced": (case_of(Stack), None),
+    "shared": (case_of(SharedLayers), SharingBlock),
+    "shared and balanced": (case_of(SharedLayers), None),
+    "shared, with a group inside": (
+        case_of(SharedLayers),
+        {"blocks.*": {}, "blocks.0.shared.fc1": {}},
+    ),
+    "shared, a group itself": (case_of(SharedLayers), {SharingBlock, FeedForward}),
+    "shared in a list": (case_of(SharedLayers), {("blocks.*",): {}}),
 }
 
 
@@ -93,6 +109,25 @@ def test_training(run: Run, name: str) -> None:
 @on_meshes((4,), xla=((4,),))
 def test_training_on_four_ranks(run: Run, name: str) -> None:
     check(run(train_wrapped, name))
+
+
+def train_mixture(ranks: Ranks) -> tuple[Differences, list[set[int]]]:
+    """Train experts; return which of them ran in the end, too."""
+    case = case_of(Mixture)
+    plain = case.make()
+    model = ranks.put(plain)
+    plan = auto_shard(model, ranks.mesh)
+    assert [group.names for group in plan.groups] == [("blocks.0",), ("blocks.1",), ("",)]
+    differences = compare_training(case, model, plain, ranks=ranks)
+    return differences, [block.taken for block in model.blocks]
+
+
+@on_meshes((2,), xla=())
+def test_ranks_may_choose_among_experts(run: Run) -> None:
+    by_rank = run(train_mixture)
+    first, second = (taken for _, taken in by_rank)
+    assert first != second
+    check([differences for differences, _ in by_rank])
 
 
 # --- strategies ---------------------------------------------------------------------------------
