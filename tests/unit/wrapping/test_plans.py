@@ -25,7 +25,7 @@ from shardkit import (
 from shardkit._wrapping import auto_shard as entry
 from shardkit._wrapping.shape_only import mesh_of_shape
 from step_traffic import counted, total
-from wrapped_models import FeedForward, SharedLayers, SharingBlock, Stack, TiedBlocks
+from wrapped_models import Stack, TiedBlocks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -236,47 +236,6 @@ def test_a_list_of_both_modules_holds_a_tied_weight() -> None:
     plan = auto_shard(TiedBlocks(), 4, {("tokens", "head"): {}, "layers.*": {}}, apply=False)
     assert plan.groups[0].names == ("tokens", "head")
     assert plan.groups[0].tied == ("tokens.weight",)
-
-
-def test_a_shared_module_belongs_to_what_is_around_all_of_its_parents() -> None:
-    plan = auto_shard(SharedLayers(num_blocks=3), 4, SharingBlock, apply=False)
-    assert [group.num_params for group in plan.groups] == [2, 2, 2, 3 + 4]
-    assert [group.shared for group in plan.groups] == [(), (), (), ("blocks.0.shared",)]
-    assert "shared: blocks.0.shared" in str(plan)
-    assert not any(group.tied for group in plan.groups)
-
-
-def test_a_unit_in_a_shared_module_keeps_its_parameters() -> None:
-    units = {"blocks.*": {}, "blocks.0.shared.fc1": {}}
-    plan = auto_shard(SharedLayers(num_blocks=2), 4, units, apply=False)
-    assert {group.name: group.num_params for group in plan.groups} == {
-        "blocks.0.shared.fc1": 2,
-        "blocks.0": 2,
-        "blocks.1": 2,
-        "the root": 3 + 2,
-    }
-
-
-def test_a_list_of_all_parents_holds_a_shared_module() -> None:
-    plan = auto_shard(SharedLayers(num_blocks=2), 4, {("blocks.*",): {}}, apply=False)
-    assert [(group.num_params, group.shared, group.tied) for group in plan.groups] == [
-        (2 * 2 + 4, (), ()),
-        (3, (), ()),
-    ]
-
-
-def test_a_shared_module_may_be_a_group() -> None:
-    plan = auto_shard(SharedLayers(num_blocks=2), 4, {SharingBlock, FeedForward}, apply=False)
-    assert plan.groups[0].names == ("blocks.0.shared",)
-    assert [group.num_params for group in plan.groups] == [4, 2, 2, 3]
-
-
-def test_a_unit_that_has_shared_modules_alone_has_no_group() -> None:
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    plan = auto_shard(model, 4, {"0": {}, "1": {}}, apply=False)
-    assert plan.without_group == ("0", "1")
-    assert "no groups of their own (tied or shared): 0; 1" in str(plan)
 
 
 def test_ignored_parameters_are_in_no_group() -> None:
