@@ -268,9 +268,12 @@ def test_arguments_of_the_root_leave_the_choice_as_it_is(policy: str | None) -> 
 
 
 def test_the_name_of_the_balanced_choice_is_no_choice() -> None:
-    model, units = stack(256, 4, 32_000), [("norm", "head"), "tokens"]
-    assert names(model, policy="balanced", units=units) == names(model, units=units)
-    assert len(names(model, units=units)) == 6
+    """What is named does not count for the bounds."""
+    model, units = stack(256, 24, 100_000), ["head", "tokens"]
+    found = names(model, 128, units=units)
+    assert len(found) == 2 + 6 + 1
+    for policy in ("balanced", "BALANCED"):
+        assert names(model, 128, policy=policy, units=units) == found
 
 
 def test_ignored_parameters_do_not_count() -> None:
