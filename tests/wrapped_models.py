@@ -55,6 +55,82 @@ class Attention(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0])
 
 
+class FeedForward(nn.Module):
+    """Two layers."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, dim)
+        self.fc2 = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.tanh(self.fc1(x)))
+
+
+class SharingBlock(nn.Module):
+    """A layer of its own, and a module that all blocks share."""
+
+    def __init__(self, shared: nn.Module, dim: int = 32) -> None:
+        super().__init__()
+        self.own = nn.Linear(dim, dim)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(torch.tanh(self.own(x)))
+
+
+class SharedLayers(nn.Module):
+    """Blocks that share a module, as Zamba2's do."""
+
+    def __init__(self, dim: int = 32, num_blocks: int = 8) -> None:
+        super().__init__()
+        shared = FeedForward(dim)
+        self.tokens = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(SharingBlock(shared, dim) for _ in range(num_blocks))
+        self.head = nn.Linear(dim, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class MixtureBlock(nn.Module):
+    """Experts, of which each sample takes one; those that no sample takes do not run."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_experts))
+        self.taken: set[int] = set()
+
+    def forward(self, x: Tensor, choices: Tensor) -> Tensor:
+        normed, result = self.norm(x), x.clone()
+        self.taken = set(choices.tolist())
+        for number in sorted(self.taken):
+            rows = (choices == number).nonzero().flatten()
+            result = result.index_add(0, rows, torch.tanh(self.experts[number](normed[rows])))
+        return result
+
+
+class Mixture(nn.Module):
+    """Blocks of experts; the first token of a sample chooses."""
+
+    def __init__(self, dim: int = 512, num_blocks: int = 2, num_experts: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(MixtureBlock(dim, num_experts) for _ in range(num_blocks))
+        self.head = nn.Linear(dim, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        choices = x[:, 0]
+        x = self.tokens(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, (choices + number) % len(block.experts))
+        return self.head(x)
+
+
 def untied_gpt() -> GPT:
     model = GPT()
     model.head.weight = nn.Parameter(model.tokens.weight.detach().clone())

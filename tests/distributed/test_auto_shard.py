@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 
 import pytest
@@ -20,10 +21,18 @@ from shardkit import (
     strategy,
 )
 from shardkit._schedule import unshard
-from wrapped_models import Attention, Stack, TiedBlocks
+from wrapped_models import (
+    Attention,
+    FeedForward,
+    Mixture,
+    SharedLayers,
+    SharingBlock,
+    Stack,
+    TiedBlocks,
+)
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from parity import Run
     from workers import Spawn
@@ -62,18 +71,33 @@ WRAPPED: dict[str, tuple[Case, typing.Any]] = {
     "frozen": (case_of(frozen_stack), {Block, nn.Embedding}),
     "one group": (CASES["mlp"], "no_wrap"),
     "balanced": (case_of(Stack), None),
+    "shared": (case_of(SharedLayers), SharingBlock),
+    "shared and balanced": (case_of(SharedLayers), None),
+    "shared, with a group inside": (
+        case_of(SharedLayers),
+        {"blocks.*": {}, "blocks.0.shared.fc1": {}},
+    ),
+    "shared, a group itself": (case_of(SharedLayers), {SharingBlock, FeedForward}),
+    "shared in a list": (case_of(SharedLayers), {("blocks.*",): {}}),
 }
+
+
+@contextlib.contextmanager
+def small_groups() -> Iterator[None]:
+    """Let the balanced choice divide small models, too."""
+    before, unshard.BATCH_NBYTES = unshard.BATCH_NBYTES, 4096
+    try:
+        yield
+    finally:
+        unshard.BATCH_NBYTES = before
 
 
 def train_wrapped(ranks: Ranks, name: str, chosen: str | None = None) -> Differences:
     case, policy = WRAPPED[name]
     plain = case.make()
     model = ranks.put(plain)
-    before, unshard.BATCH_NBYTES = unshard.BATCH_NBYTES, 4096  # Or the model is too small.
-    try:
+    with small_groups():
         plan = auto_shard(model, ranks.mesh, policy, strategy=chosen)
-    finally:
-        unshard.BATCH_NBYTES = before
     assert len(plan.groups) >= (1 if policy == "no_wrap" else 2)
     assert plan.memory.shard_nbytes == model.memory_stats()["shard_nbytes"]
     return compare_training(case, model, plain, ranks=ranks)
@@ -93,6 +117,26 @@ def test_training(run: Run, name: str) -> None:
 @on_meshes((4,), xla=((4,),))
 def test_training_on_four_ranks(run: Run, name: str) -> None:
     check(run(train_wrapped, name))
+
+
+def train_mixture(ranks: Ranks) -> tuple[Differences, list[set[int]]]:
+    """Train experts; return which of them ran in the end, too."""
+    case = case_of(Mixture)
+    plain = case.make()
+    model = ranks.put(plain)
+    with small_groups():
+        plan = auto_shard(model, ranks.mesh)
+    differences = compare_training(case, model, plain, ranks=ranks)
+    assert [group.names for group in plan.groups] == [("blocks.0",), ("blocks.1",), ("",)]
+    return differences, [block.taken for block in model.blocks]
+
+
+@on_meshes((2,), xla=())
+def test_ranks_may_choose_among_experts(run: Run) -> None:
+    by_rank = run(train_mixture)
+    first, second = (taken for _, taken in by_rank)
+    assert first != second
+    check([differences for differences, _ in by_rank])
 
 
 # --- strategies ---------------------------------------------------------------------------------

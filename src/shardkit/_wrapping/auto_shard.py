@@ -14,7 +14,7 @@ from shardkit._module.hooks import get_state
 from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
 from shardkit._wrapping.offload import offload_to_fit
 from shardkit._wrapping.plan import PlannedUnit, ShardPlan
-from shardkit._wrapping.policies import choose, choose_by_name
+from shardkit._wrapping.policies import choose, choose_by_name, is_balanced
 from shardkit._wrapping.protocol import size_policy
 from shardkit._wrapping.shape_only import is_shape_only, mesh_of_shape
 from shardkit._wrapping.strategies import Strategy
@@ -85,9 +85,13 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     ``Sequential`` become groups, up to an eighth of the model each; neighbours below 128 KiB for
     each rank are one group; a large embedding or head becomes a group of its own. Small models are
     one group. It takes modules to be called: where a forward reads the weight of a module
-    without calling it, name the groups yourself.
+    without calling it, name the groups yourself. It takes all children of the outermost
+    ``ModuleList`` or ``ModuleDict``, the layers, to run on all ranks. A ``ModuleList`` or
+    ``ModuleDict`` inside a layer may hold experts, of which each rank runs others, so it is never
+    divided.
 
-    Tied weights belong to the innermost group that holds all of their modules. Modules in an
+    Tied weights belong to the innermost group that holds all of their modules. So do the
+    parameters of a module that several modules share. Modules in an
     ``nn.MultiheadAttention``, which reads their weights, are never groups by themselves, unless a
     mapping names them.
 
@@ -271,9 +275,10 @@ def _choice(
     """Return the groups of the policy, and those that users name besides."""
     tree = ModuleTree(model, common["ignored_params"])
     named = choose_by_name(tree, (units,) if isinstance(units, str) else units)
-    if policy is None and named:
-        # What is named is settled; the rest is balanced without it.
-        inside = {p for names in named for n in names for p in tree.modules[n].parameters()}
+    if named and is_balanced(policy):
+        # What is named is settled; the rest is balanced without it. The root takes what is left.
+        inner = [tree.modules[name] for names in named for name in names if name]
+        inside = {param for module in inner for param in module.parameters()}
         rest = ModuleTree(model, {*common["ignored_params"], *inside})
         choice = choose(rest, None, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
     else:

@@ -14,11 +14,17 @@ into for blocks of its own. Neighbours below *smallest* form groups above it, as
 What is left is the root's. As long as that is more than the largest group, its largest module (the
 embedding, the head) is split off, unless it is below *smallest* or its weight is tied.
 
+All ranks must gather the same groups. The children of the outermost ``ModuleList`` or
+``ModuleDict`` are taken to run on all ranks. Inside a block code may choose among children (the
+experts of a mixture), and each rank may choose others. So those of a ``ModuleList`` or
+``ModuleDict`` in a block stay with the block; if the block is a list itself, they are one group.
+
 Only names, shapes and dtypes count: the choice is the same on all ranks, and on the meta device.
 """
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,13 +32,18 @@ from torch import nn
 from shardkit._schedule import unshard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit._wrapping.tree import ModuleTree
 
 _PIECE_NBYTES = 128 << 10
 """Latency times bandwidth of one link: 5 us at 25 GB/s."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Code chooses which of their children run."""
+
+_CHAINS = (*_LISTS, nn.Sequential)
 
 _FRACTION = 8
 """A group is at most one part in so many of the model, if it can be divided."""
@@ -116,7 +127,11 @@ class _Balance:
         total = tree.nbytes(tree.params(tree.model), policy)
         self._smallest, self._largest = bounds(total, num_ranks)
         self._taken: set[int] = set()
-        self._tied = _tied_params(tree)
+        self._around = tree.around_params({id(m): id(m) for m in tree.modules.values()})
+        own = {id(param) for param in tree.model.parameters(recurse=False)}
+        root = {id(tree.model)}
+        self._tied = {key for key, around in self._around.items() if around == root} - own
+        self._chosen_among = _chosen_among(tree.model)
         self._seen: set[int] = set()
         self._groups: list[tuple[list[nn.Module], int]] = []
 
@@ -129,11 +144,16 @@ class _Balance:
         }
 
     def _free(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters in a module that no group has, and that may leave the root."""
+        """Return the parameters that a group of a module would take, or that may leave the root.
+
+        No group has them, and they are reached through this module alone.
+        """
         return [
             param
             for param in self._tree.params(module)
-            if id(param) not in self._taken and id(param) not in self._tied
+            if id(param) not in self._taken
+            and id(param) not in self._tied
+            and id(module) in self._around[id(param)]
         ]
 
     def _nbytes(self, module: nn.Module) -> int:
@@ -152,34 +172,51 @@ class _Balance:
             return
         self._seen.add(id(module))
         is_chain = isinstance(module, (nn.ModuleList, nn.Sequential))
-        run: list[nn.Module] = []
+        run: list[list[nn.Module]] = []
         for child in module.children():
             nbytes = self._nbytes(child)
             if not nbytes or id(child) in self._seen:
                 continue
             is_block = is_chain and self._tree.may_be_unit(child)
-            if is_block and nbytes <= self._largest:
+            is_list = is_chain and isinstance(child, _LISTS)
+            is_small = is_block and nbytes <= self._largest
+            # Groups that hold a shared module beside others could be inside of each other.
+            if (is_small or is_list) and not self._tree.is_shared(child):
                 self._seen.add(id(child))
-                run.append(child)
+                run.append([*self._called(child)])
                 continue
             self._add_run(run)
             run = []
-            self._divide(child)
+            is_chosen = isinstance(child, _CHAINS) and id(child) in self._chosen_among
+            if not is_chosen and not is_small:
+                self._divide(child)
             if is_block and self._nbytes(child) >= self._smallest:
                 self._add([child])  # What is left of it.
         self._add_run(run)
 
-    def _add_run(self, run: list[nn.Module]) -> None:
+    def _called(self, block: nn.Module) -> Iterator[nn.Module]:
+        """Yield a block, or the modules in it if it is a list, and has no forward."""
+        if self._tree.may_be_unit(block):
+            yield block
+        elif isinstance(block, _LISTS):
+            for child in block.children():
+                yield from self._called(child)
+
+    def _add_run(self, run: list[list[nn.Module]]) -> None:
         """Make groups of blocks that run one after another."""
-        sizes = [self._nbytes(module) for module in run]
+        sizes = [sum(map(self._nbytes, block)) for block in run]
         for group in group_neighbours(sizes, self._smallest):
-            self._add([run[i] for i in group])
+            self._add([module for i in group for module in run[i]])
 
     def _split_remainder(self) -> None:
         """Split large modules off what is left to the root."""
         root = self._tree.model
         largest = max((nbytes for _, nbytes in self._groups), default=0)
-        leaves = [m for _, m in self._tree.candidates() if next(m.children(), None) is None]
+        leaves = [
+            module
+            for _, module in self._tree.candidates()
+            if next(module.children(), None) is None and id(module) not in self._chosen_among
+        ]
         sized = [(self._nbytes(module), module) for module in leaves]
         # Of equal ones the first: `sorted` is stable.
         for nbytes, module in sorted(sized, key=lambda item: -item[0]):
@@ -191,10 +228,27 @@ class _Balance:
             largest = max(largest, nbytes)
 
 
-def _tied_params(tree: ModuleTree) -> set[int]:
-    """Return parameters that more than one module holds."""
-    held: dict[int, int] = {}
-    for module in tree.modules.values():
-        for param in module.parameters(recurse=False):
-            held[id(param)] = held.get(id(param), 0) + 1
-    return {key for key, count in held.items() if count > 1}
+def _chosen_among(root: nn.Module) -> set[int]:
+    """Return the lists inside of blocks, and all modules in them: a rank may run some of them.
+
+    A block is a child of a `ModuleList`, or one of several children of a class of a `Sequential`.
+    """
+    found: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+
+    def visit(module: nn.Module, *, in_block: bool) -> None:
+        if (id(module), in_block) in seen:
+            return
+        seen.add((id(module), in_block))
+        is_chain = type(module).forward is nn.Sequential.forward
+        if in_block and isinstance(module, _CHAINS) and not is_chain:
+            found.update(map(id, module.modules()))
+            return
+        kinds = collections.Counter(type(child) for child in module.children())
+        for child in module.children():
+            is_repeated = isinstance(module, nn.Sequential) and kinds[type(child)] > 1
+            is_block = is_repeated or isinstance(module, nn.ModuleList)
+            visit(child, in_block=in_block or is_block)
+
+    visit(root, in_block=False)
+    return found

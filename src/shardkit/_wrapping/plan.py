@@ -115,7 +115,8 @@ class PlannedUnit:
             state_nbytes=self.state_nbytes,
             is_resharded=self.is_resharded,
             is_offloaded=self.is_offloaded,
-            tied=tuple(entry.name for entry in unit.entries if len(entry.sites) > 1),
+            tied=tuple(entry.name for entry in unit.entries if len(set(entry.sites)) > 1),
+            shared=unit.shared,
             arguments=dict(self.arguments),
         )
 
@@ -159,8 +160,8 @@ class ShardPlan:
         model: The root; what `apply` shards.
         mesh_shape: (shard,) or (replicate, shard).
         groups: Every group that has parameters, in the order of sharding; the root's is last.
-        without_group: Names of units that have no group, for all their parameters are tied and
-            belong to a unit around them.
+        without_group: Names of units that have no group, for all their parameters are tied or
+            shared, and belong to a unit around them.
         strategy: Of the call, or None.
         is_applied: The model is sharded.
     """
@@ -309,7 +310,10 @@ class ShardPlan:
         lines += [*shared_arguments(self.groups), ""]
         lines += table(self.groups, self.traffic_of_groups())
         if self.without_group:
-            lines += ["", f"no groups of their own (tied): {'; '.join(self.without_group)}"]
+            lines += [
+                "",
+                f"no groups of their own (tied or shared): {'; '.join(self.without_group)}",
+            ]
         padding = sum(group.padding_nbytes for group in self.groups)
         total = sum(group.nbytes for group in self.groups)
         lines += [

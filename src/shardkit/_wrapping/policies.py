@@ -64,10 +64,8 @@ def choose(
     Raises:
         WrapError: It chooses nothing, names what is not there, or is no policy.
     """
-    if isinstance(policy, str):
-        is_word = policy.islower() or policy.isupper()  # A class may have the name Size.
-        policy = _NAMED.get(policy.lower(), policy) if is_word else policy
-    if policy is None or policy == BALANCED:
+    policy = _by_word(policy)
+    if is_balanced(policy):
         return choose_balanced(tree, mp_policy, num_ranks)
     if policy == NO_WRAP:
         return {}
@@ -80,6 +78,18 @@ def choose(
         )
         raise WrapError(msg)
     return chosen
+
+
+def is_balanced(policy: Any) -> bool:
+    """Whether groups are chosen by size: nothing was said, or ``"balanced"``."""
+    return policy is None or _by_word(policy) == BALANCED
+
+
+def _by_word(policy: Any) -> Any:
+    """Return the policy, or its own name where it has several."""
+    if isinstance(policy, str) and (policy.islower() or policy.isupper()):
+        return _NAMED.get(policy.lower(), policy)  # A class may have the name Size.
+    return policy
 
 
 def _choose(tree: ModuleTree, policy: Any) -> Choice:

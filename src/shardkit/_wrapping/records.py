@@ -32,7 +32,8 @@ class GroupPlan:
             and two tensors of state.
         is_resharded: Its unsharded parameters are freed between forward and backward.
         is_offloaded: Its shard, gradients and optimizer state are on the host.
-        tied: Names of parameters that several modules hold, one of them in a unit inside.
+        tied: Names of parameters that several modules hold.
+        shared: Names of modules that units inside have in common, and whose parameters it takes.
         arguments: What its call of `fully_shard` gets beside the module.
     """
 
@@ -49,6 +50,7 @@ class GroupPlan:
     is_resharded: bool
     is_offloaded: bool
     tied: tuple[str, ...]
+    shared: tuple[str, ...]
     arguments: Mapping[str, Any]
 
     @property
@@ -195,7 +197,8 @@ def _shown_arguments(group: GroupPlan) -> list[str]:
         for name, value in group.arguments.items()
         if name not in ("mesh", "ignored_params") and not _is_default(name, value)
     ]
-    return shown + [f"tied: {name}" for name in group.tied]
+    shown += [f"tied: {name}" for name in group.tied]
+    return shown + [f"shared: {name}" for name in group.shared]
 
 
 def _is_default(name: str, value: Any) -> bool:

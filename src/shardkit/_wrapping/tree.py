@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -12,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from shardkit._errors import WrapError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardkit._policy import MixedPrecisionPolicy
 
@@ -21,6 +22,8 @@ _CLOSED = (nn.MultiheadAttention, ParametrizationList)
 """Classes whose forward reads the weights of their children without a call of these."""
 
 _NUM_NEAREST = 3
+
+_Label = TypeVar("_Label")
 
 
 class ModuleTree:
@@ -41,6 +44,9 @@ class ModuleTree:
         self._names = {id(module): name for name, module in self.modules.items()}
         self._ignored = {id(param) for param in ignored}
         self._closed = self._find_closed()
+        self._num_parents = collections.Counter(
+            id(child) for module in self.modules.values() for child in module.children()
+        )
 
     def _find_closed(self) -> set[int]:
         """Return modules in others that use their weights without calling them."""
@@ -55,6 +61,47 @@ class ModuleTree:
     def name_of(self, module: nn.Module) -> str:
         """Return the name of a module."""
         return self._names[id(module)]
+
+    def around_params(self, labels: Mapping[int, _Label]) -> dict[int, set[_Label]]:
+        """Return, by the id of each parameter, the labels that every path to it goes through.
+
+        A path goes from the root through modules down to one that holds the parameter. There are
+        several where modules share a weight (tied), and where parents share a module.
+
+        Args:
+            labels: Of modules, by their ids; the root has one. Several modules may have the same.
+        """
+        own = {key: {label} for key, label in labels.items()}
+        around = {id(self.model): own[id(self.model)]}
+        is_settled = False
+        while not is_settled:  # Once more after each change: a parent may come after its child.
+            is_settled = True
+            for module in self.modules.values():
+                for child in module.children():
+                    found = around[id(module)] | own.get(id(child), set())
+                    before = around.get(id(child))
+                    around[id(child)] = found if before is None else before & found
+                    is_settled &= before == around[id(child)]
+        result: dict[int, set[_Label]] = {}
+        for module in self.modules.values():
+            for param in module.parameters(recurse=False):
+                found = around[id(module)]
+                result[id(param)] = result.get(id(param), found) & found
+        return result
+
+    def shared_module(self, name: str) -> str:
+        """Return the outermost module with several parents on the way to a parameter, or ``""``.
+
+        Args:
+            name: Of the parameter, the first of its names.
+        """
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
+        return next((path for path in paths if self.is_shared(self.modules[path])), "")
+
+    def is_shared(self, module: nn.Module) -> bool:
+        """Whether a module has several parents."""
+        return self._num_parents[id(module)] > 1
 
     def params(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the parameters in a module that a group may take, each once."""

@@ -28,7 +28,9 @@ class Unit:
         modules: One, or those of a list.
         arguments: Of the call.
         entries: The parameters that it takes, by their names in the root.
-        left_out: Parameters in it that belong to a unit around it: they are tied.
+        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
+        shared: Names of modules in it that units inside have in common, so that it takes their
+            parameters.
     """
 
     names: tuple[str, ...]
@@ -36,6 +38,7 @@ class Unit:
     arguments: dict[str, Any]
     entries: list[ParamEntry] = field(default_factory=list)
     left_out: set[nn.Parameter] = field(default_factory=set)
+    shared: tuple[str, ...] = ()
 
     @property
     def is_root(self) -> bool:
@@ -105,11 +108,14 @@ def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
 def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Parameter]) -> None:
     """Give each unit its parameters: those in it that no unit inside of it has.
 
-    A parameter of several modules (tied weights) belongs to the innermost unit that has all of
-    them, so that it is gathered for each.
+    A parameter may be reached by several paths: modules share a weight (tied), or parents share a
+    module. It belongs to the innermost unit that every path goes through, so that it is gathered
+    wherever it is used.
     """
-    within = _units_by_module(units)
-    owner = _owners(tree, within)
+    numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
+    # Inner units come before outer ones.
+    owner = {key: min(around) for key, around in tree.around_params(numbers).items()}
+    left_out: set[nn.Parameter] = set()
     taken = set(ignored)
     names = {id(param): name for name, param in tree.model.named_parameters()}
     for number, unit in enumerate(units):
@@ -120,24 +126,7 @@ def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Param
         unit.entries = [*find_params(unit.modules, taken | unit.left_out)]
         for entry in unit.entries:
             entry.name = names[id(entry.param)]
+        left = [entry.name for entry in unit.entries if entry.param in left_out]
+        unit.shared = tuple(filter(None, dict.fromkeys(map(tree.shared_module, left))))
+        left_out |= unit.left_out
         taken.update(entry.param for entry in unit.entries)
-
-
-def _units_by_module(units: Sequence[Unit]) -> dict[int, set[int]]:
-    """Return the numbers of the units that a module is in, by its id."""
-    within: dict[int, set[int]] = {}
-    for number, unit in enumerate(units):
-        for module in unit.modules:
-            for inner in module.modules():
-                within.setdefault(id(inner), set()).add(number)
-    return within
-
-
-def _owners(tree: ModuleTree, within: dict[int, set[int]]) -> dict[int, int]:
-    """Return the number of the unit that takes a parameter, by its id."""
-    common: dict[int, set[int]] = {}
-    for module in tree.modules.values():
-        for param in module.parameters(recurse=False):
-            units = within[id(module)]
-            common[id(param)] = common.get(id(param), units) & units
-    return {key: min(units) for key, units in common.items()}

@@ -116,16 +116,126 @@ def test_sizes_are_those_that_are_gathered() -> None:
 
 
 def test_a_block_above_the_bound_is_looked_into() -> None:
-    class Two(nn.Module):
+    def half() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+
+    found = names(on_meta(lambda: nn.Sequential(half(), half())))
+    assert found == [(f"{h}.{i}",) for h in range(2) for i in range(8)]
+
+
+def test_layers_of_a_part_that_occurs_once_are_groups() -> None:
+    """Beside a head, and in a namespace."""
+    blocks = [f"blocks.{i}" for i in range(8)]
+    beside = on_meta(lambda: nn.Sequential(Stack(256, 8, 10), nn.Linear(10, 5)))
+    assert names(beside) == [*((f"0.{name}",) for name in blocks), ("",)]
+
+    class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.halves = nn.Sequential(Stack(256, 8, 10), Stack(256, 8, 10))
+            self.parts = nn.ModuleDict({"encoder": Stack(256, 8, 10)})
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.halves(x)
+            return self.parts["encoder"](x)
 
-    found = names(on_meta(Two))
-    assert found == [*((f"halves.{h}.blocks.{i}",) for h in range(2) for i in range(8)), ("",)]
+    assert names(on_meta(Parts)) == [*((f"parts.encoder.{name}",) for name in blocks), ("",)]
+
+
+# --- children that code chooses among -------------------------------------------------------------
+
+
+def experts(container: str) -> nn.Module:
+    made = [nn.Linear(1024, 1024) for _ in range(4)]
+    if container == "list":
+        return nn.ModuleList(made)
+    if container == "dict":
+        return nn.ModuleDict({f"expert{i}": each for i, each in enumerate(made)})
+    if container == "deep":  # Each is a chain, which is not divided either.
+        return nn.ModuleList(nn.Sequential(each, nn.ReLU(), nn.Linear(1024, 1024)) for each in made)
+
+    class Choose(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[int(x.sum()) % len(self)](x)
+
+    return Choose(*made)
+
+
+class Routed(nn.Module):
+    def __init__(self, inner: nn.Module, dim: int = 1024) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, 4)
+        self.experts = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(self.gate(x).sum()) % 4](x)
+
+
+class Outer(nn.Module):
+    """Routes in a child."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+        self.routed = Routed(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.routed(self.first(x))
+
+
+@pytest.mark.parametrize("container", ["list", "dict", "deep", "own forward"])
+@pytest.mark.parametrize("chain", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
+def test_experts_stay_in_one_group(chain: Callable[..., nn.Module], container: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = chain([Routed(experts(container)) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert names(on_meta(Net)) == [("layers.0",), ("layers.1",), ("layers.2",)]
+
+
+def test_a_block_is_divided_around_its_experts() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Outer(experts("list")) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    within = [("first.0",), ("first.1",), ()]
+    expected = {(".".join([f"layers.{i}", *name]),) for i in range(3) for name in within}
+    assert set(names(on_meta(Net))) == expected
+
+
+def test_experts_that_blocks_share_are_the_roots() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = experts("list")
+            self.layers = nn.ModuleList(Outer(shared) for _ in range(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    plan = auto_shard(on_meta(Net), 4, apply=False)
+    assert [group.names for group in plan.groups] == [*((f"layers.{i}",) for i in range(12)), ("",)]
+    assert plan.groups[-1].shared == ("layers.0.routed.experts",)
+
+
+def test_lists_in_a_list_are_one_group_each() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleList([nn.Linear(1024, 1024), nn.LayerNorm(1024)]) for _ in range(4)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert names(on_meta(Net)) == [(f"layers.{i}.0", f"layers.{i}.1") for i in range(4)]
 
 
 def test_layers_that_are_attributes_are_split_off_by_size() -> None:
@@ -146,6 +256,24 @@ def test_units_that_are_named_leave_the_rest_balanced() -> None:
     found = names(stack(256, 4, 32_000), units=[("norm", "head"), "tokens"])
     blocks = [(f"blocks.{i}",) for i in range(4)]
     assert found == [("tokens",), *blocks, ("norm", "head")]
+
+
+@pytest.mark.parametrize("policy", [None, "balanced", "BALANCED"])
+def test_arguments_of_the_root_leave_the_choice_as_it_is(policy: str | None) -> None:
+    model = stack(256, 4, 32_000)
+    arguments = {"": {"reshard_after_forward": True}}
+    plan = auto_shard(model, 4, policy, units=arguments, apply=False)
+    assert [group.names for group in plan.groups] == names(model)
+    assert plan.groups[-1].is_resharded
+
+
+def test_the_name_of_the_balanced_choice_is_no_choice() -> None:
+    """What is named does not count for the bounds."""
+    model, units = stack(256, 24, 100_000), ["head", "tokens"]
+    found = names(model, 128, units=units)
+    assert len(found) == 2 + 6 + 1
+    for policy in ("balanced", "BALANCED"):
+        assert names(model, 128, policy=policy, units=units) == found
 
 
 def test_ignored_parameters_do_not_count() -> None:
