@@ -81,7 +81,14 @@ class SumAxis(Protocol):
 
 
 class AllReduce(Protocol):
-    """A user's own all-reduce over the replicate axis: for gradients that travel compressed."""
+    """A user's own all-reduce over the replicate axis: for gradients that travel compressed.
+
+    It is called outside of autocast. It may have a method ``settle_unused(pieces, unused)``, which
+    is called when a synced backward is over, once for each bucket that was summed in it. ``pieces``
+    are as in the call. ``unused`` are the names, equal on all ranks, of parameters that no rank
+    used in the backward: their sums became no gradient. A function around a `PowerSGD` does not
+    pass that on: then errors of such parameters are lost.
+    """
 
     def __call__(
         self, tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float

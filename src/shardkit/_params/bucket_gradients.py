@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +26,16 @@ from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
+    from shardkit._custom_comm import AllReduce
     from shardkit._params.bucket import Bucket
     from shardkit._params.memory import SlotPool
     from shardkit._params.send_buffer import GradientBuffer
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams
+    from shardkit.backends.base import AxisComm, CommStreams
     from shardkit.backends.events import Event
 
 
@@ -57,6 +60,13 @@ def assign_grad(
         hook(param)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which autocast is off: a backward may run inside of the user's."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 class BucketGradients:
     """Collects one bucket's unsharded gradients, and assigns the sharded ones.
 
@@ -78,6 +88,8 @@ class BucketGradients:
         self._held: dict[int, Tensor] = {}
         self._buffer: GradientBuffer | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
+        self._unused: set[str] = set()
+        self._comm: AllReduce | None = None  # The user's that was called in this backward.
 
     # --- sizes and state ---
 
@@ -171,6 +183,12 @@ class BucketGradients:
         partial, self.partial = self.partial, None
         return partial
 
+    def all_reduce(self, comm: AllReduce, axis: AxisComm, tensor: Tensor, unit: float) -> None:
+        """Sum over the replicate axis by the user's function, outside of autocast."""
+        self._comm = comm
+        with without_autocast(tensor.device):
+            comm(tensor, self.bucket.store.gradient_pieces(), axis, unit)
+
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Give the send buffer's memory back; what was started is done at `fence`."""
         if self._buffer is not None:
@@ -208,11 +226,19 @@ class BucketGradients:
             if used_anywhere[index]:
                 entry, spec = self.bucket.entries[index], self.bucket.store.specs[index]
                 assign_grad(entry.param, piece, spec)
+            else:
+                self._unused.add(self.bucket.entries[index].name)
         self._unsettled.clear()
 
     def forget_fired(self) -> None:
-        """A synced backward is over."""
+        """A synced backward is over; tell the user's all-reduce which results nobody got."""
         self.fired[:] = bytes(len(self.fired))
+        comm, self._comm = self._comm, None
+        unused, self._unused = self._unused, set()
+        settle = getattr(comm, "settle_unused", None)
+        if settle is not None:
+            with without_autocast(self.bucket.plan.device):
+                settle(self.bucket.store.gradient_pieces(), unused)
 
     def reset(self, pool: SlotPool, fence: Event | None) -> None:
         """Drop everything that is not in a ``.grad`` yet; compute has come to `fence`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,8 +117,7 @@ class GroupGradients:
         comm, axis = self._comm.all_reduce, self._replicate_axis
         if comm is None or axis is None or axis.size == 1 or self._is_partial:
             return None
-        pieces = gradients.bucket.store.gradient_pieces()
-        return lambda tensor, unit: comm(tensor, pieces, axis, unit)
+        return partial(gradients.all_reduce, comm, axis)
 
     @property
     def send_nbytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from shardkit._errors import CheckpointError, StateError
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.compression._bucket_state import BucketState, Sent
+from shardkit.compression._loss_scale import LossScale
 from shardkit.compression._low_rank import (
     Matrix,
     find_matrices,
@@ -19,26 +20,11 @@ from shardkit.compression._low_rank import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from shardkit._custom_comm import GradientPiece, SumAxis
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
-
-
-@dataclass(slots=True)
-class _BucketState:
-    """What is kept of one bucket.
-
-    Attributes:
-        iteration: Reductions so far.
-        error: 1-D, as long as the shard: what was left out, in units of the gradient.
-        seconds: Second factors of the last step, by parameter name.
-    """
-
-    iteration: int = 0
-    error: Tensor | None = None
-    seconds: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PowerSGD:
@@ -59,12 +45,15 @@ class PowerSGD:
         warm_start: Begin with the last step's factors, not random ones.
         seed: Of the random factors.
 
-    Cost: of each reduction three all-reduces instead of one: of what is not compressed, of
-    ``rank * rows`` and of ``rank * columns`` numbers, in fp32 or wider. Memory: one shard in fp32
-    with error feedback, and one more while it runs for gradients in 16 bits; two QR decompositions.
+    Cost: of each reduction three all-reduces instead of one: of what is not compressed, in
+    `reduce_dtype`; of ``rank * rows`` and of ``rank * columns`` numbers, in fp32 or wider. Memory:
+    one shard in fp32 with error feedback, one more with a GradScaler (`set_loss_scale`), and one
+    more while it runs for gradients in 16 bits; two QR decompositions.
     Source: Vogels et al. 2019, arXiv:1905.13727.
 
-    A gradient that is not finite stays so (a GradScaler skips the step), and its error is dropped.
+    The error of a parameter that no rank used in a backward stays as it was. A gradient that is not
+    finite stays so, and the errors of its bucket stay as they were. Tell a loss scale by
+    `set_loss_scale`: without it, the scale must be constant.
     """
 
     def __init__(
@@ -89,8 +78,12 @@ class PowerSGD:
         self._use_error_feedback = use_error_feedback
         self._warm_start = warm_start
         self._seed = seed
-        self._states: dict[str, _BucketState] = {}
+        self._states: dict[str, BucketState] = {}
         self._groups: list[ParamGroup] = []
+        self._wires: dict[str, torch.dtype] = {}
+        self._scale = LossScale(1.0)
+        self._has_begun = False
+        self._step = 0
 
     def bind(self, groups: Sequence[ParamGroup]) -> None:
         """Belong to these groups: `compress_gradients` says so.
@@ -106,6 +99,52 @@ class PowerSGD:
             raise StateError(msg)
         self._groups = list(groups)
 
+    # --- loss scale, skipped steps ---
+
+    def set_loss_scale(self, scale: float | torch.amp.GradScaler) -> None:
+        """Say what the loss is multiplied by. On all ranks alike, before the first backward.
+
+        Errors are kept in units of the unscaled gradient, so that the scale may change. When a
+        GradScaler has skipped a step, errors become what they were before that step, that is,
+        before all backwards since the last ``scaler.update()``. A scale that got lower tells so.
+
+        Args:
+            scale: The GradScaler, once: it is asked in every backward. Or a number, before the next
+                backward, each time that it changes; after a step that you skip yourself, call
+                `drop_errors`.
+
+        Raises:
+            StateError: It is neither a GradScaler nor a finite number above 0.
+
+        Cost: with a GradScaler the host waits once in each backward for the device, if the scale is
+            on one; one more shard in fp32.
+        """
+        self._scale = LossScale(scale)
+        self._has_begun = False
+        for state in self._states.values():
+            state.before = None
+
+    def drop_errors(self) -> None:
+        """Forget what was left out so far. On all ranks alike; factors and iterations stay."""
+        for state in self._states.values():
+            state.error = state.before = None
+            state.sent.clear()
+
+    def _begin_backward(self) -> None:
+        """Read the scale once in a backward; in each call if `settle_unused` does not come."""
+        if not self._has_begun:
+            self._has_begun = any(g.settings.comm.all_reduce is self for g in self._groups)
+            self._read_scale()
+
+    def _read_scale(self) -> None:
+        """Read the loss scale, and undo a step that was skipped since."""
+        event = self._scale.read()
+        if event == "skipped":
+            for state in self._states.values():
+                state.skip(self._step)
+        if event != "same":
+            self._step += 1
+
     # --- sums ---
 
     @torch.no_grad()
@@ -113,31 +152,51 @@ class PowerSGD:
         self, tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float
     ) -> None:
         """Sum gradients over the replicate axis; see `AllReduce`."""
-        state = self._states.setdefault(pieces[0].name, _BucketState())
+        state = self._states.setdefault(pieces[0].name, BucketState())
         state.iteration += 1
         matrices: list[Matrix] = []
         if state.iteration > self._start_after and tensor.is_floating_point():
             matrices = find_matrices(pieces, self._rank_of, self._min_rate)
-        _sum_parts([tensor[slice(*each)] for each in rest_of(matrices, tensor.numel())], axis)
+        rest = [tensor[slice(*each)] for each in rest_of(matrices, tensor.numel())]
+        _sum_parts(rest, axis, self._wire_dtype(pieces[0].name, tensor))
         if matrices:
             self._sum_matrices(state, matrices, tensor, axis, unit)
 
+    @torch.no_grad()
+    def settle_unused(self, pieces: Sequence[GradientPiece], unused: Collection[str]) -> None:
+        """Take back what was sent of parameters that no rank used; see `AllReduce`."""
+        self._has_begun = False  # The next backward reads it.
+        state = self._states.get(pieces[0].name)
+        if state is not None:
+            state.settle(unused)
+
+    def _wire_dtype(self, bucket: str, tensor: Tensor) -> torch.dtype:
+        """Return what gradients of a bucket cross the axis in where they are not compressed."""
+        if bucket not in self._wires:
+            self._wires = {
+                each.entries[0].name: each.plan.reduce_dtype for _, each in self._buckets()
+            }
+        return self._wires.get(bucket, tensor.dtype)
+
     def _sum_matrices(
         self,
-        state: _BucketState,
+        state: BucketState,
         matrices: Sequence[Matrix],
         tensor: Tensor,
         axis: SumAxis,
         unit: float,
     ) -> None:
+        self._begin_backward()
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        error = state.error
+        scale, error = self._scale.value, state.error
         if self._use_error_feedback and error is None:
             error = state.error = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
+        if self._scale.may_skip:
+            state.begin(self._step)
         values = [matrix.view(tensor).to(dtype) for matrix in matrices]
         if error is not None:
             for matrix, value in zip(matrices, values, strict=True):
-                value.add_(matrix.view(error), alpha=1.0 / unit)
+                value.add_(matrix.view(error), alpha=scale / unit)
         starts = [self._start(state, *pair) for pair in zip(matrices, values, strict=True)]
         firsts, seconds, is_finite = sum_at_low_rank(
             values, starts, lambda flat: axis.all_reduce(flat, "sum")
@@ -147,18 +206,23 @@ class PowerSGD:
         ):
             approximation = first @ second.T
             if error is not None:
-                left_out = value.sub(approximation, alpha=1.0 / axis.size).mul_(unit)
-                matrix.view(error).copy_(left_out.masked_fill_(~is_finite, 0.0))
+                old = matrix.view(error)
+                left_out = value.sub(approximation, alpha=1.0 / axis.size).mul_(unit / scale)
+                old.copy_(torch.where(is_finite, left_out, old))
             if self._warm_start:
                 state.seconds[matrix.name] = torch.where(is_finite, second, start)
+            if self._has_begun:  # Where it is not finite, nothing was taken from the error.
+                share = unit / scale / axis.size
+                finite = [part.masked_fill(~is_finite, 0.0) for part in (first, second)]
+                state.sent.append(Sent(matrix, start, finite[0], finite[1], share))
             matrix.view(tensor).copy_(approximation)
 
     def _rank_of(self, name: str, size: tuple[int, int]) -> int:
         return self._rank(name, size) if callable(self._rank) else self._rank
 
-    def _start(self, state: _BucketState, matrix: Matrix, like: Tensor) -> Tensor:
+    def _start(self, state: BucketState, matrix: Matrix, like: Tensor) -> Tensor:
         """Return the second factor that a step begins with."""
-        known = state.seconds.get(matrix.name)
+        known = state.seconds.get(matrix.name) if self._warm_start else None
         if known is not None and known.shape == (matrix.columns, matrix.rank):
             same = known.device == like.device and known.dtype == like.dtype
             return known if same else like.new_empty(known.shape).copy_(known)
@@ -172,7 +236,8 @@ class PowerSGD:
 
         ``error`` has, sharded as the parameters, the sum over the replicas of what was left out:
         the steps to come depend on nothing else of it, since all sums are linear. So it loads on
-        any mesh. ``second_factors`` are those of every rank of the shard axis.
+        any mesh. It is in units of the unscaled gradient (`set_loss_scale`). ``second_factors`` are
+        those of every rank of the shard axis.
 
         Raises:
             StateError: It belongs to no model.
@@ -181,6 +246,8 @@ class PowerSGD:
             of the factors for each shard axis. Memory: one shard in fp32.
         """
         self._check_bound()
+        if self._scale.may_skip:
+            self._read_scale()
         error: dict[str, Tensor] = {}
         for group, bucket in self._buckets():
             if self._use_error_feedback:
@@ -242,7 +309,7 @@ class PowerSGD:
                 parameters that are not compressed here.
         """
         self._check_bound()
-        states: dict[str, _BucketState] = {}
+        states: dict[str, BucketState] = {}
         error, seconds = state["error"], state["second_factors"]
         params = {
             entry.name: tuple(entry.param.shape)
@@ -253,15 +320,16 @@ class PowerSGD:
         if self._use_error_feedback and error:
             _check_names(error, params)
         for group, bucket in self._buckets():
-            own = states[bucket.entries[0].name] = _BucketState(int(state["iteration"]))
+            own = states[bucket.entries[0].name] = BucketState(int(state["iteration"]))
             if self._use_error_feedback and error:
                 own.error = self._cut_error(group, bucket, error)
             key = f"{group.shard_axis.rank} of {group.shard_axis.size}"
             for entry in bucket.entries:
                 saved = seconds.get(entry.name)
-                if saved:
+                if saved and self._warm_start:
                     own.seconds[entry.name] = saved.get(key, saved[min(saved)]).clone()
         self._states = states
+        self._has_begun = False
 
     def _cut_error(self, group: ParamGroup, bucket: Bucket, saved: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's part of the error, laid out as the shard."""
@@ -297,14 +365,16 @@ class PowerSGD:
             raise StateError(msg)
 
 
-def _sum_parts(parts: Sequence[Tensor], axis: SumAxis) -> None:
-    """Sum what is not compressed, sent as one."""
+def _sum_parts(parts: Sequence[Tensor], axis: SumAxis, dtype: torch.dtype) -> None:
+    """Sum what is not compressed, sent as one, in `dtype` where that is narrower."""
     if not parts:
         return
     flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    axis.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
-    if len(parts) > 1:
-        for part, chunk in zip(parts, flat.split([each.numel() for each in parts]), strict=True):
+    is_narrower = dtype.itemsize < flat.dtype.itemsize and dtype.is_complex == flat.is_complex()
+    wire = flat.to(dtype) if is_narrower else flat
+    axis.all_reduce(torch.view_as_real(wire) if wire.is_complex() else wire, "sum")
+    if wire is not parts[0]:
+        for part, chunk in zip(parts, wire.split([each.numel() for each in parts]), strict=True):
             part.copy_(chunk)
 
 
