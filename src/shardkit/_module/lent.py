@@ -229,6 +229,8 @@ class Lent(TorchFunctionMode):
         if loan.stand_in.untyped_storage() is loan.storage:
             self._take(loan.name, loan.target, loan.whole)
         loan.is_loaded = False
+        if loan.is_pinned:  # At the end; torch refuses to resize what NumPy shares.
+            return
         nbytes = loan.storage.nbytes()
         loan.storage.resize_(0)
         if self._device.type == "cpu":
@@ -243,7 +245,7 @@ def _attribute_of(func: Any) -> str:
 
 def _drop(loan: _Loan) -> None:
     """Let go of a loan. What somebody still holds of it may be printed: it needs some memory."""
-    if not loan.is_loaded:
+    if not loan.is_loaded and not loan.is_pinned:
         loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
 
 

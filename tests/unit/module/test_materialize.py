@@ -414,6 +414,10 @@ class Parent(nn.Module):
             view.fill_(2)
             self.second.weight += self.first.weight
             nn.init.orthogonal_(self.first.weight[:3])
+            if not self.first.bias.is_meta:
+                array = self.first.bias.detach().numpy()
+                self.second.weight.T[0] = 5
+                array[:] = 3
             self.norm.running_mean.fill_(3)
             self.norm.weight = nn.Parameter(torch.full((4,), 5.0))
             self.norm.bias.data = torch.arange(4.0)
