@@ -24,7 +24,7 @@ from reference import (
     shard,
     train,
 )
-from shardkit import MixedPrecisionPolicy, fully_shard, materialize
+from shardkit import MixedPrecisionPolicy, StateError, fully_shard, materialize
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -135,3 +135,94 @@ def tensor_parallel() -> None:
 
 def test_tensor_parallel_parameters_are_whole_while_they_are_initialized(spawn: Spawn) -> None:
     spawn(tensor_parallel, 4)
+
+
+class Parent(nn.Module):
+    """Holds nothing itself; writes, scales and reads what modules inside hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.second = nn.Linear(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            view = self.first.weight.data[1:]  # Lives on while others are touched.
+            self.second.weight.mul_(self.first.weight.norm())
+            nn.init.constant_(self.second.bias, 7)
+            view.fill_(2)
+            self.second.weight += self.first.weight
+            self.norm.running_mean.fill_(3)
+            self.norm.weight = nn.Parameter(torch.full((3,), 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x) + self.second(x))
+
+
+def with_parents(mesh_shape: tuple[int, ...], make: typing.Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    plain = make()
+    with torch.device("meta"):
+        model = make()
+    mesh = make_mesh(mesh_shape)
+    fully_shard(next(model.children()), mesh)
+    fully_shard(model, mesh)
+    torch.manual_seed(3)
+    materialize(model)
+    for name, whole in full_parameters(model).items():
+        assert torch.equal(whole, plain.get_parameter(name)), name
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
+def make_transformer() -> nn.Module:
+    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("make", [Parent, make_transformer])
+def test_parents_write_what_modules_inside_hold(
+    spawn: Spawn, mesh_shape: tuple[int, ...], make: typing.Callable[[], nn.Module]
+) -> None:
+    spawn(with_parents, torch.Size(mesh_shape).numel(), mesh_shape, make)
+
+
+class Bad(nn.Linear):
+    """Fails to initialize itself."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            msg = "no"
+            raise ValueError(msg)
+
+
+def after_a_failure(one_group: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Bad(3, 3), nn.Linear(3, 3))
+    mesh = make_mesh((2,))
+    if not one_group:
+        for layer in model:
+            fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match="no"):
+        materialize(model)
+    first = full_parameters(model[0])["weight"] if not one_group else None
+    with pytest.raises(StateError, match=r"'1\.weight'.* is on the meta device|'weight' of '1'"):
+        model(torch.ones(1, 3))
+    materialize(model, lambda m: [nn.init.constant_(p, 2) for p in m.parameters(recurse=False)])
+    found = full_parameters(model)
+    if first is not None:
+        assert torch.equal(found["0.weight"], first)
+    for name, whole in found.items():
+        if not name.startswith("0."):
+            assert whole.eq(2).all(), name
+    assert not any(found["0.weight"].eq(2).flatten().tolist())
+    model(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("one_group", [False, True])
+def test_a_second_call_after_a_failure(spawn: Spawn, one_group: bool) -> None:
+    spawn(after_a_failure, 2, one_group)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 import pytest
 import torch
-from zoo import TIMEOUT_S, ZOO
+from torch import nn
+from zoo import DECODER, TIMEOUT_S, ZOO
 
 from reference import full_parameters, make_mesh, my_batch, shard
 from shardkit import materialize
@@ -38,11 +40,40 @@ def test_values_are_those_of_the_plain_model(spawn: Spawn, name: str) -> None:
     spawn(materialized, 2, name, timeout_s=TIMEOUT_S)
 
 
-def as_initialized_by_the_model() -> None:
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
+def _untied(model: str, task: str, options: dict[str, typing.Any]) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{model}Config")(tie_word_embeddings=False, **options)
+    made: nn.Module = getattr(transformers, f"{model}{task}")(config)
+    return made
+
+
+def _untied_t5() -> nn.Module:
+    made = typing.cast("typing.Any", _untied("T5", "ForConditionalGeneration", T5))
+    for stack in (made.encoder, made.decoder):
+        stack.embed_tokens = nn.Embedding(96, 32)
+    made.lm_head = nn.Linear(32, 96, bias=False)
+    return typing.cast("nn.Module", made)
+
+
+UNTIED = {
+    "llama": ZOO["llama"].make,
+    "bert": lambda: _untied("Bert", "ForMaskedLM", DECODER),
+    "gpt2": lambda: _untied("GPT2", "LMHeadModel", GPT2),
+    "t5": _untied_t5,
+}
+"""Transformers draws tied parameters once for each module that holds them, `materialize` once."""
+
+
+def as_initialized_by_the_model(name: str, world_size: int) -> None:
     """The same seed before `initialize_weights` of the plain model."""
-    case = ZOO["llama"]
+    case = dataclasses.replace(ZOO[name], make=UNTIED[name])
     with torch.device("meta"):
-        model = shard(case, case.make(), make_mesh((2,)))
+        model = shard(case, case.make(), make_mesh((world_size,)))
     torch.manual_seed(4)
     materialize(model)
     plain = typing.cast("typing.Any", case.make())
@@ -54,5 +85,24 @@ def as_initialized_by_the_model() -> None:
         assert torch.equal(whole, plain.get_parameter(key)), key
 
 
-def test_values_are_those_of_initialize_weights(spawn: Spawn) -> None:
-    spawn(as_initialized_by_the_model, 2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", UNTIED)
+def test_values_are_those_of_initialize_weights(spawn: Spawn, name: str, world_size: int) -> None:
+    spawn(as_initialized_by_the_model, world_size, name, world_size, timeout_s=TIMEOUT_S)
+
+
+def tied_scales(name: str) -> None:
+    """Tied parameters are drawn less often, so others are from other numbers, as large ones."""
+    case = ZOO[name]
+    with torch.device("meta"):
+        model = shard(case, case.make(), make_mesh((2,)))
+    materialize(model)
+    plain = case.make()
+    for key, whole in full_parameters(model).items():
+        expected = plain.get_parameter(key).detach().std()
+        assert (whole.std() - expected).abs() <= 0.25 * expected, key
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_scales_are_those_of_the_constructor(spawn: Spawn, name: str) -> None:
+    spawn(tied_scales, 2, name, timeout_s=TIMEOUT_S)

@@ -84,3 +84,31 @@ def test_layers_are_sharded_as_soon_as_they_are_made(mesh: DeviceMesh) -> None:
     layers += [fully_shard(nn.Linear(*shape).to("xla"), mesh) for shape in ((6, 8), (8, 3))]
     model = fully_shard(nn.Sequential(*layers), mesh)
     assert_same(model, plain, torch.randn(ROWS, 7))
+
+
+class Parent(nn.Module):
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.linear = nn.Linear(7, 3)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.reads:
+            self.linear.weight.data.mul_(2)
+        nn.init.xavier_uniform_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_parents_may_overwrite_what_modules_inside_hold(mesh: DeviceMesh) -> None:
+    torch.manual_seed(3)
+    plain = Parent(reads=False)
+    with torch.device("meta"):
+        model, reader = Parent(reads=False), Parent(reads=True)
+    torch.manual_seed(3)
+    materialize(fully_shard(model, mesh))
+    assert_same(model, plain, torch.randn(ROWS, 7))
+    with pytest.raises(StateError, match=r"reads parameter 'linear\.weight' .* On XLA"):
+        materialize(fully_shard(reader, mesh))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._tensor.sharded import user_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -20,41 +20,40 @@ _UNWRITTEN_BYTE = 0xA5
 class Borrowed:
     """A context in which a module holds whole tensors, in the place of its own.
 
-    Parameters are replaced all, so that those that have values already do not lose them; buffers
-    where they are on meta. On exit the module holds its own again.
+    Replaced are those that have no values yet. On exit the module holds its own again.
 
     Args:
         unit: The module.
         device: Of the whole tensors.
         pending: What has no values yet, by id.
+
+    Attributes:
+        stand_ins: The whole tensors, by the id of the module's own.
     """
 
     def __init__(self, unit: Unit, device: torch.device, pending: Container[int]) -> None:
         self._device = device
         self._pending = pending
-        self._stand_ins: dict[int, Tensor] = {}
+        self.stand_ins: dict[int, Tensor] = {}
         self._places = [
             (holder, tensors, attribute, tensor)
             for holder in unit.holders
             for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
             for attribute, tensor in tensors.items()
-            if tensor is not None and (isinstance(tensor, nn.Parameter) or id(tensor) in pending)
+            if tensor is not None and id(tensor) in pending
         ]
 
     def __enter__(self) -> Self:
         for holder, tensors, attribute, tensor in self._places:
-            stand_in = self._stand_ins.get(id(tensor))
+            stand_in = self.stand_ins.get(id(tensor))
             if stand_in is None:
-                stand_in = self._stand_ins[id(tensor)] = self._whole(tensor)
-            _put(holder, tensors, attribute, stand_in)
+                stand_in = self.stand_ins[id(tensor)] = self._whole(tensor)
+            put(holder, tensors, attribute, stand_in)
         return self
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta and not isinstance(tensor, ShardedTensor):
-            whole = tensor.detach().clone()
-        else:
-            whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-            _mark_unwritten(whole)
+        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        mark_unwritten(whole)
         if isinstance(tensor, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
         whole.__dict__.update(user_attributes(tensor))
@@ -64,7 +63,7 @@ class Borrowed:
         """Return the ids of the module's tensors that have no values still."""
         held = self.results()
         wanted = [key for key in held if key in self._pending]
-        return {key for key in wanted if held[key].is_meta or _is_unwritten(held[key])}
+        return {key for key in wanted if held[key].is_meta or is_unwritten(held[key])}
 
     def results(self) -> dict[int, Tensor]:
         """Return what the module holds, by the id of its own tensor."""
@@ -73,10 +72,10 @@ class Borrowed:
 
     def __exit__(self, *error: object) -> None:
         for holder, tensors, attribute, tensor in self._places:
-            _put(holder, tensors, attribute, tensor)
+            put(holder, tensors, attribute, tensor)
 
 
-def _put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Tensor) -> None:
+def put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Tensor) -> None:
     """Let a module hold a tensor, past the checks of `setattr`."""
     tensors[attribute] = tensor
     if isinstance(holder, nn.RNNBase) and isinstance(tensor, nn.Parameter):
@@ -86,7 +85,7 @@ def _put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Ten
 # --- tensors without values -----------------------------------------------------------------------
 
 
-def _mark_unwritten(tensor: Tensor) -> None:
+def mark_unwritten(tensor: Tensor) -> None:
     """Fill a new tensor with what no initialization writes."""
     if _may_be_nan(tensor):
         tensor.fill_(torch.nan)
@@ -94,7 +93,7 @@ def _mark_unwritten(tensor: Tensor) -> None:
         tensor.view(-1).view(torch.uint8).fill_(_UNWRITTEN_BYTE)
 
 
-def _is_unwritten(tensor: Tensor) -> bool:
+def is_unwritten(tensor: Tensor) -> bool:
     """Whether a parameter has an element that was not written, or nothing of a buffer was."""
     if tensor.numel() == 0:
         return False

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._module.borrowed import Borrowed
+from shardkit._module.borrowed import Borrowed, is_unwritten
 from shardkit._module.deferred import execute_sharding
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._module.initializers import Unit, units_of
+from shardkit._module.lent import Lent
 from shardkit._module.on_meta import buffers_on_meta, listed, params_on_meta
 from shardkit._params.fingerprint import WholeValues
 from shardkit._params.host_heap import give_back
@@ -52,10 +53,15 @@ def materialize(
 
     Every module that holds parameters or buffers on meta is initialized once, in the order of
     ``model.apply``: children in the order in which they were registered, then the module itself. In
-    that moment its own parameters are whole and plain, those of other modules sharded. What has
-    values already keeps them, so after `load_full` this fills in what the file lacks, as buffers
-    with ``persistent=False``. A parameter that several modules hold gets its values from the first
-    of them. A model that is not sharded becomes the plain one that has the same values.
+    that moment its own parameters are whole and plain. Without `init_fn`, modules that hold nothing
+    have their turn, too, if they have an initialization: it may write or scale what modules inside
+    hold, as those of `nn.Transformer` and of transformers' GPT2 and T5 do.
+
+    What has values already keeps them, so after `load_full` this fills in what the file lacks, as
+    buffers with ``persistent=False``. A parameter that several modules hold gets its values from
+    the first of them, and from those around them. A model that is not sharded becomes the plain one
+    that has the same values. After an error, what has no values is on meta, and a second call goes
+    on with it.
 
     Random numbers come from the generator of `device`, one module after the other; how modules are
     grouped has no influence. So one seed gives the same values at every number of ranks, and those
@@ -81,13 +87,25 @@ def materialize(
             initialization has left a tensor unwritten, or made one of another shape or dtype. Names
             are those in `model`.
 
-    Cost: no collectives. Memory: the shards, then the largest module's own parameters once more,
-    whole. Of a group the pieces once more, while it gets its memory.
+    Cost: no collectives where each module writes its own tensors, or overwrites whole ones of
+    modules inside. One that reads those, or writes a part of them, costs a gather of each at its
+    first touch after another one. On XLA that is refused. Memory: the shards, then the largest
+    module's own parameters once more, whole, and of modules inside one tensor at a time, or those
+    that one function of torch gets; what was made NumPy's, or replaced, to the end of the module's
+    turn. Of a group the pieces once more, while it gets its memory.
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         _Filling(model, init_fn, device).run()
     return model
+
+
+_PARAMETRIZED = (
+    " torch.nn.utils.parametrizations hold the tensors that a weight is computed from in a "
+    "ParametrizationList, which initializes nothing: have init_fn write the parameters of each "
+    "ParametrizationList, and the buffers of the parametrizations in it; or build the module with "
+    "values, not on meta, and shard it then."
+)
 
 
 class _Filling:
@@ -117,7 +135,11 @@ class _Filling:
         host = torch.device("cpu")
         self._home = (wanted or host) if backend is None else backend.device
         self._device = wanted or (host if is_traced else self._home)
-        self._units = [u for u in units_of(model, init_fn) if any(self._wanted_of(u))]
+        self._has_init_fn = init_fn is not None
+        self._fresh = frozenset(self._pending)
+        self._units = [
+            u for u in units_of(model, init_fn) if any(self._wanted_of(u)) or self._writes_inside(u)
+        ]
         self._last_group: ParamGroup | None = None
 
     def _is_pending_in(self, group: ParamGroup) -> bool:
@@ -130,8 +152,30 @@ class _Filling:
                 if tensor is not None and id(tensor) in self._pending:
                     yield f"{unit.name}.{attribute}".removeprefix("."), tensor
 
+    def _writes_inside(self, unit: Unit) -> bool:
+        """Whether a unit has an initialization, and modules inside hold what it may write."""
+        if self._has_init_fn or not unit.initializers:
+            return False
+        own = {id(tensor) for tensors in _dicts_of(unit) for tensor in tensors.values()}
+        held = [*unit.module.parameters(), *unit.module.buffers()]
+        return any(id(tensor) in self._fresh and id(tensor) not in own for tensor in held)
+
     def run(self) -> None:
         self._check()
+        try:
+            self._fill_all()
+        finally:
+            self._forget_unwritten()
+        self._check_all_have_values()
+
+    def _forget_unwritten(self) -> None:
+        """Put pieces that have memory and no values back on meta: after an error."""
+        for tensor in self._pending.values():
+            if isinstance(tensor, ShardedTensor) and not tensor.is_meta:
+                piece = torch.empty(tensor.spec.piece_numel, dtype=tensor.dtype, device="meta")
+                tensor.replace_piece(piece)
+
+    def _fill_all(self) -> None:
         for module in self._model.modules():
             state = get_state(module)
             if state is not None and state.group in self._values:
@@ -146,7 +190,6 @@ class _Filling:
         for group, values in self._values.items():
             group.take_up_pieces()
             group.note_values(values)
-        self._check_all_have_values()
 
     def _check(self) -> None:
         """Raise if something cannot be given values."""
@@ -181,6 +224,8 @@ class _Filling:
                 f"materialize(model, init_fn), a function that initializes the module it gets, or "
                 f"set these tensors before."
             )
+            if "ParametrizationList" in kinds:
+                msg += _PARAMETRIZED
             raise StateError(msg)
 
     def _check_all_have_values(self) -> None:
@@ -216,9 +261,9 @@ class _Filling:
         """Initialize a module, keep what is wanted of it; return the bytes that are let go then."""
         freed = 0
         wanted = list(self._wanted_of(unit))
-        if not wanted:  # Tied to what an earlier module has initialized.
-            return freed
-        with Borrowed(unit, self._device, self._pending) as borrowed:
+        if not wanted and not self._writes_inside(unit):
+            return freed  # Tied to what an earlier module has initialized.
+        with Borrowed(unit, self._device, self._pending) as borrowed, self._lent(unit, borrowed):
             for initialize in unit.initializers:
                 self._run(unit, initialize)
                 unwritten = borrowed.unwritten()
@@ -238,6 +283,25 @@ class _Filling:
                 freed += result.nbytes if result.device.type == "cpu" else 0
         return freed
 
+    def _lent(self, unit: Unit, borrowed: Borrowed) -> contextlib.AbstractContextManager[object]:
+        """Let the rest of what a unit and the modules inside hold be there where it is touched."""
+        if self._device.type == "xla":  # Its tensors have no storages.
+            return contextlib.nullcontext()
+        own = {id(tensor) for tensors in _dicts_of(unit) for tensor in tensors.values()}
+
+        def take(name: str, target: Tensor, whole: Tensor) -> None:
+            if id(target) not in self._fresh or id(target) in own:
+                return  # It had values before, or it is tied to what has got them.
+            if id(target) in self._pending and is_unwritten(whole):
+                return
+            _check_result(name, target, whole, unwritten=False)
+            self._execute(self._group_of.get(id(target)))
+            is_kept = target.is_meta and not isinstance(target, ShardedTensor)
+            self._take(target, whole.clone() if is_kept else whole)
+            self._pending.pop(id(target), None)
+
+        return Lent(unit.name, unit.module, self._device, borrowed.stand_ins, self._pending, take)
+
     def _run(self, unit: Unit, initialize: Callable[[], object]) -> None:
         try:
             with self._device:  # Also where `materialize` is called under torch.device("meta").
@@ -256,6 +320,8 @@ class _Filling:
             if group is not None and entry is not None and not target.spec.is_traced:
                 self._values[group].note(entry, result)
             target.copy_values(result.detach())
+        elif not target.is_meta:
+            target.detach().copy_(result)
         else:
             new = result.detach().to(self._home)
             if isinstance(target, nn.Parameter):

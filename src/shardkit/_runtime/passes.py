@@ -293,6 +293,15 @@ class TracedPasses(Passes):
                 bucket.store.move(fn, outside=outside)
 
 
+def make_passes(
+    region: Region | None, groups: Sequence[ParamGroup], settings: RootSettings
+) -> Passes:
+    """Return what is done around the passes of a root, traced in a region or not."""
+    if region is None:
+        return Passes(groups[0].device)
+    return TracedPasses(region, groups, settings)
+
+
 def _refuse_hidden(tree: Any, verb: str) -> None:
     """Refuse inputs or outputs whose tensors are all in objects of which no copy can be made.
 

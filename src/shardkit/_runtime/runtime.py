@@ -21,7 +21,7 @@ from shardkit._runtime.backward import Backward
 from shardkit._runtime.debug import apply_debug
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.gathers import Gathers
-from shardkit._runtime.passes import Passes, TracedPasses
+from shardkit._runtime.passes import make_passes
 from shardkit._runtime.reductions import Reductions
 from shardkit._schedule.unshard import UnshardSchedule
 
@@ -89,9 +89,7 @@ class Runtime:
             before_start=self.gathers.gather_put_off,
         )
         self.gathers.make_room = self.reductions.make_room
-        region = self.streams.region
-        traced = region is not None and TracedPasses(region, self.groups, settings)
-        self.passes: Passes = traced or Passes(groups[0].device)
+        self.passes = make_passes(self.streams.region, self.groups, settings)
         self.backward = Backward(
             self.groups, self.schedule, self.gathers, self.reductions, self.passes
         )

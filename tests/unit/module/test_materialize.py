@@ -7,6 +7,7 @@ import typing
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from recording import recording_mesh
 from shardkit import ShardedTensor, StateError, fully_shard, materialize
@@ -367,6 +368,133 @@ def test_modules_that_compute_tables_only() -> None:
     assert torch.equal(model[1].theta, torch.arange(4.0))
 
 
+# --- what modules write inside others -------------------------------------------------------------
+
+
+def sharded_alone(make: typing.Callable[[], typing.Any]) -> typing.Any:
+    """Return a model whose modules are groups, of a mesh of one rank."""
+    mesh, _ = recording_mesh((1,))
+    model = on_meta(make)
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh)
+    return fully_shard(model, mesh)
+
+
+@pytest.mark.parametrize("shard", [on_meta, sharded_alone])
+def test_a_transformer_is_initialized_as_by_its_constructor(
+    shard: typing.Callable[[typing.Any], typing.Any],
+) -> None:
+    def make() -> nn.Module:
+        return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+    torch.manual_seed(3)
+    plain = make()
+    model = shard(make)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+
+
+class Parent(nn.Module):
+    """Holds nothing itself; writes, scales and reads what modules inside hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            view = self.first.weight.data[1:]  # Lives on while others are touched.
+            self.second.weight.mul_(self.first.weight.norm())
+            nn.init.constant_(self.second.bias, 7)
+            view.fill_(2)
+            self.second.weight += self.first.weight
+            nn.init.orthogonal_(self.first.weight[:3])
+            if not self.first.bias.is_meta:
+                array = self.first.bias.detach().numpy()
+                self.second.weight.T[0] = 5
+                array[:] = 3
+            self.norm.running_mean.fill_(3)
+            self.norm.weight = nn.Parameter(torch.full((4,), 5.0))
+            self.norm.bias.data = torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x) + self.second(x))
+
+
+@pytest.mark.parametrize("shard", [on_meta, sharded_alone])
+def test_a_parent_writes_scales_and_reads_its_children(
+    shard: typing.Callable[[typing.Any], typing.Any],
+) -> None:
+    torch.manual_seed(3)
+    plain = Parent()
+    model = shard(Parent)
+    torch.manual_seed(3)
+    materialize(model)
+    assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_parent_does_not_overwrite_what_had_values(shard: bool) -> None:
+    model = on_meta(Parent)
+    model.second = nn.Linear(3, 4)
+    before = [p.detach().clone() for p in model.second.parameters()]
+    if shard:
+        mesh, _ = recording_mesh((1,))
+        fully_shard(model, mesh)
+    materialize(model)
+    for param, expected in zip(model.second.parameters(), before, strict=True):
+        assert torch.equal(param.to_local().view_as(param) if shard else param, expected)  # type: ignore[operator]
+
+
+def test_only_touched_tensors_are_whole() -> None:
+    """One at a time, also where a module writes all that is in a model."""
+    with_memory: list[int] = []
+
+    def count(params: list[nn.Parameter]) -> None:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - to look does not touch
+            with_memory.append(sum(p.untyped_storage().nbytes() > 0 for p in params))
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+        def init_weights(self) -> None:
+            params = list(self.parameters())
+            count(params)
+            for param in params:
+                nn.init.trunc_normal_(param.data)
+                count(params)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    mesh, _ = recording_mesh((2,))
+    materialize(fully_shard(on_meta(Wide), mesh))
+    assert with_memory == [0] + [1] * 10
+
+
+def test_what_is_kept_of_a_stand_in_can_be_printed() -> None:
+    kept: list[Tensor] = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def reset_parameters(self) -> None:
+            kept.extend([self.linear.weight, self.linear.weight.data])
+            assert "2" in repr(self.linear.weight)
+
+    materialize(on_meta(Keeps))
+    assert all(repr(tensor) for tensor in kept)
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -389,6 +517,28 @@ def test_modules_without_a_way_are_named_before_anything_is_changed() -> None:
         materialize(model)
     assert all(param.is_meta for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "parametrized", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_parametrizations_need_an_init_fn(parametrized: typing.Any) -> None:
+    def init(module: typing.Any) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # Computes the weight from what modules inside hold.
+        else:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                nn.init.normal_(tensor)
+
+    def make() -> nn.Module:
+        return nn.Sequential(parametrized(nn.Linear(3, 4)))
+
+    mesh, _ = recording_mesh((1,))
+    model = fully_shard(on_meta(make), mesh)
+    with pytest.raises(StateError, match="have init_fn write the parameters of each Parametriz"):
+        materialize(model)
+    materialize(model, init)
+    assert model(torch.ones(2, 3)).isfinite().all()
 
 
 @pytest.mark.parametrize("to_nan", [False, True])
