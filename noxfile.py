@@ -26,7 +26,9 @@ VERSIONS = ("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0")  # of torch; README
 XLA = (f"torch=={VERSIONS[0]}", f"torch_xla=={VERSIONS[0]}")
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NUM_FRESH_SEEDS = 3
-NEED_NOTHING = "not gpu and not models and not xla and not parting"  # no more than torch
+NEED_NOTHING = (  # no more than torch
+    "not gpu and not models and not frameworks and not xla and not parting and not hosts"
+)
 
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
@@ -70,6 +72,7 @@ EXAMPLES = [
     (4, "pipeline", "--schedule", "interleaved"),
     (2, "distill"),
     (2, "lora"),
+    (2, "muon"),
 ]
 
 
@@ -169,14 +172,36 @@ def watch(session: nox.Session) -> None:
 
 
 @nox.session
+def hosts(session: nox.Session) -> None:
+    """Train on two hosts, which are namespaces of this one, under SLURM and under Ray.
+
+    Needs root. What is not allowed or not installed here is skipped by name.
+    """
+    install(session, "test")
+    if session.venv_backend != "none":
+        session.install("ray[train]==2.60.0")
+    session.run("pytest", "-m", "hosts", *session.posargs)
+
+
+@nox.session
 def models(session: nox.Session) -> None:
     """Train models of the transformers package, made here with random weights, sharded.
 
-    The blocks of docs/ that need the package run here, too.
+    Quantized weights and optimizers of torchao and bitsandbytes are tried here as well, and the
+    blocks of docs/ that need these packages.
     """
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
-    session.run("pytest", "-m", "models", "tests/real_models", "tests/docs", *session.posargs)
+    folders = ("tests/real_models", "tests/packages", "tests/docs")
+    session.run("pytest", "-m", "models", *folders, *session.posargs)
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Test shardkit beside packages that train models, such as Accelerate, of pinned versions."""
+    install(session, "frameworks")
+    session.env["HF_HUB_OFFLINE"] = "1"
+    session.run("pytest", "-m", "frameworks", "tests/frameworks", "tests/docs", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 
 from checkpoint_case import CheckpointCase
-from contenders import FSDP2, PLAIN, SHARDKIT, Workload
+from contenders import FLAT, FSDP2, FSDP2_MUON, LOCAL, MATRIX, PLAIN, SHARDKIT, Workload
 from llama import LlamaShape
 from models import GPTShape
 from one_card_cases import FakeCase, OneRankCase
+from optimizer_case import OptimizerCase
 from overhead_case import OverheadCase
 from report import Report
 from rounds import Settings
@@ -62,6 +63,22 @@ CASES: Mapping[str, Case] = {
     ),
     "overhead": OverheadCase(
         "overhead: host time per group, 48 layers of 16, one CPU rank", Workload(_TINY)
+    ),
+    "optimizer": OptimizerCase(
+        "optimizer: AdamW's step alone, 6 layers of 512, fp32",
+        Workload(_D512),
+        LOCAL,
+        {FSDP2: 0.6, FLAT: 1.1},
+        (SHARDKIT,),
+    ),
+    "muon": OptimizerCase(
+        "muon: the step of Muon and AdamW, 48 layers of 64, fp32",
+        Workload(_SMALL),
+        MATRIX,
+        {FSDP2_MUON: 0.5},
+    ),
+    "muon-d128": OptimizerCase(
+        "muon-d128: the same, 6 layers of 128", Workload(_XLA), MATRIX, {FSDP2_MUON: 0.5}
     ),
     "checkpoint": CheckpointCase("checkpoint: model and AdamW's state to the disk and back"),
     "xla-spmd": XlaCase(

@@ -1,7 +1,9 @@
 """What is compared: shardkit, torch FSDP2, torch DDP, the floor below all, and plain torch.
 
-All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``. In mixed
-precision they cannot all do the same arithmetic, so each takes the nearest that it offers:
+All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``, but two
+whose names say it: `LOCAL` and `FLAT` have ``AdamW(fused=True)``, and two more have Muon for
+the matrices of the blocks. In mixed precision they cannot all do the same arithmetic, so each takes
+the nearest that it offers:
 
 =========== ============================================================================
 shardkit    ``param_dtype`` compute, fp32 reduction, fp32 shards for the optimizer
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,11 @@ FSDP2 = "torch FSDP2"
 DDP = "torch DDP"
 FLOOR = "floor"
 PLAIN = "plain torch"
+LOCAL = "shardkit, local fused"
+MATRIX = "shardkit, Muon"
+FSDP2_MUON = "torch FSDP2, Muon"
+FLAT = "plain fused"
+"""The floor, its 1/N of optimizer state updated by the fused kernel."""
 
 CONTENDERS = (SHARDKIT, FSDP2, DDP, FLOOR)
 
@@ -60,6 +68,25 @@ class Workload:
     compiled: bool = False
 
 
+class Optimizer(Protocol):
+    """What takes a step."""
+
+    def step(self) -> object:
+        """Take it."""
+
+
+@dataclass(frozen=True)
+class Several:
+    """Optimizers that step one after the other."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    def step(self) -> None:
+        """Step all."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 @dataclass(frozen=True)
 class Trainer:
     """A model ready to train, whichever way it is distributed.
@@ -71,7 +98,7 @@ class Trainer:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,10 +110,10 @@ class Trainer:
 
 def missing(name: str) -> str | None:
     """Say why a contender cannot run here, or return None if it can."""
-    if name != SHARDKIT:
+    if name not in (SHARDKIT, LOCAL, MATRIX):
         return None
     try:
-        importlib.import_module(name)
+        importlib.import_module("shardkit")
     except ImportError as error:
         return str(error)
     return None
@@ -136,12 +163,42 @@ def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer
     return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
 
 
+def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    from shardkit.optim import LocalOptimizer
+
+    _shardkit(model, workload, device)
+    optimizer = LocalOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+    return Trainer(model, optimizer)
+
+
 def _fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
     return _shard_by_block(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
+
+
+def _muon(
+    model: Model, make_muon: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> Trainer:
+    """Have the blocks' matrices stepped by Muon, and the rest by AdamW."""
+    matrices = [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+    ids = {id(param) for param in matrices}
+    rest = [param for param in model.parameters() if id(param) not in ids]
+    return Trainer(model, Several((make_muon(matrices), _adamw(rest))))
+
+
+def _matrix(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    from shardkit.optim import MatrixOptimizer
+
+    _shardkit(model, workload, device)
+    return _muon(model, lambda params: MatrixOptimizer(params, torch.optim.Muon, lr=1e-2))
+
+
+def _fsdp2_muon(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    _fsdp2(model, workload, device)
+    return _muon(model, lambda params: torch.optim.Muon(params, lr=1e-2))
 
 
 def _ddp(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -153,7 +210,9 @@ def _ddp(model: Model, workload: Workload, device: torch.device) -> Trainer:
     return trainer_for(partial(torch.autocast, device.type, dtype=workload.param_dtype))
 
 
-def _floor(model: Model, workload: Workload, device: torch.device) -> Trainer:
+def _floor(
+    model: Model, workload: Workload, device: torch.device, *, fused: bool = False
+) -> Trainer:
     """Compute as on one device and update 1/N of the state, with nothing communicated.
 
     The updates go to copies, by constant gradients, and never reach the model: the cost is that
@@ -164,7 +223,8 @@ def _floor(model: Model, workload: Workload, device: torch.device) -> Trainer:
     masters = _first_part(list(model.parameters()), dist.get_world_size())
     for master in masters:
         master.grad = torch.full_like(master, 1e-3)
-    return Trainer(model.to(workload.param_dtype), _adamw(masters))
+    optimizer = torch.optim.AdamW(masters, lr=3e-4, foreach=not fused, fused=fused)
+    return Trainer(model.to(workload.param_dtype), optimizer)
 
 
 def _first_part(parameters: list[nn.Parameter], parts: int) -> list[nn.Parameter]:
@@ -189,5 +249,9 @@ _BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     FSDP2: _fsdp2,
     DDP: _ddp,
     FLOOR: _floor,
+    LOCAL: _local,
+    MATRIX: _matrix,
+    FSDP2_MUON: _fsdp2_muon,
+    FLAT: partial(_floor, fused=True),
     PLAIN: _plain,
 }

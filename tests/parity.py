@@ -81,6 +81,11 @@ class Ranks:
         """Number of ranks."""
         return dist.get_world_size()
 
+    def make(self, case: Case) -> nn.Module:
+        """Make the case's plain model, the same on all ranks."""
+        torch.manual_seed(0)
+        return case.make()
+
     def put(self, plain: nn.Module) -> typing.Any:
         """Return a copy of a plain model, to be sharded."""
         return copy.deepcopy(plain)
@@ -195,8 +200,7 @@ class Pair:
     ) -> None:
         self.ranks = ranks
         self.case = CASES[case] if isinstance(case, str) else case
-        torch.manual_seed(0)
-        self.plain = self.case.make()
+        self.plain = ranks.make(self.case)
         self.sharded: typing.Any = ranks.put(self.plain)
         for model in (self.plain, self.sharded):
             prepare(model)

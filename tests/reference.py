@@ -13,6 +13,7 @@ import typing
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from models import PARAMETER_SHAPES, Batch, Case, Parameters
 from shardkit import ShardedTensor, fully_shard, init_device_mesh
@@ -144,7 +145,17 @@ def on_cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 @torch.no_grad()
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole parameters by name, on the CPU. Collective."""
-    return on_cpu({name: full(p).detach().clone() for name, p in model.named_parameters()})
+    wholes = {name: full(p) for name, p in model.named_parameters()}
+    return on_cpu({name: comparable(whole).clone() for name, whole in wholes.items()})
+
+
+def comparable(tensor: Tensor) -> Tensor:
+    """Return a plain tensor; of a class over several tensors (quantized weights) their bytes."""
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.detach()
+    parts = [comparable(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    flat = [part.new_empty(part.numel()).copy_(part.reshape(-1)) for part in parts]
+    return torch.cat([part.view(torch.uint8) for part in flat])
 
 
 @torch.no_grad()

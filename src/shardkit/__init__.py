@@ -3,10 +3,14 @@
 from shardkit._custom_comm import AllGather, AllReduce, Comm, GradientPiece, ReduceScatter
 from shardkit._errors import (
     CheckpointError,
+    ConfigError,
     FreedParameterError,
+    IntegrationError,
+    LaunchError,
     LayoutError,
     MeshError,
     NonFiniteGradientError,
+    OptimizerError,
     RankMismatchError,
     ShardedTensorError,
     ShardkitError,
@@ -24,6 +28,7 @@ from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_c
 from shardkit._module.full_params import apply_full, summon_full_params
 from shardkit._module.fully_shard import fully_shard
 from shardkit._module.materialize import materialize
+from shardkit._params.parts import register_parts
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
@@ -40,6 +45,7 @@ from shardkit._wrapping.protocol import (
 from shardkit._wrapping.records import GroupPlan, PlannedMemory, PlannedTraffic
 from shardkit._wrapping.strategies import Strategy, StrategyCost, strategy
 from shardkit.backends import init_device_mesh
+from shardkit.config import Config, from_config
 
 __version__ = "0.1.0"
 
@@ -49,6 +55,8 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
     "Comm",
+    "Config",
+    "ConfigError",
     "DeviceMesh",
     "EvenSteps",
     "FSDPModule",
@@ -57,11 +65,14 @@ __all__ = [
     "GradientPiece",
     "GroupPlan",
     "Installed",
+    "IntegrationError",
+    "LaunchError",
     "LayoutError",
     "MeshError",
     "MixedPrecisionPolicy",
     "NonFiniteGradientError",
     "OffloadPolicy",
+    "OptimizerError",
     "PlannedMemory",
     "PlannedTraffic",
     "RankMismatchError",
@@ -83,12 +94,14 @@ __all__ = [
     "checkpoint_module",
     "defer_sharding",
     "even_steps",
+    "from_config",
     "fully_shard",
     "init_device_mesh",
     "install",
     "lambda_auto_wrap_policy",
     "materialize",
     "register_fsdp_forward_method",
+    "register_parts",
     "set_watch",
     "share_comm_ctx",
     "shared_input",

@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardkit._errors import CheckpointError, StateError
+from shardkit._doctor.command import doctor_command
+from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
 from shardkit._why import report
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate
 from shardkit.checkpoint._inspect import describe, verify
+from shardkit.config._command import config_command
+from shardkit.launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
-        "Checkpoints of sharded models, and runs that hang.\n\n"
+        "Runs that start, runs that hang, checkpoints of sharded models, config files and "
+        "machines.\n\n"
         "CKPT is a checkpoint directory (of shardkit, FSDP2 or torch.distributed.checkpoint), a "
         "file of torch.save or safetensors, a Hugging Face directory, or the common prefix of "
         "per-rank files."
@@ -180,11 +184,35 @@ def why_command(
         print(line)
 
 
+app.command(name="config")(config_command)
+app.command(name="doctor")(doctor_command)
+
+
+@app.command(
+    name="launch",
+    add_help_option=False,  # torchrun's options have their own.
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
+)
+def launch_command(context: typer.Context) -> None:
+    """Start a script in ranks, by torchrun, on one host or several; --help lists the options.
+
+    Examples:
+        python -m shardkit launch train.py
+
+        python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
+    """
+    raise typer.Exit(_or_exit(launch, context.args or ["--help"]))
+
+
 def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call; print an error that users can do something about, and exit with 1."""
     try:
         return call(*args, **kwargs)
-    except (CheckpointError, StateError, OSError) as error:
+    except (CheckpointError, ConfigError, LaunchError, StateError, OSError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
 

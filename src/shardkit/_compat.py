@@ -1,7 +1,7 @@
 """Every private torch name that shardkit uses: why, and the versions it was tried on.
 
-Tried on torch 2.9.0 and 2.13.0 (CPU). Those of
-checkpoints are in `_compat_checkpoints`. Nothing else in the library may use a private torch name.
+Tried on torch 2.9.0 and 2.13.0 (CPU). Those of checkpoints are in `_compat_checkpoints`, those of
+modules in `_compat_modules`. Nothing else in the library may use a private torch name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import types
-import weakref
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -63,6 +62,21 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_user_function() -> bool:
+    """Whether forward or backward of a user's `autograd.Function` runs.
+
+    Such a forward turns forward-mode gradients off, as nothing but inference mode does; the node of
+    a backward says whose it is. In reentrant checkpointing modules run in such a forward; in its
+    backward a whole backward runs, to the steps of optimizers, so that one is not meant.
+    """
+    if not torch._C._is_fwd_grad_enabled():
+        return not torch.is_inference_mode_enabled()
+    if not in_backward():
+        return False
+    function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
+    return function is not None and not function.__module__.startswith(("shardkit.", "torch."))
+
+
 @contextlib.contextmanager
 def named_group(name: str) -> Iterator[None]:
     """Let the process group that this thread makes by local synchronization have this name.
@@ -95,6 +109,7 @@ def _wrap_naming() -> None:
 copy_to_op = torch.ops.aten._to_copy.default
 unsafe_view_op = torch.ops.aten._unsafe_view.default
 item_op = torch.ops.aten._local_scalar_dense.default
+foreach_max_op = torch.ops.aten._foreach_max.default
 foreach_norm_op = torch.ops.aten._foreach_norm.Scalar
 unscale_op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 propagate_xla_data_op = torch.ops.aten._propagate_xla_data.default
@@ -202,6 +217,18 @@ def register_foreach_class(cls: type[Tensor]) -> None:
             supported.append(cls)
 
 
+def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of an optimizer inside of another one's step, whose hooks have been called.
+
+    Torch calls hooks of all optimizers before the step of each. Those of this one are called.
+    """
+    step = type(optimizer).step
+    has_own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if getattr(step, "hooked", False) and not has_own:
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)
+
+
 def register_device_module(name: str) -> None:
     """Give torch a module of a device type, for functions that look for one: checkpoint does.
 
@@ -219,11 +246,29 @@ def has_saved_tensors_hooks() -> bool:
 def track_views(tensor: Tensor) -> Tensor:
     """Return a tensor whose views follow when it is written, where the device has no storages.
 
-    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0).
+    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0). Where an
+    operator has plain operands, they came without what wraps them, and torch wraps the result.
     """
     if tensor.device.type != "xla":
         return tensor
+    if _is_tracking_off():
+        return without_tracking(tensor)
     return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
+
+
+def without_tracking(tensor: Tensor) -> Tensor:
+    """Return a tensor as an operator is to see it that has plain operands; see `track_views`."""
+    if tensor.device.type != "xla" or not _is_tracking_off():
+        return tensor
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
+    return torch._from_functional_tensor(tensor)
+
+
+def _is_tracking_off() -> bool:
+    key = torch._C.DispatchKey.Functionalize
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
@@ -278,18 +323,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def is_called_by_ddp(frame: types.FrameType | None) -> bool:
-    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
-
-    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
-    """
-    caller = frame.f_back if frame is not None else None
-    return (
-        caller is not None
-        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
-    )
-
-
 def preserve_versions(tensors: Sequence[Tensor]) -> Any:
     """Return a context in which writes to tensors do not raise their version counters."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
@@ -300,58 +333,35 @@ def is_mutable_op(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
-def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
-    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+@functools.cache
+def written_arguments(func: Any) -> tuple[tuple[int | str, ...], tuple[str, ...]]:
+    """Return which arguments an operator writes: those that it changes, those it only fills.
 
-    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
-    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    By position, and those that can be given by name only by name (``out=``).
     """
-    module._flat_weight_refs = [None] * len(module._flat_weights_names)
+    changed: list[int | str] = []
+    filled: list[str] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.kwarg_only and argument.is_out:
+                filled.append(argument.name)
+            else:
+                changed.append(argument.name if argument.kwarg_only else position)
+    return tuple(changed), tuple(filled)
 
 
-def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
-    """Undo `rnn_forget_weight_refs`."""
-    module._flat_weight_refs = [
-        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
-    ]
+def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a hook on a tensor's gradient that runs before those of users.
 
-
-def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
-    """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
-    return list(module._state_dict_hooks.values())
-
-
-COMPILED_CALL = "_compiled_call_impl"
-"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
-
-
-def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a function and of all that it calls.
-
-    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    `swap_tensors` leaves the list of a leaf's hooks behind, and torch looks no more into it.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
-    frames.set_code_exec_strategy(fn.__code__, strategy)
-    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
-    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
-    return fn
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    hooks.move_to_end(handle.id, last=False)
+    if tensor.is_leaf:
+        tensor._backward_hooks = hooks
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def lambda_of_custom_policy(policy: object) -> Any:
-    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask it; else None.
-
-    The attribute is there in torch 2.9.0 and 2.13.0. Without it the policy is no callable, and
-    is refused.
-    """
-    module = sys.modules.get("torch.distributed.fsdp.wrap")
-    custom = getattr(module, "CustomPolicy", None)
-    if custom is None or not isinstance(policy, custom):
-        return None
-    return getattr(policy, "_lambda_fn", None)

@@ -7,11 +7,15 @@ fact that all ranks share is checked before anything is sent, so that all of the
     ├── MeshError              a mesh that cannot be used: no process group, rank not in it
     ├── LayoutError            a layout that cannot be planned, a shape that does not fit one
     ├── WrapError              `fully_shard` refuses; the module is as it was before the call
-    ├── ShardedTensorError     an operation that cannot be done right on this rank's piece alone
+    ├── ShardedTensorError     an operation that would be wrong on a sharded tensor
     ├── FreedParameterError    an unsharded parameter was used after its memory was given back
     ├── RankMismatchError      ranks of one process group disagree about the model or the step
     ├── NonFiniteGradientError gradients are infinite or not a number
+    ├── OptimizerError         a class of optimizers that cannot be run as it was asked for
     ├── StateError             a call at a time when it cannot be carried out
+    ├── ConfigError            a config file with unknown, wrong or contradictory fields
+    ├── LaunchError            ranks that cannot be started, or hosts that do not meet
+    ├── IntegrationError       another package has a version, or settings, that do not fit shardkit
     └── CheckpointError        a checkpoint that cannot be written, or cannot be loaded as it is
 """
 
@@ -35,7 +39,7 @@ class WrapError(ShardkitError, ValueError):
 
 
 class ShardedTensorError(ShardkitError, RuntimeError):
-    """An operation on a `ShardedTensor` needs more than this rank's piece."""
+    """An operation would be wrong on a `ShardedTensor`, or would not reach its pieces."""
 
 
 class FreedParameterError(ShardkitError, RuntimeError):
@@ -52,6 +56,22 @@ class NonFiniteGradientError(ShardkitError, FloatingPointError):
 
 class StateError(ShardkitError, RuntimeError):
     """A call came at a time when it cannot be carried out."""
+
+
+class IntegrationError(ShardkitError, RuntimeError):
+    """A package that is to use shardkit has another version than is known, or other settings."""
+
+
+class OptimizerError(ShardkitError, ValueError):
+    """An optimizer's class or options cannot be used in the way that was asked for."""
+
+
+class ConfigError(ShardkitError, ValueError):
+    """A config file cannot be read, or its fields cannot be carried out; nothing was changed."""
+
+
+class LaunchError(ShardkitError, RuntimeError):
+    """Ranks cannot be started, or hosts do not meet."""
 
 
 class CheckpointError(ShardkitError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
@@ -17,7 +18,7 @@ from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPoli
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _logger = logging.getLogger("shardkit")
 
@@ -44,20 +45,24 @@ class Installed:
     """What `install` has done. As a context manager it is undone at the end."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[types.ModuleType, str, Any]] = []
+        self._undoing: list[Callable[[], object]] = []
 
-    def replace(self, module: types.ModuleType, name: str, value: object) -> None:
-        """Replace a name of a module, and remember what it was."""
-        self._replaced.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
+    def replace(self, owner: object, name: str, value: object) -> None:
+        """Replace a name of a module or class, and remember what it was."""
+        self.at_undo(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def at_undo(self, call: Callable[[], object]) -> None:
+        """Have something called when this is undone; what was given last is called first."""
+        self._undoing.append(call)
 
     def undo(self) -> None:
-        """Give torch's names back. Models that are sharded stay as they are."""
-        while self._replaced:
-            module, name, value = self._replaced.pop()
-            setattr(module, name, value)
-        if self in _installed:
-            _installed.remove(self)
+        """Give torch's names back. Models that are sharded stay as they are.
+
+        So do modules that were imported meanwhile: they keep the names that they got.
+        """
+        while self._undoing:
+            self._undoing.pop()()
 
     def __enter__(self) -> Self:
         return self
@@ -70,16 +75,20 @@ def install() -> Installed:
     """Let ``from torch.distributed.fsdp import fully_shard`` give shardkit's, in this process.
 
     The same for `FSDPModule`, `UnshardHandle`, the policies, `register_fsdp_forward_method` and
-    `share_comm_ctx`. So an unchanged FSDP2 script trains with shardkit, if this is called before
-    the script imports them:
+    `share_comm_ctx`, and for ``torch.distributed._composable.fsdp``. So an unchanged FSDP2 script
+    trains with shardkit:
 
         import shardkit
 
         shardkit.install()
         import train  # The script.
 
-    Rank 0 says so once, through the logger ``shardkit``. Modules outside of torch that have
-    imported the names before keep torch's; a warning names them. A second call changes nothing.
+    Modules outside of torch that have imported these names before get shardkit's as well, under
+    the names that they gave them. What they keep elsewhere, such as in a class or as a default
+    argument, stays torch's: policies of torch are understood, its `fully_shard` shards as FSDP2
+    does. So call this first. Torch's own modules go on to use FSDP2.
+
+    Rank 0 says so once, through the logger ``shardkit``. A second call changes nothing.
 
     Returns:
         Its `undo()` gives torch's names back, as does the end of ``with install():``. That of a
@@ -87,43 +96,53 @@ def install() -> Installed:
     """
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
 
-    # It asks FSDP2's modules for more than they offer in public, so it must import torch's.
+    # They ask FSDP2's modules for more than they offer in public, or are what gives its names.
     importlib.import_module("torch.distributed.pipelining")
+    importlib.import_module("torch.distributed._composable.fsdp")
     installed = Installed()
     if _installed:
         return installed
-    theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
-    late = set()
-    for module, name in _places_of(theirs):
-        if module.__name__.startswith(_PACKAGES):
-            installed.replace(module, name, _OURS[name])
-        elif not module.__name__.startswith("torch."):
-            late.add(f"{module.__name__}.{name}")
     _installed.append(installed)
+    installed.at_undo(_installed.clear)
+    theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
+    before = set()
+    for module, attribute, name in _places_of(theirs):
+        is_given_by_torch = module.__name__.startswith(_PACKAGES)
+        if is_given_by_torch or not _is_of(module, ("torch", "shardkit")):
+            installed.replace(module, attribute, _OURS[name])
+        if not is_given_by_torch and not _is_of(module, ("torch", "shardkit")):
+            before.add(f"{module.__name__}.{attribute}")
     if os.environ.get("RANK", "0") == "0":
         _logger.warning(
             "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s.",
             ", ".join(theirs),
         )
-        if late:
+        if before:
             _logger.warning(
-                "imported before, and still torch's: %s. Call shardkit.install() first.",
-                ", ".join(sorted(late)),
+                "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
+                "still torch's, so call shardkit.install() first.",
+                ", ".join(sorted(before)),
             )
     return installed
 
 
-def _places_of(theirs: dict[str, Any]) -> Iterator[tuple[types.ModuleType, str]]:
-    """Yield every loaded module that has imported one of torch's names.
+def _is_of(module: types.ModuleType, packages: tuple[str, ...]) -> bool:
+    return module.__name__.split(".")[0] in packages
+
+
+def _places_of(theirs: dict[str, Any]) -> Iterator[tuple[types.ModuleType, str, str]]:
+    """Yield every loaded module that has one of torch's objects, its name there, and torch's.
 
     Not the files of FSDP2 itself, which go on to use their own.
     """
     home = Path(inspect.getfile(inspect.unwrap(theirs["fully_shard"]))).parent
+    by_id = {id(value): name for name, value in theirs.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         file = Path(names.get("__file__") or "")
         if file.parent == home and file.stem != "__init__":
             continue
-        for name, value in theirs.items():
-            if names.get(name) is value:
-                yield module, name
+        for attribute, value in list(names.items()):
+            name = by_id.get(id(value))
+            if name is not None:
+                yield module, attribute, name

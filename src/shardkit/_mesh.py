@@ -134,7 +134,13 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the submesh of the named axes through this rank."""
         names = (names,) if isinstance(names, str) else tuple(names)
-        keep = [self.axis_index(name) for name in names]
+        return self._submesh([self.axis_index(name) for name in names])
+
+    def last_axis(self) -> DeviceMesh:
+        """Return the submesh of the last axis through this rank; a mesh of one axis itself."""
+        return self if self.ndim == 1 else self._submesh([self.ndim - 1])
+
+    def _submesh(self, keep: list[int]) -> DeviceMesh:
         coordinate = self.get_coordinate()
         if coordinate is None:
             msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."
@@ -151,6 +157,8 @@ class DeviceMesh:
                 rest, on_axis = divmod(rest, self.shape[axis])
                 place += on_axis * strides[axis]
             ranks.append(self.ranks[place])
+        own = self.mesh_dim_names
+        names = None if own is None else tuple(own[axis] for axis in keep)
         return DeviceMesh(
             self.device_type, shape, tuple(ranks), names, self.rank, self.backend.for_axes(keep)
         )

@@ -59,6 +59,12 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
             f"describe. Save full_tensor(), called on all ranks."
         )
         raise ShardedTensorError(msg)
+    if spec.packing is not None:
+        msg = (
+            f"sharded {spec.name!r} is a {spec.packing.cls.__name__}, which a pickle cannot "
+            f"describe. Save by shardkit.checkpoint.save or torch.distributed.checkpoint."
+        )
+        raise ShardedTensorError(msg)
     is_param = isinstance(tensor, nn.Parameter)
     return rebuild_tensor, (
         tensor.local_piece.detach(),
@@ -212,7 +218,7 @@ def reduce_for_process(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     spec = tensor.spec
     piece = tensor.local_piece.detach()
     described = None
-    if spec.tensor_parallel is None and spec.subclass is None:
+    if spec.tensor_parallel is None and spec.subclass is None and spec.packing is None:
         described = (piece, *reduce_tensor(tensor)[1][1:])
     boxes = dcp_protocol.boxes_to_write(spec)
     return rebuild_in_process, (described, (piece, tuple(spec.shape), boxes, spec.name))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import WrapError
 
 if TYPE_CHECKING:
     import torch
+
+_MIXED_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,40 @@ class BackwardPrefetch(enum.Enum):
     PRE = "pre"
     POST = "post"
     NONE = "none"
+
+
+def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is.
+
+    Raises:
+        WrapError: It is neither.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if all(hasattr(policy, name) for name in _MIXED_PRECISION):
+        return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in _MIXED_PRECISION})
+    msg = (
+        f"mp_policy takes a MixedPrecisionPolicy of shardkit or of FSDP2, got {policy!r}. Leave it "
+        f"out to cast nothing."
+    )
+    raise WrapError(msg)
+
+
+def as_offload(policy: Any) -> OffloadPolicy:
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is.
+
+    Raises:
+        WrapError: It is neither.
+    """
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    kinds = {each.__name__ for each in type(policy).__mro__}
+    if "CPUOffloadPolicy" in kinds:
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)
+    if "OffloadPolicy" in kinds:
+        return OffloadPolicy()
+    msg = (
+        f"offload_policy takes an OffloadPolicy or a CPUOffloadPolicy of shardkit or of FSDP2, got "
+        f"{policy!r}."
+    )
+    raise WrapError(msg)

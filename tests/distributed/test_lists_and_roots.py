@@ -24,6 +24,7 @@ from reference import (
     shard,
 )
 from shardkit import (
+    FSDPModule,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -65,6 +66,92 @@ def test_a_list_of_modules_is_one_group(
     run: Run, together: list[list[int]], reshard: bool | None
 ) -> None:
     check(run(train_lists, together, reshard))
+
+
+def train_without_a_root(
+    ranks: Ranks, together: list[list[int]], reshard: bool | None
+) -> Differences:
+    """Shard lists of modules, and nothing around them."""
+    reference = CASES["mlp"].make()
+    model, mesh = ranks.put(reference), ranks.mesh
+    for indices in together:
+        fully_shard([model.layers[i] for i in indices], mesh, reshard_after_forward=reshard)
+    assert not isinstance(model, FSDPModule)
+    return compare_training(CASES["mlp"], model, reference, ranks=ranks)
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize("together", [[[0, 1, 2]], [[2, 0], [1]]], ids=str)
+@on_meshes((2,), (3,), (2, 2))
+def test_a_list_needs_no_root(run: Run, together: list[list[int]], reshard: bool | None) -> None:
+    check(run(train_without_a_root, together, reshard))
+
+
+def train_half_of_a_list_in_a_root() -> Differences:
+    """One module of a list is in a root, the other is called after it, by itself."""
+    case = CASES["mlp"]
+    reference = case.make()
+    model = copy.deepcopy(reference)
+    first, second, third = model.layers
+    mesh = make_mesh((dist.get_world_size(),))
+    fully_shard([first, third], mesh)
+    body = fully_shard(nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), mesh)
+    model.forward = lambda x: third(body(x))
+    return compare_training(case, model, reference)
+
+
+def test_a_list_may_lie_half_in_a_root(spawn: Spawn) -> None:
+    check(spawn(train_half_of_a_list_in_a_root, 2))
+
+
+# --- unsharded by hand before anything ran ------------------------------------------------------
+
+
+def train_after_unshard(names: list[str], how: str) -> Differences:
+    case = CASES["mlp"]
+    reference = case.make()
+    model = copy.deepcopy(reference)
+    mesh = make_mesh((dist.get_world_size(),))
+    fully_shard([model.layers[0], model.layers[2]], mesh)
+    fully_shard(model.layers[1], mesh)
+    fully_shard(model, mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    found = [model.get_submodule(name).unshard(async_op=how != "at once") for name in names]
+    handles = [handle for handle in found if handle is not None]
+    differences = Differences()
+    if how != "not waited for":
+        for handle in handles:
+            handle.wait()
+        shown = dict(model.named_parameters())
+        for name in filter(None, names):  # The root has no parameters of its own.
+            for key, whole in reference.get_submodule(name).named_parameters(name):
+                differences.note("shown", shown[key].detach(), whole.detach())
+    for step in range(3):
+        case.loss(model, my_batch(case, step)).backward()
+        case.loss(reference, global_batch(case, step)).backward()
+        differences.note_grads(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for handle in handles:
+        handle.wait()  # Too late, and harmless.
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    differences.note_parameters(model, reference)
+    return differences
+
+
+@pytest.mark.parametrize("how", ["at once", "waited for", "not waited for"])
+@pytest.mark.parametrize(
+    "names",
+    [["layers.1"], ["layers.2"], ["layers.2", "layers.0", "layers.1"], ["", "layers.0"]],
+    ids=str,
+)
+def test_modules_are_unsharded_before_the_first_forward(
+    spawn: Spawn, names: list[str], how: str
+) -> None:
+    shown = {} if how == "not waited for" else {"shown": 0.0}
+    found = spawn(train_after_unshard, 3, names, how)
+    assert_within(found, grad=TOLERANCE, parameter=TOLERANCE, **shown)
 
 
 class Chunked(nn.Module):

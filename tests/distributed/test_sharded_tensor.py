@@ -403,42 +403,6 @@ def test_reductions_of_bf16_round_once(spawn: Spawn) -> None:
         assert all(error <= 2**-7 for error in errors), errors
 
 
-# Whatever needs rows, or another cut, is no question for one rank's piece.
-REFUSED: dict[str, Callable[[Tensor], object]] = {
-    "matmul": lambda p: p @ torch.ones(13, 2),
-    "linear": lambda p: torch.nn.functional.linear(torch.ones(2, 13), p),
-    "index": lambda p: p[0] * 2,
-    "sum over one dim": lambda p: p.sum(dim=0),
-    "sum that keeps dims": lambda p: p.sum(dim=(0, 1), keepdim=True),
-    "max over one dim": lambda p: p.max(dim=1),
-    "view": lambda p: p.view(13, 7) * 2,
-    "transpose": lambda p: p.t().clone(),
-    "cat": lambda p: torch.cat([p, p]),
-    "plain operand": lambda p: p + torch.ones(7, 13),
-    "into a plain tensor": lambda p: torch.ones(7, 13).add_(p),
-    "sort": lambda p: p.sort(),
-    "softmax": lambda p: p.softmax(0),
-    "cumsum": lambda p: p.cumsum(0),
-    "layer norm": lambda p: torch.nn.functional.layer_norm(p, (13,)),
-}
-
-
-def refusal(mesh_shape: tuple[int, ...], op: str) -> None:
-    _, sharded = whole_and_sharded(mesh_shape)
-    with torch.no_grad():
-        REFUSED[op](sharded.matrix)
-
-
-@pytest.mark.parametrize("op", REFUSED)
-def test_what_a_piece_cannot_do_is_refused_by_name(spawn_errors: Spawn, op: str) -> None:
-    for error in run_on(spawn_errors, refusal, (2,), op):
-        assert error is not None, "computed something from this rank's piece"
-        assert error.type_name == "ShardedTensorError", error.traceback
-        assert "matrix" in error.message
-        assert "(7, 13)" in error.message
-        assert "full_tensor()" in error.message
-
-
 def differentiate_full_tensor(mesh_shape: tuple[int, ...]) -> bool:
     plain, sharded = whole_and_sharded(mesh_shape)
     (plain.matrix**2).sum().backward()

@@ -83,7 +83,9 @@ class Int8Gather(Wrapped):
         module: nn.Module,
         mp_policy: typing.Any,
     ) -> tuple[tuple[Tensor, ...], typing.Any]:
-        assert mesh.size() == dist.get_world_size() if dist.is_initialized() else mesh.ndim
+        assert mesh.ndim == 1
+        if dist.is_initialized():
+            assert mesh.size() == dist.get_world_size(mesh.get_group())
         assert len(outer_stride) == len(outer_size) == 2
         assert isinstance(module, nn.Linear)
         assert mp_policy.param_dtype is None

@@ -173,7 +173,7 @@ def reduce_spread(mesh_shape: tuple[int, ...], num_inner: int) -> list[str]:
         for kind, reduce in REDUCTIONS.items():
             value, expected = reduce(sharded), reduce(whole)
             # Units in the last place of sums of at most 91 numbers.
-            if type(value) is not Tensor or not torch.allclose(
+            if isinstance(value, ShardedTensor) or not torch.allclose(
                 value.double(), expected.double(), rtol=1e-6, atol=1e-6
             ):
                 wrong.append(f"{kind} of {name}: {value}, expected {expected}")
@@ -206,7 +206,7 @@ def clip_spread(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
             norms.append(
                 nn.utils.clip_grad_norm_(m.parameters(), 0.7, norm_type=norm_type, foreach=foreach)
             )
-        assert type(norms[0]) is Tensor
+        assert isinstance(norms[0], Tensor)
         differences.note("norm", *norms)
         differences.note_grads(model, plain)
     return differences

@@ -11,6 +11,7 @@ A comment in front of a block says how it is run, where that is not the default:
 | `raises=StateError` | It ends with this error on all ranks. |
 | `message` | The text is in the message of the error that the block before raised. |
 | `needs=transformers` | It is run by `nox -s models`. |
+| `needs=accelerate`, `needs=lightning` | It is run by `nox -s frameworks`, as by a launcher. |
 | `needs=xla` | It is run by `nox -s xla`, in a process of its own with `devices=` devices (4). |
 | `replicas` | The same, as replicas of `torch_xla.launch`. |
 | `file=script.py` | It is a script: torchrun starts it on two ranks. |
@@ -36,6 +37,8 @@ import warnings
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD_ON_EACH_OTHER = "The blocks on this page build on each other."
+
+_OTHERS = ("torch_xla", "transformers", "peft", "accelerate", "lightning", "bitsandbytes")
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^`]*$")
 _COMMENT = re.compile(r"^ *<!-- test: (?P<options>.*) -->$")
@@ -144,6 +147,23 @@ def run_blocks(blocks: typing.Sequence[Block], folder: str) -> None:
         os.chdir(before)
 
 
+def run_framework_blocks(blocks: typing.Sequence[Block], folder: str) -> None:
+    """Run Python blocks as a launcher's rank does; the packages that they need warn of much."""
+    from launched import forget_accelerate, set_launchers_variables
+
+    before = pathlib.Path.cwd()
+    os.chdir(folder)
+    set_launchers_variables()
+    forget_accelerate()
+    try:
+        names: dict[str, typing.Any] = {"__name__": "__main__"}
+        for block in blocks:
+            exec(compiled(block), names)
+    finally:
+        os.chdir(before)
+        forget_accelerate()
+
+
 def compiled(block: Block) -> typing.Any:
     """Compile a block so that tracebacks show the page's lines."""
     return compile("\n" * block.line + block.source, str(ROOT / block.page), "exec")
@@ -176,7 +196,9 @@ def unknown_names(blocks: typing.Sequence[Block]) -> list[str]:
 
 def _missing(module: str, names: typing.Sequence[str]) -> list[str]:
     package = module.split(".", maxsplit=1)[0]
-    if package in ("torch_xla", "transformers", "peft") and not importlib.util.find_spec(package):
+    if module.startswith("shardkit.integrations."):
+        package = module.split(".")[2]
+    if package in _OTHERS and not importlib.util.find_spec(package):
         return []  # Where the package is, the block is run.
     try:
         loaded = importlib.import_module(module)

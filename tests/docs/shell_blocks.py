@@ -15,10 +15,12 @@ import typer
 from code_blocks import ROOT, Block
 
 from shardkit._cli import app
+from shardkit.launch.arguments import parser
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
+READERS_OWN = "train.py"
 SESSION_SCRIPTS = {
     "demo": "examples/train_gpt.py",
     "resume": "examples/resume.py",
@@ -62,13 +64,23 @@ def problems(words: Sequence[str], scripts: Sequence[str] = ()) -> list[str]:
         "torchrun": lambda: _problems_of_torchrun(rest, scripts),
         "pytest": lambda: _unknown(rest, _help_of("pytest")),
         "py-spy": list,
+        "srun": lambda: _problems_of_srun(rest, scripts),
         "cd": list,
     }
     return checks.get(program, lambda: [f"nothing is known of {program!r}"])()
 
 
+def _problems_of_srun(rest: list[str], scripts: Sequence[str]) -> list[str]:
+    """Check what is behind srun's own options."""
+    at = next(i for i, word in enumerate(rest) if word == "python")
+    known = {"--nodes", "--ntasks-per-node", "--label"}
+    return _unknown(rest[:at], known) + _problems_of_python(rest[at + 1 :], scripts)
+
+
 def _problems_of_python(rest: list[str], scripts: Sequence[str]) -> list[str]:
     if rest[:2] == ["-m", "shardkit"]:
+        if rest[2:3] == ["launch"]:
+            return _problems_of_launch(rest[3:], scripts)
         return _problems_of_shardkit(rest[2:])
     if rest[:2] == ["-m", "pip"]:
         return _problems_of_pip(rest[3:])
@@ -79,7 +91,7 @@ def _problems_of_python(rest: list[str], scripts: Sequence[str]) -> list[str]:
 
 def _problems_of_script(rest: list[str], scripts: Sequence[str]) -> list[str]:
     script, *arguments = rest
-    if script in scripts:
+    if script in scripts or script == READERS_OWN:
         return []
     if not (ROOT / script).is_file():
         return [f"no file {script}"]
@@ -126,11 +138,24 @@ def _problems_of_nox(rest: list[str]) -> list[str]:
 
 
 def _problems_of_torchrun(rest: list[str], scripts: Sequence[str]) -> list[str]:
+    if "-m" in rest:
+        at = rest.index("-m")
+        own = [word.replace("_", "-") for word in rest[:at]]
+        return _unknown(own, _help_of("torchrun")) + _problems_of_python(rest[at:], scripts)
     at = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
     if at is None:
         return ["torchrun without a script"]
     own = [word.replace("_", "-") for word in rest[:at]]
     return _unknown(own, _help_of("torchrun")) + _problems_of_script(rest[at:], scripts)
+
+
+def _problems_of_launch(rest: list[str], scripts: Sequence[str]) -> list[str]:
+    known = {option for each in parser()._actions for option in each.option_strings}  # noqa: SLF001 - argparse has no other way
+    at = next((i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m"), None)
+    found = _unknown(rest[:at], known)
+    return (
+        found if at is None or rest[at] == "-m" else found + _problems_of_script(rest[at:], scripts)
+    )
 
 
 def _unknown(words: Sequence[str], known: typing.Collection[str]) -> list[str]:

@@ -26,6 +26,8 @@ Spawn = typing.Callable[..., list[typing.Any]]
 UNITS = code_blocks.units()
 SHELL = ("sh", "console")
 FIRST_IMPORT_S = 240  # Of transformers.
+KINDS = {"transformers": "models", "xla": "xla"}  # By what is needed.
+FRAMEWORKS = ("accelerate", "lightning")
 REPLICAS = {"PJRT_CPU_ASYNC_CLIENT": "0", "NPROC": "16", "XLA_THREAD_POOL_SIZE": "16"}
 
 
@@ -46,7 +48,8 @@ def kind_of(unit: list[Block]) -> str:
         return "compiled"
     if "file" in first.options:
         return "script"
-    return {"transformers": "models", "xla": "xla"}.get(first.options.get("needs", ""), "ranks")
+    needs = first.options.get("needs", "")
+    return "frameworks" if needs in FRAMEWORKS else KINDS.get(needs, "ranks")
 
 
 def params(*kinds: str) -> list[typing.Any]:
@@ -63,7 +66,7 @@ def test_what_is_not_run_says_why(unit: list[Block]) -> None:
 
 
 def test_every_block_belongs_to_a_kind_of_test() -> None:
-    kinds = {"reason", "shell", "compiled", "script", "models", "xla", "ranks"}
+    kinds = {"reason", "shell", "compiled", "script", "models", "frameworks", "xla", "ranks"}
     for unit in UNITS:
         assert kind_of(unit) in kinds, unit[0].where
         for block in unit[1:]:
@@ -77,7 +80,9 @@ def test_pages_say_where_blocks_build_on_each_other() -> None:
             assert BUILD_ON_EACH_OTHER in text, unit[0].page
 
 
-@pytest.mark.parametrize("unit", params("ranks", "compiled", "script", "models", "xla"))
+@pytest.mark.parametrize(
+    "unit", params("ranks", "compiled", "script", "models", "frameworks", "xla")
+)
 def test_names_and_imports_exist(unit: list[Block]) -> None:
     blocks = python_of(unit)
     for block in blocks:
@@ -99,6 +104,17 @@ def test_with_transformers(
     spawn: Spawn, spawn_errors: Spawn, unit: list[Block], tmp_path: pathlib.Path
 ) -> None:
     run_on_ranks(spawn, spawn_errors, unit, tmp_path, timeout_s=FIRST_IMPORT_S)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("unit", params("frameworks"))
+def test_with_frameworks(spawn: Spawn, unit: list[Block], tmp_path: pathlib.Path) -> None:
+    needed = unit[0].options["needs"]
+    if not importlib.util.find_spec(needed):
+        pytest.skip(f"needs {needed}")
+    ranks = int(unit[0].options.get("ranks", 2))
+    run = code_blocks.run_framework_blocks
+    spawn(run, ranks, python_of(unit), str(tmp_path), timeout_s=FIRST_IMPORT_S)
 
 
 def run_on_ranks(
@@ -202,6 +218,9 @@ def test_commands_name_what_exists(block: Block) -> None:
         ("torchrun --nothing examples/train_gpt.py", "unknown option --nothing"),
         ("torchrun nowhere.py", "no file nowhere.py"),
         ("python examples/resume.py --nothing", "unknown option --nothing"),
+        ("python -m shardkit launch --nothing train.py", "unknown option --nothing"),
+        ("srun --nodes 2 python -m shardkit launch --slurm nowhere.py", "no file nowhere.py"),
+        ("srun --nothing python train.py", "unknown option --nothing"),
         ("pip install './shardkit[nothing]'", "extra nothing"),
         ("A=1 nothing --at all", "nothing is known of 'nothing'"),
     ],

@@ -16,7 +16,7 @@ from watching import Watch
 
 import shardkit.backends
 from shardkit._params import memory
-from shardkit.backends import process_group
+from shardkit.backends import groups, process_group
 from shardkit.backends.accelerator import AcceleratorBackend
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 
@@ -43,7 +43,7 @@ class SimulatedAxis(AcceleratorAxis):
         self.averages = self.coalesces = True
         self.host_group = None
         if self.has_host_engine:
-            self.host_group = process_group.sub_group(group, [range(self.size)], "gloo")
+            self.host_group = groups.sub_group(group, [range(self.size)], "gloo")
 
 
 class SimulatedBackend(AcceleratorBackend):

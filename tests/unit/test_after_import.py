@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import typing
 
@@ -36,6 +37,14 @@ def test_it_is_called_once_after_the_module_ran(calls: list[types.ModuleType]) -
     importlib.import_module("late_module")
     assert calls == [module]
     assert module.value == 3
+
+
+def test_to_ask_for_a_module_is_not_to_import_it(calls: list[types.ModuleType]) -> None:
+    """Packages ask so which others are installed, long before they import them."""
+    assert importlib.util.find_spec("late_module") is not None
+    assert calls == []
+    module = importlib.import_module("late_module")
+    assert calls == [module]
 
 
 def test_other_imports_do_not_call_it(calls: list[types.ModuleType]) -> None:

@@ -84,20 +84,60 @@ def test_rank_0_says_so_once(
     with caplog.at_level(logging.WARNING, "shardkit"):
         with shardkit.install():
             shardkit.install()
-        [said] = caplog.messages
-        assert said.startswith("shardkit is in the place of FSDP2: torch.distributed.fsdp gives")
+        said = caplog.messages
+        text = "shardkit is in the place of FSDP2: torch.distributed.fsdp gives"
+        assert [each.startswith(text) for each in said].count(True) == 1
         monkeypatch.setenv("RANK", "1")
         with shardkit.install():
-            assert caplog.messages == [said]
+            assert caplog.messages == said
 
 
-def test_modules_that_were_faster_are_named(
+def test_modules_that_were_faster_get_them_too(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = types.ModuleType("their_script")
-    original = script.fully_shard = torch_fsdp.fully_shard  # type: ignore[attr-defined]
+    original = script.shard = torch_fsdp.fully_shard  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "their_script", script)
     with caplog.at_level(logging.WARNING, "shardkit"), shardkit.install():
-        assert script.fully_shard is original  # type: ignore[attr-defined]
-    [_, late] = caplog.messages
-    assert "their_script.fully_shard. Call shardkit.install() first." in late
+        assert script.shard is shardkit.fully_shard  # type: ignore[attr-defined]
+    assert script.shard is original  # type: ignore[attr-defined]
+    [_, before] = caplog.messages
+    assert before.startswith("imported before, and shardkit's now: ")
+    assert "their_script.shard" in before  # Other tests' modules may have imported some, too.
+
+
+PLACES = [
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_that_scripts_import_from(place: str) -> None:
+    code = f"""
+import shardkit
+with shardkit.install():
+    from {place} import FSDPModule, fully_shard, register_fsdp_forward_method
+    assert FSDPModule is shardkit.FSDPModule
+    assert fully_shard is shardkit.fully_shard
+    assert register_fsdp_forward_method is shardkit.register_fsdp_forward_method
+from {place} import fully_shard
+assert fully_shard is not shardkit.fully_shard
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_script_that_goes_on_in_main() -> None:
+    """Names that the script itself has imported are replaced, and given back."""
+    code = """
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard as shard
+import shardkit
+before = shard
+with shardkit.install():
+    assert (FSDPModule, shard) == (shardkit.FSDPModule, shardkit.fully_shard)
+    assert MixedPrecisionPolicy is shardkit.MixedPrecisionPolicy
+assert shard is before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,9 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchNoOffload
 
-from shardkit import MixedPrecisionPolicy
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, WrapError
+from shardkit._policy import as_mixed_precision, as_offload
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -64,3 +68,23 @@ def test_a_policy_is_a_value() -> None:
     assert policy != MixedPrecisionPolicy()
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.param_dtype = FP32  # type: ignore[misc]
+
+
+def test_policies_of_fsdp2_are_understood() -> None:
+    """Also where a script holds on to torch's, from before `install`."""
+    theirs = TorchPolicy(BF16, FP32, FP16, cast_forward_inputs=False)
+    assert as_mixed_precision(theirs) == MixedPrecisionPolicy(BF16, FP32, FP16, False)
+    assert as_offload(TorchOffload(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
+    assert as_offload(TorchNoOffload()) == OffloadPolicy()
+    for ours in (MixedPrecisionPolicy(buffer_dtype=BF16), CPUOffloadPolicy()):
+        convert = as_offload if isinstance(ours, OffloadPolicy) else as_mixed_precision
+        assert convert(ours) is ours
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16, MixedPrecision(param_dtype=BF16)])
+def test_other_policies_are_refused(policy: object) -> None:
+    """FSDP1's has other fields."""
+    with pytest.raises(WrapError, match="takes a MixedPrecisionPolicy of shardkit or of FSDP2"):
+        as_mixed_precision(policy)
+    with pytest.raises(WrapError, match="takes an OffloadPolicy or a CPUOffloadPolicy"):
+        as_offload(policy)

@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from models import Case
     from shardkit import DeviceMesh
 
 MOST_SECONDS = 200  # A call that hangs ends the process, with the stacks of its threads.
@@ -55,6 +56,9 @@ class ReplicaRanks(Ranks):
     @property
     def world_size(self) -> int:
         return self.mesh.size()
+
+    def make(self, case: Case) -> nn.Module:
+        return case.make()  # By `_seeded`. A seed set here would change what others draw meanwhile.
 
     def put(self, plain: nn.Module) -> typing.Any:
         with _lock:

@@ -73,10 +73,7 @@ def test_half_precision_gathers_in_16_bits_and_reduces_in_32(
         assert case["gathered"] == (["bf16"] if num_replicas > 1 else [])
         assert case["reduced"] == (["f32"] if num_replicas > 1 else [])
         assert case["dtypes"] == ["torch.float32"]
-        # Two replicas in one process give other values in about one of three runs; why is not known
-        # (docs/design/xla.md). Only dtypes are compared there.
-        if num_replicas == 1:
-            assert case["relative"] < 2e-2  # Of numbers with eight bits.
+        assert case["relative"] < 2e-2  # Of numbers with eight bits.
 
 
 def test_reductions_leave_padding_out(spawn_replicas: Spawn) -> None:

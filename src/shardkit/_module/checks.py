@@ -13,6 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from shardkit import _compat_modules
 from shardkit._errors import MeshError, WrapError
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
@@ -41,7 +42,15 @@ def check_module(module: nn.Module) -> None:
             f"per module, on the layers first and on the root last."
         )
         raise WrapError(msg)
-    if isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward:
+    if _compat_modules.is_replicated(module):
+        msg = (
+            f"replicate() was called on this {own_class(module).__name__}, and averages the "
+            f"gradients of its parameters already. Call fully_shard on modules in it, before their "
+            f"first forward, or use a 2-D mesh instead of replicate()."
+        )
+        raise WrapError(msg)
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    if isinstance(module, _CONTAINERS) or not has_forward:
         msg = (
             f"{type(module).__name__} has no forward, so its parameters would never be gathered. "
             f"Call fully_shard on each module in it, or on a list of them to form one group, then "
@@ -111,9 +120,16 @@ class _Held(NamedTuple):
 
 
 def _held(modules: list[nn.Module]) -> Iterator[_Held]:
-    """Yield every place of every parameter in modules, tied ones once per place."""
+    """Yield every place of every parameter in modules, tied ones once per place.
+
+    Not those in modules that torch's composable `replicate` has taken.
+    """
     for root in modules:
+        replicated = [m for m in root.modules() if _compat_modules.is_replicated(m)]
+        left_out = {id(inner) for each in replicated for inner in each.modules()}
         for prefix, module in root.named_modules():
+            if id(module) in left_out:
+                continue
             for attribute, param in module._parameters.items():  # noqa: SLF001 - keeps tied ones apart
                 if param is not None:
                     name = f"{prefix}.{attribute}" if prefix else attribute

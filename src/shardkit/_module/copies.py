@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardkit._module.hooks import ModuleState
+from shardkit._module.optimizers import watch_optimizers
 from shardkit._settings import RootSettings
 
 if TYPE_CHECKING:
@@ -82,5 +83,6 @@ def restore(module: Any, written: Written) -> None:
     state = ModuleState(module, group, policy)
     state.settings = RootSettings.restored(settings)
     state.install()
+    watch_optimizers()
     if group is not None:
         group.note_restored()

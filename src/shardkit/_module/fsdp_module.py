@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit import _compat
+from shardkit import _compat_modules
 from shardkit._errors import StateError
 from shardkit._module import copies, debug, gradient_setters, setters
 from shardkit._module.hooks import get_state, groups_in, state_of
+from shardkit._module.on_meta import NotedConversion
 from shardkit._module.setters import update_options
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.finite import check_gradients
@@ -99,7 +100,7 @@ class FSDPModule:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Refuse to be wrapped in DistributedDataParallel, which asks for this first."""
-        if _compat.is_called_by_ddp(inspect.currentframe()):
+        if _compat_modules.is_called_by_ddp(inspect.currentframe()):
             msg = (
                 f"DistributedDataParallel cannot wrap this {own_class(self).__name__}: fully_shard "
                 f"averages its gradients already. Use it alone; to replicate between hosts pass "
@@ -151,11 +152,12 @@ class FSDPModule:
             groups_in(self, recurse=False), "a conversion (to(), half(), ...) was called"
         )
         self.reshard()
-        if state.group is None:
-            return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
-        attributes = state.group.param_attributes()
-        result = super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
-        state.group.refresh_params(attributes)
+        attributes = None if state.group is None else state.group.param_attributes()
+        conversion = NotedConversion(self, fn)  # type: ignore[arg-type]
+        result = super()._apply(conversion.fn, *args, **kwargs)  # type: ignore[misc]
+        state.note_emptied(conversion)
+        if state.group is not None and attributes is not None:
+            state.group.refresh_params(attributes)
         return result
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -254,7 +256,7 @@ class FSDPModule:
             error_if_nonfinite: Raise if the norm is not finite, which waits for it.
 
         Returns:
-            The norm before, 0-dim, fp32 or wider, the same on every rank.
+            The norm before, 0-dim, fp32 or wider, the same on every rank. It has `full_tensor()`.
 
         Raises:
             RuntimeError: See `error_if_nonfinite`.
@@ -335,6 +337,9 @@ class FSDPModule:
             "reduce_buffer_nbytes": runtime.reductions.peak_nbytes if runtime else 0,
             "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }
+
+
+_compat_modules.note_fully_sharded(FSDPModule)
 
 
 def _restore(module: Any, written: copies.Written) -> None:

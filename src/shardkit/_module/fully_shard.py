@@ -14,13 +14,20 @@ from shardkit._module import checks
 from shardkit._module.deferred import execute_sharding
 from shardkit._module.fsdp_module import swap_class
 from shardkit._module.hooks import ModuleState, get_state
-from shardkit._module.optimizers import note_ignored
+from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._params.host_heap import give_back
-from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_mixed_precision,
+    as_offload,
+)
 from shardkit._runtime.group import ParamGroup, move_buffers
 from shardkit._settings import GroupSettings
 from shardkit._state import torch_state_dicts  # noqa: F401
 from shardkit.backends import accelerator_type, as_device_mesh
+from shardkit.backends.world import accelerator_of_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,10 +75,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         module: Has a forward. Its parameters are on the mesh's device. Or a list of modules: they
             form one group, which is gathered when the first of them runs and freed when all have
             run, or the root's forward ends; for small modules, and for experts that ranks choose
-            among.
+            among. Without a sharded module around them each one's forward is a root's.
         mesh: 1-D: shard over it. 2-D: replicate over the first axis, shard over the second (hybrid
             sharding). shardkit's or torch's; None: all ranks, 1-D.
-        mp_policy: Dtypes of compute, communication and outputs.
+        mp_policy: Dtypes of compute, communication and outputs. FSDP2's is understood.
         reshard_after_forward: True: free the unsharded parameters after forward, gather again
             for backward (ZeRO-3). False: keep them from forward to backward (ZeRO-2). None: False
             for the root, True for others. A number n that divides the shard axis: between forward
@@ -81,6 +88,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             ``Shard(dim)``. The dim has no effect: a piece is a flat range, and sizes that do not
             divide cost no padding in any dim.
         offload_policy: `CPUOffloadPolicy`: shards, gradients and optimizer state on the host.
+            FSDP2's is understood.
         ignored_params: Left as they are: not sharded, not gathered, gradients not averaged.
 
     Returns:
@@ -102,6 +110,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     modules = _modules_of(module)
     for each in modules:
         checks.check_module(each)
+    mp_policy, offload_policy = as_mixed_precision(mp_policy), as_offload(offload_policy)
     ignored = ignored_params or set()
     checks.check_ignored(ignored)
     for each in modules:
@@ -133,6 +142,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         group.swap_in_params()
         give_back(whole_nbytes)
     note_ignored(ignored)
+    watch_optimizers()
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:
@@ -162,11 +172,17 @@ def _modules_of(module: Any) -> list[nn.Module]:
 
 
 def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
-    """Return the device type of the default mesh."""
+    """Return the device type of the default mesh.
+
+    Parameters on the host are sharded over the accelerator if the default process group has an
+    engine for it, as FSDP2 does; without one, on gloo alone, and where shardkit has started that
+    group for a mesh of the CPU, they stay there.
+    """
     types = [item.param.device.type for item in found]
     type_ = next((each for each in types if each != "meta"), None)
-    may_be_moved = type_ is None or (type_ == "cpu" and isinstance(offload, CPUOffloadPolicy))
-    accelerator = accelerator_type() if found and may_be_moved else None
+    accelerator = accelerator_type() if found and type_ in (None, "cpu") else None
+    if type_ == "cpu" and not isinstance(offload, CPUOffloadPolicy):
+        accelerator = accelerator_of_world(accelerator)
     return accelerator or type_ or "cpu"
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit import _compat, _compat_modules
 from shardkit._errors import StateError
-from shardkit._module.on_meta import check_has_values
+from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
 from shardkit._runtime.summoned import refuse_summoned
@@ -24,8 +24,9 @@ from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from shardkit._module.on_meta import Emptied, NotedConversion
     from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime.events import ForwardRecord
     from shardkit._runtime.group import ParamGroup
@@ -83,6 +84,7 @@ class ModuleState:
         runtime: Shared by all groups of the root; made at the root's first forward.
         settings: What users chose, in effect if this is the root.
         share: Another root whose streams and memory this one uses.
+        emptied: Buffers that got memory by a conversion of this module, and no values.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ModuleState:
         self.runtime: Runtime | None = None
         self.settings = RootSettings()
         self.share: ModuleState | None = None
+        self.emptied: list[Emptied] = []
         self._open: list[_OpenForward] = []
         self._num_known = 0
         self._has_values = False
@@ -119,27 +122,29 @@ class ModuleState:
             if name in dicts and own.intersection(value)
             else value
             for name, value in attributes.items()
-            if name not in (STATE_ATTRIBUTE, _compat.COMPILED_CALL)
+            if name not in (STATE_ATTRIBUTE, _compat_modules.COMPILED_CALL)
         }
 
     @_compat.unseen_by_selective_checkpointing
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.
 
+        Modules of a list share a group, so those outside of it belong to the same runtime. A
+        forward of one of them is a root's, too.
+
         Returns:
             The runtime; None if no module in it has a parameter.
         """
-        states = [s for m in self.module.modules() if (s := get_state(m)) is not None]
-        # Modules of a list share a group.
+        roots = _with_lists(self.module)
+        states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
         groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
-        self._check_holds_whole_groups(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
             entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
-        self.name_params(groups)
+        self.name_params(groups, roots)
         for group in groups:
             group.is_root = group is self.group
             inner = [get_state(m) for module in group.modules for m in module.modules()]
@@ -153,18 +158,6 @@ class ModuleState:
             state.runtime = runtime
         self._num_known = _num_installed
         return runtime
-
-    def _check_holds_whole_groups(self, groups: list[ParamGroup]) -> None:
-        """Raise if a module of a list is outside of the module that is about to be the root."""
-        inside = set(self.module.modules())
-        for group in groups:
-            if not inside.issuperset(group.modules):
-                msg = (
-                    f"forward of {type(self.module).__name__} ran as a root, but its parameters "
-                    f"were sharded together with those of other modules ({group.name}). Call "
-                    f"fully_shard on the module that holds all of them, too, and run that first."
-                )
-                raise StateError(msg)
 
     def _check_no_newcomers(self) -> None:
         """Raise if modules in this root were sharded after its first forward."""
@@ -180,12 +173,16 @@ class ModuleState:
                 raise StateError(msg)
         self._num_known = _num_installed
 
-    def name_params(self, groups: list[ParamGroup]) -> None:
-        """Give every parameter and group its name as seen from the root."""
+    def name_params(self, groups: Iterable[ParamGroup], roots: Sequence[nn.Module]) -> None:
+        """Give every parameter and group its name as seen from the root; several have numbers."""
         names: dict[int, str] = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), name)
-        modules = {id(module): name for name, module in self.module.named_modules()}
+        modules: dict[int, str] = {}
+        for number, root in enumerate(roots):
+            prefix = f"{number}." if len(roots) > 1 else ""
+            for name, param in root.named_parameters(remove_duplicate=False):
+                names.setdefault(id(param), prefix + name)
+            for name, module in root.named_modules():
+                modules.setdefault(id(module), (prefix + name).removesuffix("."))
         for group in groups:
             group.name = ", ".join(modules.get(id(m)) or "the root" for m in group.modules)
             for bucket in group.buckets:
@@ -196,7 +193,7 @@ class ModuleState:
 
     # --- hooks ---
 
-    @_compat.untraced
+    @_compat_modules.untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,8 +210,7 @@ class ModuleState:
                 self._check_no_newcomers()
             refuse_summoned(runtime.groups, "a forward was called")
             if not self._has_values:
-                check_has_values(self.module, runtime.groups)
-                self._has_values = True
+                self._check_has_values(runtime.groups)
             runtime.begin_pass(self)
             args, kwargs = runtime.passes.enter(self.module, args, kwargs)
         elif runtime is not None and not is_recompute:
@@ -231,6 +227,22 @@ class ModuleState:
         caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
         self._open.append(_OpenForward(record, is_root, is_recompute, sys.exception(), caller))
         return args, kwargs
+
+    def _check_has_values(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise if something in this root has no values; warn of buffers that may have none."""
+        check_has_values(self.module, groups)
+        self._has_values = True
+        states = [s for m in self.module.modules() if (s := get_state(m)) is not None]
+        warn_of_emptied(self.module, [each for state in states for each in state.emptied])
+        for state in states:
+            state.emptied.clear()
+
+    def note_emptied(self, conversion: NotedConversion) -> None:
+        """Know buffers that got memory, and no values, by a conversion of the module."""
+        emptied = conversion.emptied()
+        if emptied:
+            self.emptied += emptied
+            self._has_values = False
 
     def _starts_pass(self, runtime: Runtime) -> bool:
         """Whether a forward of this module is a root's, not one inside another.
@@ -275,7 +287,7 @@ class ModuleState:
         stand_ins = dict(zip(found, watched, strict=True))
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
-    @_compat.untraced
+    @_compat_modules.untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook the outputs for backward, reshard, cast the outputs.
 
@@ -329,6 +341,30 @@ class ModuleState:
             self.post_forward(self.module, args, None)
             raise
         return self.post_forward(self.module, args, output)
+
+
+def _with_lists(module: nn.Module) -> list[nn.Module]:
+    """Return a module, and modules outside of it that are in one group with modules in it.
+
+    Those of its own group come in the order of the list, whichever of them ran first.
+    """
+    own = get_state(module)
+    roots = [module] if own is None or own.group is None else list(own.group.modules)
+    inside = set(_modules_in(roots))
+    for root in roots:  # Grows meanwhile.
+        for inner in root.modules():
+            state = get_state(inner)
+            others = () if state is None or state.group is None else state.group.modules
+            for other in others:
+                if other not in inside:
+                    roots.append(other)
+                    inside.update(other.modules())
+    return roots
+
+
+def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """Return modules and those in them, each once."""
+    return dict.fromkeys(inner for root in roots for inner in root.modules())
 
 
 class _Caster:

@@ -20,6 +20,12 @@ _OF_BUFFERS = ("reset_buffers", "rope_init")
 _OF_MODEL = "_init_weights"
 """A model's method that initializes a module inside it, as in transformers and timm."""
 
+_OF_ROTARY = "rope_init_fn"
+"""What makes a table of rotary positions of a config, in modules of transformers before 5.0."""
+
+_TABLE, _FIRST_TABLE = "inv_freq", "original_inv_freq"
+"""Where such a module keeps the table, and the one that it began with."""
+
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
@@ -76,7 +82,7 @@ def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[Callable[[
     """Yield what to try.
 
     A model's own way comes first. Modules that it says nothing about have the values of their
-    constructors, as in the plain model.
+    constructors, as in the plain model. Last come tables of rotary positions.
     """
     own = _own_methods(module, is_model=module is owner)
 
@@ -96,6 +102,16 @@ def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[Callable[[
             yield run_both
     elif own:
         yield run_own
+    if callable(module.__dict__.get(_OF_ROTARY)) and _TABLE in module._buffers:  # noqa: SLF001
+        yield lambda: _compute_rotary_table(module)
+
+
+def _compute_rotary_table(module: Any) -> None:
+    """Have a module of transformers compute the frequencies of rotary positions again."""
+    table = getattr(module, _OF_ROTARY)(module.config)[0]
+    for name in (_TABLE, _FIRST_TABLE):
+        if name in module._buffers:  # noqa: SLF001
+            getattr(module, name).copy_(table)
 
 
 def _own_methods(module: nn.Module, *, is_model: bool) -> list[Callable[[], object]]:

@@ -271,7 +271,7 @@ def _whole_of(loan: _Loan) -> Tensor:
             f"materialize(model, init_fn), a function that initializes each module by itself."
         )
         raise StateError(msg)
-    return target.full_tensor().detach()
+    return target.whole_values().detach()
 
 
 def _is_all(loan: _Loan, tensors: list[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit import _compat_modules
 from shardkit._errors import StateError
 from shardkit._module.borrowed import Borrowed, is_unwritten
 from shardkit._module.deferred import execute_sharding
@@ -28,7 +28,7 @@ from shardkit._params.host_heap import give_back
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from shardkit._runtime.group import ParamGroup
 
@@ -96,7 +96,7 @@ def materialize(
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
-        _Filling(model, init_fn, device).run()
+        Filling(model, init_fn, device).run()
     return model
 
 
@@ -108,33 +108,36 @@ _PARAMETRIZED = (
 )
 
 
-class _Filling:
+class Filling:
     """What is on meta, and where it goes.
 
     Args:
         model: See `materialize`.
         init_fn: See `materialize`.
         device: See `materialize`.
+        only: What is to get values; None: all that is on meta.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        init_fn: Callable[[nn.Module], object] | None,
-        device: torch.device | str | None,
+        init_fn: Callable[[nn.Module], object] | None = None,
+        device: torch.device | str | None = None,
+        only: Iterable[Tensor] | None = None,
     ) -> None:
         self._model = model
         held = [*model.parameters(), *model.buffers()]
-        self._pending: dict[int, Tensor] = {id(tensor): tensor for tensor in held if tensor.is_meta}
+        wanted = held if only is None else only
+        self._pending: dict[int, Tensor] = {id(each): each for each in wanted if each.is_meta}
         self._groups = [g for g in groups_in(model, recurse=True) if self._is_pending_in(g)]
         self._group_of = {id(p): g for g in self._groups for b in g.buckets for p in b.sharded}
         self._values = {group: WholeValues() for group in self._groups}
         backend = next((s.spec.mesh.backend for s in held if isinstance(s, ShardedTensor)), None)
         is_traced = backend is not None and backend.is_traced
-        wanted = None if device is None else torch.device(device)
+        chosen = None if device is None else torch.device(device)
         host = torch.device("cpu")
-        self._home = (wanted or host) if backend is None else backend.device
-        self._device = wanted or (host if is_traced else self._home)
+        self._home = (chosen or host) if backend is None else backend.device
+        self._device = chosen or (host if is_traced else self._home)
         self._has_init_fn = init_fn is not None
         self._fresh = frozenset(self._pending)
         self._units = [
@@ -167,6 +170,20 @@ class _Filling:
         finally:
             self._forget_unwritten()
         self._check_all_have_values()
+
+    def run_where_possible(self) -> None:
+        """Initialize modules until all that is wanted has values; what fails stays on meta."""
+        for unit in self._units:
+            inside = [*unit.module.parameters(), *unit.module.buffers()]
+            if unit.initializers and any(id(tensor) in self._pending for tensor in inside):
+                with contextlib.suppress(Exception):
+                    self._fill(unit)
+        self._execute(None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where modules are initialized."""
+        return self._device
 
     def _forget_unwritten(self) -> None:
         """Put pieces that have memory and no values back on meta: after an error."""
@@ -248,12 +265,12 @@ class _Filling:
             and not any(isinstance(p, ShardedTensor) for p in module.parameters())
         ]
         for rnn in rnns:
-            _compat.rnn_forget_weight_refs(rnn)
+            _compat_modules.rnn_forget_weight_refs(rnn)
         try:
             yield
         finally:
             for rnn in rnns:
-                _compat.rnn_restore_weight_refs(rnn)
+                _compat_modules.rnn_restore_weight_refs(rnn)
 
     # --- one module -----------------------------------------------------------------------------
 

@@ -1,19 +1,25 @@
-"""Which tensors of a model are on the meta device: they have a shape, and no values."""
+"""Which tensors of a model are on the meta device, or were: they have a shape, and no values."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from shardkit import _compat
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardkit._runtime.group import ParamGroup
 
 _MAX_NAMED = 8
+_MAX_COMPARED = 4096
 
 
 def params_on_meta(module: nn.Module) -> list[str]:
@@ -24,6 +30,114 @@ def params_on_meta(module: nn.Module) -> list[str]:
 def buffers_on_meta(module: nn.Module) -> list[str]:
     """Return the names of buffers on meta, persistent or not."""
     return [name for name, buffer in module.named_buffers() if buffer.is_meta]
+
+
+@dataclass(slots=True)
+class Emptied:
+    """A buffer that got memory and no values, as by ``to_empty``.
+
+    Attributes:
+        holder: The module that holds it.
+        attribute: As what.
+        new: The buffer, as it was then.
+    """
+
+    holder: nn.Module
+    attribute: str
+    new: _New
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether it is still there, and nobody has written to it."""
+        held = self.holder._buffers.get(self.attribute)  # noqa: SLF001
+        return held is self.new.buffer and self.new.is_unchanged
+
+
+class _New:
+    """A buffer that has got memory.
+
+    Not every write raises the version counter: those to ``.data``, by NumPy and by collectives do
+    not. So elements all over the buffer are compared as well.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._version = _compat.version_of(buffer)
+        self._sample = self._taken()
+
+    def _taken(self) -> Tensor | None:
+        """Return the bytes of some elements; None where that would run a graph."""
+        values = self.buffer.detach()
+        if values.device.type == "xla" or not values.is_contiguous():
+            return None
+        step = values.numel() // _MAX_COMPARED | 1  # Odd: not always the same column.
+        return values.view(-1)[::step].clone().view(torch.uint8)
+
+    @property
+    def is_unchanged(self) -> bool:
+        if self.buffer.is_meta or _compat.version_of(self.buffer) != self._version:
+            return False
+        before, now = self._sample, self._taken()
+        return before is None or now is None or torch.equal(before, now)
+
+
+class NotedConversion:
+    """What a conversion applies to each tensor; notes buffers that get memory by it.
+
+    Args:
+        module: That is converted.
+        fn: As `nn.Module._apply` gets it.
+
+    Attributes:
+        fn: To be applied in its place.
+    """
+
+    def __init__(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+        self._places = [
+            (holder, attribute)
+            for holder in module.modules()
+            for attribute, buffer in holder._buffers.items()  # noqa: SLF001 - keeps tied ones apart
+            if buffer is not None and buffer.is_meta
+        ]
+        self._given = fn
+        self._new: dict[int, _New] = {}
+        self.fn = self._note if self._places else fn
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        # At once: a module's own `_apply` may write values after it.
+        result = self._given(tensor)
+        is_plain = type(result) is torch.Tensor and result.layout is torch.strided
+        if tensor.is_meta and is_plain and not result.is_meta and not result.is_inference():
+            self._new[id(result)] = _New(result)
+        return result
+
+    def emptied(self) -> list[Emptied]:
+        """Return the buffers that got memory."""
+        return [
+            Emptied(holder, attribute, new)
+            for holder, attribute in self._places
+            if (new := self._new.get(id(holder._buffers.get(attribute)))) is not None  # noqa: SLF001
+        ]
+
+
+def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
+    """Warn of buffers that nobody has written since they got memory."""
+    unwritten = {(id(each.holder), each.attribute) for each in emptied if each.is_unwritten}
+    names = [
+        f"{name}.{attribute}".removeprefix(".")
+        for name, holder in module.named_modules()
+        for attribute in holder._buffers  # noqa: SLF001
+        if (id(holder), attribute) in unwritten
+    ]
+    if names:
+        warnings.warn(
+            f"buffers {listed(names)} got memory from to_empty(), and nobody has written values to "
+            f"it. State dicts leave out buffers that were registered with persistent=False, so "
+            f"loading does not fill them. Have their modules compute them (reset_parameters(), "
+            f"reset_buffers()), or call shardkit.materialize(model) in the place of to_empty(). If "
+            f"the forward writes them before it reads them, call zero_() on them.",
+            stacklevel=2,
+        )
 
 
 def listed(names: list[str]) -> str:
@@ -52,8 +166,9 @@ def check_has_values(module: nn.Module, groups: Iterable[ParamGroup]) -> None:
     if buffers:
         msg = (
             f"on the meta device, without values: buffers {listed(buffers)}. State dicts leave out "
-            f"those that were registered with persistent=False, so loading does not fill them. "
-            f"Before the first forward call shardkit.materialize(model), which has their modules "
-            f"compute them again, or set them by hand."
+            f"those that were registered with persistent=False, so loading fills them only where "
+            f"their modules can compute them. Before the first forward call "
+            f"shardkit.materialize(model, init_fn) with a function that does, or set them by hand: "
+            f"module.table = compute_table()."
         )
         raise StateError(msg)

@@ -1,6 +1,6 @@
 """Looks once at what an optimizer updates: parameters that no group holds, or another model's.
 
-Both train without an error, and wrongly.
+These train without an error, and wrongly. So do unsharded ones, which are shown for a while.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from shardkit._errors import StateError
 from shardkit._module.optimizer_state import cut_whole_state, forget_known
+from shardkit._params.freed import NAME_ATTRIBUTE, is_unsharded
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -36,10 +39,15 @@ def note_ignored(params: Iterable[nn.Parameter]) -> None:
 
 
 def note_groups(groups: Iterable[ParamGroup]) -> None:
-    """Know groups that begin to be trained; look at optimizers from now on."""
-    global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
+    """Know groups that begin to be trained."""
     _groups.update(groups)
+
+
+def watch_optimizers() -> None:
+    """Look at optimizers from now on, and again at all of them: parameters were sharded."""
+    global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too
     forget_known()
+    _looked_at.clear()
     if not _is_installed:
         register_optimizer_step_pre_hook(cut_whole_state)
         register_optimizer_step_pre_hook(_look)
@@ -51,6 +59,7 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if optimizer in _looked_at:
         return
     params = [param for each in optimizer.param_groups for param in each["params"]]
+    _refuse_unsharded(optimizer, params)
     if any(param.grad is not None for param in params):
         _looked_at.add(optimizer)
         _warn_of_plain(params)
@@ -67,6 +76,20 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             )
 
 
+def _refuse_unsharded(optimizer: Optimizer, params: Iterable[Any]) -> None:
+    """Refuse what `unshard` and forwards show for a while in the place of sharded parameters."""
+    for param in params:
+        if is_unsharded(param):
+            kind = type(optimizer).__name__
+            msg = (
+                f"this {kind} holds the unsharded parameter {param.__dict__[NAME_ATTRIBUTE]!r}, "
+                f"which a module shows only from unshard() to reshard(), in its forward, and from "
+                f"there to backward. It is never trained. Make the {kind} while the model is "
+                f"sharded: call reshard() first."
+            )
+            raise StateError(msg)
+
+
 def _warn_of_plain(params: Sequence[Any]) -> None:
     sharded = [param for param in params if isinstance(param, ShardedTensor)]
     if not any(param.device_mesh.size() > 1 for param in sharded):
@@ -76,6 +99,8 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
         for param in params
         if param.grad is not None and not isinstance(param, ShardedTensor) and not _is_known(param)
     ]
+    averaged = _averaged_by_ddp() if plain else set()
+    plain = [param for param in plain if id(param) not in averaged]
     if not plain:
         return
     names = _names_of(plain)
@@ -93,6 +118,12 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
 def _is_known(param: Any) -> bool:
     """Whether it is meant to be outside: ignored by the user, or of tensor parallelism."""
     return id(param) in _ignored or tensor_parallel_of(param) is not None
+
+
+def _averaged_by_ddp() -> set[int]:
+    """Return the ids of parameters that DDP averages, or `replicate`, which makes a DDP."""
+    ddps = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    return {id(param) for ddp in ddps for param in nn.Module.parameters(ddp)}
 
 
 def _trained_elsewhere() -> str | None:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardkit import _compat
+from shardkit import _compat, _compat_modules
 from shardkit._errors import WrapError
-from shardkit._params.freed import NAME_ATTRIBUTE
 from shardkit._params.sites import ParamSites
-from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +63,7 @@ class Bucket:
         """Make what the user's parameter is exchanged with."""
         old = self.entries[index].param
         new = nn.Parameter(self.store.sharded(index), requires_grad=old.requires_grad)
-        new.__dict__.update(user_attributes(old))
+        new.__dict__.update(self.store.attributes_of(index))
         if old.grad is not None:
             new.grad = self.store.sharded_grad(index, old.grad.detach())
         for hook in _compat.post_accumulate_grad_hooks(old):
@@ -81,7 +80,7 @@ class Bucket:
         """
         entry, replacement = self.entries[index], self._replacements[index]
         for rnn in self._rnns(index):
-            _compat.rnn_forget_weight_refs(rnn)
+            _compat_modules.rnn_forget_weight_refs(rnn)
         if replacement is None:
             assert isinstance(entry.param, ShardedTensor)
             sharded = self.store.sharded(index)
@@ -106,7 +105,7 @@ class Bucket:
         """Let RNNs keep weak references again, after what `swap_in` did was undone."""
         for index in range(len(self.entries)):
             for module in self._rnns(index):
-                _compat.rnn_restore_weight_refs(module)
+                _compat_modules.rnn_restore_weight_refs(module)
 
     def _rnns(self, index: int) -> Iterator[nn.RNNBase]:
         modules = (module for module, _ in self.entries[index].sites)
@@ -118,6 +117,7 @@ class Bucket:
             if replaced is not None and spec.tensor_parallel is not None:
                 spec.tensor_parallel.retire(replaced, spec.name)
         self._replacements = []
+        self.store.drop_originals()
 
     # --- state of the parameters ---
 
@@ -148,5 +148,5 @@ class Bucket:
 
     def rename(self, index: int, name: str) -> None:
         """Give a parameter its full name."""
-        self.entries[index].name = self.store.specs[index].name = name
-        self.store.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
+        self.entries[index].name = name
+        self.store.rename(index, name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardkit._params.packing import packing_of
 from shardkit._watch_settings import watch_settings
 from shardkit.backends import tensor_parallel_of
 
@@ -51,8 +52,8 @@ class WholeValues:
     """Fingerprints of the parameters of a group, when they were whole.
 
     Args:
-        entries: The parameters, before they are cut; those on meta, and of classes that are not
-            plain, are left out.
+        entries: The parameters, before they are cut; those on meta, and of classes that gather
+            themselves, are left out.
 
     Attributes:
         versions: Of the shards, when they were cut.
@@ -63,7 +64,7 @@ class WholeValues:
         self._by_entry: dict[int, Tensor] = {}
         if watch_settings.compare_values:
             for entry in entries:
-                part = _plain_part(entry.param)
+                part = _plain_part(entry)
                 if part is not None:
                     self.note(entry, part)
 
@@ -80,8 +81,15 @@ class WholeValues:
         return dict(zip(self._by_entry, values, strict=True))
 
 
-def _plain_part(param: Any) -> Tensor | None:
-    """Return a parameter, or a DTensor's local part; None if it is of another kind, or on meta."""
+def _plain_part(entry: ParamEntry) -> Tensor | None:
+    """Return a parameter, a DTensor's local part, or the bytes of a packed one.
+
+    None if it is of another kind, or on meta.
+    """
+    param: Any = entry.param
+    packing = None if param.is_meta else packing_of(entry)
+    if packing is not None:
+        return packing.pack(param)
     part: Tensor = param.to_local() if tensor_parallel_of(param) is not None else param
     if part.is_meta or type(part) not in (torch.Tensor, nn.Parameter):
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit._layout.flat import FlatLayout
 from shardkit._params.memory import Buffer
@@ -170,11 +170,17 @@ class FlatStore(Store):
         self._full = self._view((layout.padded_numel,), 0)
         self._own = self._view((layout.shard_numel,), plan.axis.rank * layout.shard_numel)
         self.unsharded = []
-        for i, tensor_parallel in enumerate(self._tensor_parallel):
-            view = self._view(layout.shapes[i], layout.offsets[i])
-            if tensor_parallel is not None:
-                view = tensor_parallel.as_dtensor(view)
-            self.unsharded.append(self._new_unsharded(i, view))
+        for i in range(len(self.entries)):
+            self.unsharded.append(self._new_unsharded(i, self._view_of(i)))
+
+    def _view_of(self, index: int) -> Tensor:
+        """Return what parameter `index` is made of: over a part of the unsharded buffer."""
+        view = self._view(self.layout.shapes[index], self.layout.offsets[index])
+        tensor_parallel = self._tensor_parallel[index]
+        if tensor_parallel is None:
+            return view
+        result: Tensor = tensor_parallel.as_dtensor(view)
+        return result
 
     def _free_first_memory(self) -> None:
         """Give back the memory that views were made over."""
@@ -282,6 +288,11 @@ class FlatStore(Store):
         start = layout.offsets[index]
         part = full[start : start + layout.numels[index]].view(layout.shapes[index])
         return part if tensor_parallel is None else tensor_parallel.to_whole(part)
+
+    def as_parameter(self, index: int, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Return a whole value of parameter `index` as a parameter."""
+        del index
+        return nn.Parameter(whole, requires_grad=requires_grad)
 
     # --- a part that stays between forward and backward ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import FreedParameterError
@@ -84,6 +84,15 @@ class FreedParameter(_Freed, nn.Parameter):  # type: ignore[misc]  # Tensor.__re
     Reading freed memory can kill the process, so the class of the Parameter object is exchanged,
     which costs nothing, rather than its contents.
     """
+
+
+class FreedLeaf(_Freed, Tensor):  # type: ignore[misc]
+    """Class of a tensor that an unsharded parameter lies over, while its memory is gone."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        """Return itself: a module may refer to it, and its copy gets others in its forward."""
+        del memo
+        return self
 
 
 @functools.cache

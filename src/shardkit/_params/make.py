@@ -9,6 +9,8 @@ import torch
 from shardkit._errors import StateError, WrapError
 from shardkit._params.bucket import Bucket
 from shardkit._params.flat_store import FlatStore
+from shardkit._params.packed_store import PackedStore
+from shardkit._params.packing import packing_of, stored_dtype
 from shardkit._params.plan import BucketPlan
 from shardkit._params.subclass_store import SubclassStore, subclass_of
 from shardkit._params.traced_store import TracedStore
@@ -82,12 +84,13 @@ def split_by_kind(
     """Split parameters into those of one bucket, in order of appearance; the same on all ranks."""
     by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
     for entry in entries:
-        param = entry.param
+        param, dtype = entry.param, stored_dtype(entry)
         kind: tuple[Any, ...] = (
-            param.dtype,
+            dtype,
             param.device,
-            policy.dtypes_for(param.dtype),
+            policy.dtypes_for(dtype),
             param.requires_grad,
+            packing_of(entry) is not None,
         )
         if subclass_of(entry) is not None:
             kind = (*kind, id(param))  # Alone.
@@ -102,10 +105,18 @@ def _new_bucket(
     offload: OffloadPolicy,
     layout: Any = None,
 ) -> Bucket:
-    plan = BucketPlan.of(entries[0].param, mesh, policy, offload)
+    plan = plan_for(entries[0], mesh, policy, offload)
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(mode=False), torch.no_grad():
         return Bucket(store_class(entries[0], mesh)(plan, list(entries), layout))
+
+
+def plan_for(
+    first: ParamEntry, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> BucketPlan:
+    """Return the plan of a bucket that begins with a parameter."""
+    dtype = stored_dtype(first)
+    return BucketPlan.of(first.param, mesh, policy, offload, dtype=dtype)
 
 
 def store_class(
@@ -120,6 +131,16 @@ def store_class(
             f"Make it a plain parameter, or pass it in ignored_params of fully_shard."
         )
         raise WrapError(msg)
+    is_packed = packing_of(entry) is not None
+    if mesh.backend.is_traced and is_packed:
+        msg = (
+            f"parameter {entry.name!r} is a {type(entry.param).__name__} over several tensors, "
+            f"which meshes of {mesh.device_type!r} devices do not support: they have no views of "
+            f"bytes. Do not quantize it, or pass it in ignored_params of fully_shard."
+        )
+        raise WrapError(msg)
     if mesh.backend.is_traced:
         return TracedStore
+    if is_packed:
+        return PackedStore
     return SubclassStore if gathers_itself else FlatStore

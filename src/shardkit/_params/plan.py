@@ -69,11 +69,17 @@ class BucketPlan:
 
     @classmethod
     def of(
-        cls, param: Tensor, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+        cls,
+        param: Tensor,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        *,
+        dtype: torch.dtype,
     ) -> BucketPlan:
-        """Return the plan for a bucket whose first parameter is `param`."""
+        """Return the plan for a bucket whose first parameter is `param`, stored in `dtype`."""
         backend = mesh.backend
-        param_dtype, reduce_dtype = policy.dtypes_for(param.dtype)
+        param_dtype, reduce_dtype = policy.dtypes_for(dtype)
         wants_host = isinstance(offload, CPUOffloadPolicy)
         home = torch.device("cpu") if wants_host else backend.device
         is_meta = param.device.type == "meta"
@@ -83,7 +89,7 @@ class BucketPlan:
             policy=policy,
             offload=offload,
             axis=backend.axis(mesh.ndim - 1),
-            orig_dtype=param.dtype,
+            orig_dtype=dtype,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             device=param.device if is_meta else backend.device,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardkit._params.flat_store import FlatStore
-from shardkit._params.make import split_by_kind, store_class
-from shardkit._params.plan import BucketPlan
+from shardkit._params.make import plan_for, split_by_kind, store_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from shardkit._layout.even import EvenLayout
     from shardkit._layout.flat import FlatLayout
     from shardkit._mesh import DeviceMesh
+    from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
 
@@ -70,7 +70,7 @@ def plan_buckets(
     """
     planned = []
     for alike in split_by_kind(entries, policy=policy):
-        plan = BucketPlan.of(alike[0].param, mesh, policy, offload).materialized()
+        plan = plan_for(alike[0], mesh, policy, offload).materialized()
         planned.append(_planned(plan, alike, mesh))
     return planned
 

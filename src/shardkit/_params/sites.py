@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardkit import _compat
+from shardkit import _compat_modules
 from shardkit._errors import StateError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ParamSites:
         for module, attribute in self._rnn_places:
             # It keeps a list of its weights as well.
             setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
-            _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
+            _compat_modules.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
 
     def _find_places(self) -> list[_Place]:
         """Return every place of a parameter: whose dict, the attribute, what is put there."""

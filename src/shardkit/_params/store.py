@@ -1,8 +1,8 @@
 """What a bucket keeps its parameters in: this rank's shard, and the unsharded parameters.
 
 `Store` says what every kind can do. The kinds are `flat_store`, for plain parameters and DTensors,
-`subclass_store`, for parameters that gather themselves, and `traced_store`, where operators are
-traced into a graph.
+`packed_store`, for frozen parameters over several tensors, `subclass_store`, for parameters that
+gather themselves, and `traced_store`, where operators are traced into a graph.
 """
 
 from __future__ import annotations
@@ -129,6 +129,18 @@ class Store(ABC):
         own.update({k: v for k, v in user_attributes(entry.param).items() if k not in own})
         own[NAME_ATTRIBUTE] = entry.name
         return param
+
+    def attributes_of(self, index: int) -> dict[str, Any]:
+        """Return what users have set on parameter `index`, which the sharded one gets."""
+        return user_attributes(self.entries[index].param)
+
+    def rename(self, index: int, name: str) -> None:
+        """Give a parameter its full name."""
+        self.specs[index].name = name
+        self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
+
+    def drop_originals(self) -> None:  # noqa: B027 - for stores that need it
+        """The whole parameters are not needed any more; let go what else refers to them."""
 
     def _note_classes(self) -> None:
         """Remember of which classes the unsharded parameters are."""

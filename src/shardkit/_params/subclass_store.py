@@ -4,8 +4,8 @@ A tensor subclass with FSDP2's two hooks has parameters like any other between s
 rows, in the parameter's own dtype, updated by the optimizer. For a gather
 
 - ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)`` is called on the
-  subclass made over these rows (padded to equal numbers on all ranks) and returns what is sent, any
-  number of tensors, and metadata;
+  subclass made over these rows (padded to equal numbers on all ranks), with the mesh of the shard
+  axis alone, and returns what is sent, any number of tensors, and metadata;
 - ``fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=...)`` makes the unsharded
   parameter of what came: called without `out` once, returns (tensor, tensors behind it), later
   writes into `out`, the same tensor again.
@@ -27,6 +27,7 @@ from shardkit import _compat
 from shardkit._errors import WrapError
 from shardkit._layout.flat import FlatLayout
 from shardkit._params.flat_store import FlatStore
+from shardkit._params.packing import packing_of
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import Gather
 
@@ -68,7 +69,8 @@ class Subclass:
             msg = (
                 f"parameter {name!r} of shape {tuple(param.shape)}, {param.dtype}, is a "
                 f"{self.cls.__name__} over {found}: a subclass that gathers itself must lie over "
-                f"one plain tensor of its own shape and dtype. Quantize in fsdp_pre_all_gather."
+                f"one plain tensor of its own shape and dtype. Quantize in fsdp_pre_all_gather, or "
+                f"freeze the parameter: then these tensors are cut and gathered as they are."
             )
             raise WrapError(msg)
         if param.ndim == 0:
@@ -94,9 +96,9 @@ def subclass_of(entry: ParamEntry) -> Subclass | None:
     param = entry.param
     if isinstance(param, ShardedTensor):
         return cast("Subclass | None", param.spec.subclass)
-    if hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather"):
-        return Subclass(entry.name, param)
-    return None
+    if not hasattr(param, "fsdp_pre_all_gather") or not hasattr(param, "fsdp_post_all_gather"):
+        return None
+    return None if packing_of(entry) is not None else Subclass(entry.name, param)
 
 
 class SubclassStore(FlatStore):
@@ -112,6 +114,7 @@ class SubclassStore(FlatStore):
         subclass = subclass_of(entry)
         assert subclass is not None
         self.subclass = subclass
+        self._shard_mesh = plan.mesh.last_axis()  # A new object each time, with groups of its own.
         super().__init__(plan, entries, layout)
 
     @classmethod
@@ -160,11 +163,11 @@ class SubclassStore(FlatStore):
     def _pre_all_gather(self) -> tuple[list[Tensor], Any]:
         local, shape, plan = self._local(), self.layout.shapes[0], self.plan
         hook = local.fsdp_pre_all_gather
-        given: tuple[Any, ...] = (plan.mesh,)
+        given: tuple[Any, ...] = (self._shard_mesh,)
         if len(inspect.signature(hook).parameters) > 1:
             module = self.entries[0].sites[0][0]
             stride = _contiguous_stride(shape)
-            given = (plan.mesh, torch.Size(shape), stride, module, plan.policy)
+            given = (self._shard_mesh, torch.Size(shape), stride, module, plan.policy)
         inputs, metadata = hook(*given)
         return [tensor.contiguous() for tensor in inputs], metadata
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import StateError
+from shardkit._errors import StateError, WrapError
 from shardkit._params.flat_store import FlatStore
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 
@@ -78,10 +78,13 @@ class WholeBucket:
 
     def _new_param(self, index: int, whole: Tensor) -> nn.Parameter:
         sharded = self._bucket.sharded[index]
-        param = nn.Parameter(whole, requires_grad=sharded.requires_grad)
+        param = self._as_parameter(index, whole, requires_grad=sharded.requires_grad)
         own = param.__dict__
         own.update({k: v for k, v in user_attributes(sharded).items() if k not in own})
         return param
+
+    def _as_parameter(self, index: int, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        return self._store.as_parameter(index, whole, requires_grad=requires_grad)
 
     def show(self) -> None:
         """Let the modules hold the whole parameters."""
@@ -114,7 +117,7 @@ class WholeBucket:
     def _found(self, index: int) -> nn.Parameter:
         """Return what modules hold of a parameter: the whole one, or another of its shape."""
         entry, whole = self._bucket.entries[index], self.params[index]
-        shape = tuple(entry.param.shape)
+        shape = tuple(whole.shape)
         places = self._bucket.sites.held(index)
         found = next((param for param in places if param is not whole), whole)
         if not isinstance(found, nn.Parameter) or tuple(found.shape) != shape:
@@ -127,6 +130,13 @@ class WholeBucket:
                 f"place (copy_(), nn.init), or change the model before fully_shard."
             )
             raise StateError(msg)
+        packing = self._bucket.store.specs[index].packing
+        if packing is not None:
+            try:
+                packing.check(found)
+            except WrapError as error:
+                msg = f"inside of summon_full_params: {error}"
+                raise StateError(msg) from None
         return found
 
     def _check_not_written(self) -> None:
@@ -141,7 +151,7 @@ class WholeBucket:
     @torch.no_grad()
     def _write(self, index: int, whole: nn.Parameter, *, with_grads: bool) -> None:
         param = self._bucket.sharded[index]
-        self._write_values(index, whole.detach())
+        self._write_values(index, whole)  # `detach` leaves attributes of a class out.
         if param.requires_grad != whole.requires_grad:
             param.requires_grad_(whole.requires_grad)
         if not with_grads:
@@ -185,6 +195,10 @@ class TracedWholeBucket(WholeBucket):
         assert isinstance(tensor, ShardedTensor)
         whole = tensor.spec.gather(tensor.local_piece)
         return whole.cpu() if self._to_cpu else whole.clone()
+
+    def _as_parameter(self, index: int, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        del index
+        return nn.Parameter(whole, requires_grad=requires_grad)
 
     def _write_values(self, index: int, whole: Tensor) -> None:
         param = self._bucket.sharded[index]

@@ -53,7 +53,8 @@ def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
     device = torch.device("cpu") if to_cpu else tensor.device
     detached: Any = tensor.detach()
     if hasattr(detached, "full_tensor"):
-        result: Tensor = detached.full_tensor()
+        is_ours = isinstance(detached, ShardedTensor)
+        result: Tensor = detached.whole_values() if is_ours else detached.full_tensor()
         return result.to(device) if keep else None
     return tensor.detach().to(device, copy=True) if keep else None
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit import _compat_modules
 from shardkit._errors import ShardkitError
 from shardkit._params.bucket import bucket_showing
+from shardkit._params.packed_store import PackedStore
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def install_hooks(modules: Iterable[nn.Module]) -> None:
     """Let the state dicts of these modules hold and take sharded parameters, at any time."""
     for module in modules:
-        if save_sharded not in _compat.state_dict_hooks(module):
+        if save_sharded not in _compat_modules.state_dict_hooks(module):
             module.register_state_dict_post_hook(save_sharded)
             module.register_load_state_dict_pre_hook(load_into_sharded)
 
@@ -36,6 +37,10 @@ def save_sharded(module: nn.Module, state_dict: Any, prefix: str, local_metadata
     del local_metadata
     for name, param in module._parameters.items():  # noqa: SLF001 - None and tied ones as well
         bucket = bucket_showing(param)
+        if bucket is not None and isinstance(bucket.store, PackedStore):
+            # Parts that the module itself saves beside the parameter, which is all of them here.
+            for key in [key for key in state_dict if key.startswith(f"{prefix}{name}.")]:
+                del state_dict[key]
         saved = state_dict.get(prefix + name)
         if param is not None and bucket is not None and saved is not None:
             sharded = bucket.sharded_of(param)
@@ -55,9 +60,11 @@ def load_into_sharded(
         bucket = bucket_showing(param)
         if bucket is not None:
             bucket.sites.show(unsharded=False)
+    errors = rest[-1]
+    for name, shown in params.items():
+        _pack_value(shown, state_dict, prefix + name, errors)
     if not local_metadata.get("assign_to_params_buffers"):
         return
-    errors = rest[-1]
     for name, shown in params.items():
         value = state_dict.get(prefix + name)
         if not isinstance(shown, ShardedTensor) or not isinstance(value, Tensor):
@@ -72,3 +79,15 @@ def load_into_sharded(
             errors.append(f'While assigning the parameter named "{prefix + name}": {error}')
         # Torch registers what it finds here as the module's parameter: the one that is there.
         state_dict[prefix + name] = shown
+
+
+def _pack_value(shown: object, state_dict: Any, key: str, errors: list[str]) -> None:
+    """Let a whole value of a packed parameter's own class be the bytes that are cut here."""
+    value = state_dict.get(key)
+    packing = shown.spec.packing if isinstance(shown, ShardedTensor) else None
+    if packing is None or not isinstance(value, packing.cls):
+        return
+    try:
+        state_dict[key] = packing.pack(value)
+    except ShardkitError as error:
+        errors.append(f'While loading the parameter named "{key}": {error}')

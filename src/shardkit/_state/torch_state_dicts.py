@@ -17,7 +17,7 @@ from shardkit import _compat_checkpoints
 from shardkit._params.host_heap import give_back
 from shardkit._state.full import check_shape, cut_whole, holds_sharded, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.process_group import group_rank
+from shardkit.backends.world import group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

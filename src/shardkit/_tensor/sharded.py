@@ -7,22 +7,25 @@ operators do on it is in `_tensor.ops`.
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from shardkit import _compat
+from shardkit._errors import ShardedTensorError
 from shardkit._tensor import dcp_protocol
+from shardkit._tensor.host_values import HostValues
+from shardkit._tensor.replicated import ReplicatedTensor, is_replica
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.spec import ShardSpec
 
 
-_OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start")
+_OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start", "cut_for", "cut_by")
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -30,16 +33,23 @@ def user_attributes(tensor: Tensor) -> dict[str, Any]:
     return {k: v for k, v in tensor.__dict__.items() if k not in (*_OWN_ATTRIBUTES, "_is_param")}
 
 
-_dispatcher: Callable[[Any, Any, Any], Any]
+Dispatcher = Callable[[Any, Any, Any], Any]
+_dispatcher: Dispatcher
+_dispatcher_of_mixed: Dispatcher
 
 
-def set_dispatcher(dispatcher: Callable[[Any, Any, Any], Any]) -> None:
-    """Say who runs operators on sharded tensors (`_tensor.ops` does, when it is imported)."""
-    global _dispatcher  # noqa: PLW0603 - set once, at import
-    _dispatcher = dispatcher
+def set_dispatcher(dispatcher: Dispatcher, of_mixed: Dispatcher) -> None:
+    """Say who runs operators (`_tensor.ops` does, when it is imported).
+
+    Args:
+        dispatcher: On sharded tensors.
+        of_mixed: On those together with tensors of other classes, such as views of them.
+    """
+    global _dispatcher, _dispatcher_of_mixed
+    _dispatcher, _dispatcher_of_mixed = dispatcher, of_mixed
 
 
-class ShardedTensor(Tensor):
+class ShardedTensor(HostValues):
     """A tensor of a global shape of which this rank holds a flat range.
 
     Looks like FSDP2's DTensor parameters: `shape` is global, `placements` and `device_mesh` say
@@ -56,6 +66,8 @@ class ShardedTensor(Tensor):
     spec: ShardSpec
     flat: Tensor | None
     flat_start: int
+    cut_for: Any
+    cut_by: _GradientCut
     __torch_function__ = _compat.disabled_torch_function
 
     @staticmethod
@@ -82,11 +94,34 @@ class ShardedTensor(Tensor):
         self.flat_start = flat_start
         return self
 
+    def cut_gradient(self, *, is_gathered: bool = False) -> None:
+        """Have the gradient of this tensor arrive as this rank's piece of it.
+
+        Asked for by each operator that autograd records, and by those that return plain tensors:
+        in the forward of a user's `autograd.Function` none is recorded. What comes back through a
+        plain tensor is whole, and other on each rank.
+
+        Args:
+            is_gathered: The whole is used, beside what may be each rank's own.
+        """
+        if not self.requires_grad:
+            return
+        made_by = self.grad_fn or True  # A write in place makes it the result of another operator.
+        if self.__dict__.get("cut_for") is not made_by:
+            self.cut_for = made_by
+            self.cut_by = _GradientCut(self.spec)
+            _compat.add_first_hook(self, self.cut_by)
+        if is_gathered:
+            self.cut_by.may_be_number = False
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""
         spec = self.spec
+        packed = ""
+        if spec.packing is not None:
+            packed = f"packed={spec.packing.cls.__name__}{spec.packing.shape}, "
         return (
-            f"ShardedTensor({spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"ShardedTensor({spec.name!r}, {packed}shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"local=[{spec.start}:{spec.stop}], mesh={spec.mesh.shape})"
         )
 
@@ -155,8 +190,11 @@ class ShardedTensor(Tensor):
         """Return the whole tensor, global shape, on every rank.
 
         Call it on all ranks of the shard axis, and of the axes that a tensor-parallel parameter
-        is split over. Differentiable: each rank keeps its piece of the
-        gradient it computed, so the ranks must compute the same from it.
+        is split over. Differentiable: the gradients that the ranks computed from it, each with its
+        own data, are averaged, and each rank keeps its piece. That costs an all-reduce of the
+        tensor's bytes in backward.
+        Of a frozen parameter over several tensors (quantized weights) it is a tensor of the
+        parameter's own class, in memory of its own.
 
         Cost: one all-gather of at most twice the tensor's bytes, or a broadcast per owner where
         few ranks own it; then one more for each axis of tensor parallelism that it is split over.
@@ -164,7 +202,48 @@ class ShardedTensor(Tensor):
         if torch.is_grad_enabled() and self.requires_grad:
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
+        whole = self.whole_values()
+        packing = self.spec.packing
+        if packing is not None and whole.dtype == torch.uint8:
+            return packing.unpack(whole.untyped_storage(), 0)
+        return whole
+
+    def whole_values(self) -> Tensor:
+        """Return what is cut, on every rank: as `full_tensor`, but bytes where these are cut."""
         return self.spec.gather(self.local_piece)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any
+    ) -> Tensor:
+        """Return the tensor with other placements, as DTensor's method does.
+
+        Args:
+            device_mesh: The tensor's own, or None.
+            placements: `Replicate` for each mesh axis, ours or torch's: the whole on every rank,
+                differentiable, with ``to_local()``. Or the tensor's own, or None: the tensor.
+            **options: DTensor's ``async_op`` and the like, which change nothing here.
+
+        Raises:
+            ShardedTensorError: Others. Flat ranges cannot become rows.
+
+        Cost: of `full_tensor`.
+        """
+        del options
+        wanted = self.placements if placements is None else tuple(placements)
+        is_here = device_mesh is None or tuple(device_mesh.shape) == tuple(self.device_mesh.shape)
+        if is_here and wanted == self.placements:
+            return self
+        if not is_here or len(wanted) != len(self.placements) or not is_replica(wanted):
+            msg = (
+                f"sharded {self.spec.name!r} cannot be redistributed to {wanted} on "
+                f"{device_mesh if not is_here else self.device_mesh}: it has {self.placements}, "
+                f"and can be gathered by placements={list(self.spec.replicas)}. For rows call "
+                f"full_tensor() and slice it."
+            )
+            raise ShardedTensorError(msg)
+        whole = self.full_tensor().as_subclass(ReplicatedTensor)
+        whole.spec = self.spec
+        return whole
 
     def share_memory_(self) -> Self:
         """Move this rank's piece, and what shares its storage, to shared memory."""
@@ -231,22 +310,81 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run `func` by the handler of its kind."""
-        del types
+        if len(types) > 1:
+            return _dispatcher_of_mixed(func, args, kwargs or {})
         return _dispatcher(func, args, kwargs or {})
 
 
 class _FullTensor(torch.autograd.Function):
+    """A gather. Its gradient, on each rank another one, is averaged and cut."""
+
     @staticmethod
     def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
         ctx.spec = sharded.spec
         return sharded.spec.gather(sharded.local_piece)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
-        return ShardedTensor(ctx.spec.slice_full(grad).clone(), ctx.spec)
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        return _GradientCut(ctx.spec, may_be_number=False)(grad)
+
+
+class _Cut(torch.autograd.Function):
+    """The average over the ranks of a whole tensor, cut; the reverse of a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, spec: ShardSpec, may_be_number: bool) -> ShardedTensor:  # noqa: FBT001
+        ctx.spec = spec
+        return ShardedTensor(_averaged_piece(whole, spec, may_be_number=may_be_number), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        whole = grad.full_tensor() if isinstance(grad, HostValues) else grad
+        del ctx
+        return whole, None, None
+
+
+class _GradientCut:
+    """Turns whatever arrives as a sharded tensor's gradient into a sharded one: a hook.
+
+    Args:
+        spec: Of the tensor.
+        may_be_number: A number expanded to the shape is one on every rank: the tensor was reduced.
+            Where its whole met data, it is one on those ranks only whose batch is of one sample.
+    """
+
+    def __init__(self, spec: ShardSpec, *, may_be_number: bool = True) -> None:
+        self._spec = spec
+        self.may_be_number = may_be_number
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        spec = self._spec
+        if grad is None:
+            return None
+        if type(grad) is ShardedTensor and grad.spec.same_cut(spec):
+            return grad
+        if isinstance(grad, HostValues):
+            grad = grad.full_tensor()
+        result: Tensor = _Cut.apply(grad, spec, self.may_be_number)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _averaged_piece(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> Tensor:
+    """Return this rank's piece of the average. Cost: an all-reduce of `whole` per axis of data."""
+    if whole.layout is not torch.strided:
+        whole = whole.to_dense()
+    is_number = may_be_number and whole.numel() > 0 and not any(whole.stride())
+    values = whole[(0,) * whole.ndim] if is_number else whole
+    axes = [axis for axis in spec.data_parallel_axes if axis.size > 1]
+    if axes and whole.numel() > 0:
+        wide = torch.promote_types(values.dtype, torch.float32)
+        total = values.to(wide, copy=True, memory_format=torch.contiguous_format)
+        for axis in axes:
+            axis.all_reduce(total.view(-1), "sum")
+        values = (total / math.prod(axis.size for axis in axes)).to(whole.dtype)
+    return spec.slice_full(values.expand(spec.shape) if is_number else values).clone()
 
 
 class _ToLocal(torch.autograd.Function):

@@ -55,6 +55,18 @@ class Subclass(Protocol):
     cls: type[Tensor]
 
 
+class Packing(Protocol):
+    """How a parameter over several tensors lies in bytes (`_params.packing`)."""
+
+    cls: type[Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def pack(self, tensor: Tensor) -> Tensor: ...
+    def check(self, tensor: Tensor) -> None: ...
+    def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor: ...
+
+
 class Allocator(Protocol):
     """Memory of optimizer state (`_tensor.ops.state_allocator`)."""
 
@@ -99,6 +111,8 @@ class ShardSpec:
         state_allocator: Lays optimizer state of the bucket end to end; None: each apart.
         shard_device: Device of the pieces; None: the device of the mesh.
         subclass: The parameter's class, if that gathers itself.
+        packing: How the parameter's tensors lie in bytes, if it lies over several: then the cut
+            tensor is these bytes. Set by the store.
         tensor_parallel: How it is split over another mesh before it is cut here: then the layout,
             `start` and `stop` are those of this rank's part. None: not at all.
         axes: The axes over which ranks hold different elements.
@@ -125,6 +139,7 @@ class ShardSpec:
     is_written_here: bool = field(init=False, default=True)
     is_worthless: bool = field(init=False, default=False)
     entry: weakref.ref[Entry] | None = field(init=False, default=None)
+    packing: Packing | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Find this rank's range."""
@@ -177,6 +192,13 @@ class ShardSpec:
                 full[start:stop] = pieces[rank, : stop - start]
         return full.view(layout.shapes[index])
 
+    @property
+    def data_parallel_axes(self) -> tuple[Axis, ...]:
+        """The axes over which ranks compute with data of their own, and gradients are averaged."""
+        inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
+        backend = self.mesh.backend
+        return tuple(backend.axis(index) for index in range(self.mesh.ndim - len(inner)))
+
     def annotate_sharding(self, piece: Tensor) -> None:
         """Have a piece spread over devices of this process; there is only one here."""
 
@@ -217,6 +239,11 @@ class ShardSpec:
         return (*(Replicate() for _ in range(replicated)), FlatShard(), *inner)
 
     @property
+    def replicas(self) -> tuple[Replicate, ...]:
+        """The placements of a tensor that is whole on each rank."""
+        return tuple(Replicate() for _ in range(self.mesh.ndim))
+
+    @property
     def device(self) -> torch.device:
         """Where pieces are: the mesh's device, or the host if they are offloaded."""
         device: torch.device = (
@@ -234,10 +261,23 @@ class ShardSpec:
         )
 
     def slice_full(self, full: Tensor) -> Tensor:
-        """Return this rank's piece of a tensor of the global shape: 1-D, a view if it can be."""
+        """Return this rank's piece of a tensor of the global shape: 1-D, a view if it can be.
+
+        Of a packed parameter also of a tensor of its class.
+        """
+        if self.packing is not None and isinstance(full, self.packing.cls):
+            full = self.packing.pack(full)
         if self.tensor_parallel is not None:
             full = self.tensor_parallel.to_part(full)
-        return full.reshape(-1)[self.start : self.stop]
+        start, stop = self.start, self.stop
+        if start == stop:
+            return full.new_empty(0)
+        if full.is_contiguous() or full.ndim == 0:
+            return full.reshape(-1)[start:stop]
+        row_numel = full.numel() // full.shape[0]  # Only rows of the piece are copied.
+        first, last = start // row_numel, -(-stop // row_numel)
+        rows = full[first:last].reshape(-1)
+        return rows[start - first * row_numel : stop - first * row_numel]
 
     def local_indices(self, places: Tensor) -> Tensor:
         """Return where elements of the flattened whole lie in this rank's piece.

@@ -54,6 +54,11 @@ class WholeSpec(ShardSpec):
         """Return the piece of a tensor of the global shape: 1-D, padded with zeros."""
         return padded(full.reshape(-1), self.piece_numel)
 
+    @property
+    def data_parallel_axes(self) -> tuple[Axis, ...]:
+        """None: what this process computes is computed once."""
+        return ()
+
     def gather(self, piece: Tensor) -> Tensor:
         """Return the whole tensor, which is here."""
         return self.trim(piece).reshape(self.shape).clone()

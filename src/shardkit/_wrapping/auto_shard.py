@@ -11,7 +11,12 @@ from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.fully_shard import device_type_of
 from shardkit._module.hooks import get_state
-from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+from shardkit._policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_mixed_precision,
+    as_offload,
+)
 from shardkit._wrapping.offload import offload_to_fit
 from shardkit._wrapping.plan import PlannedUnit, ShardPlan
 from shardkit._wrapping.policies import choose, choose_by_name, is_balanced
@@ -147,12 +152,12 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         )
         raise WrapError(msg)
     common = {
-        "mp_policy": mp_policy,
+        "mp_policy": as_mixed_precision(mp_policy),
         "reshard_after_forward": (
             reshard_after_forward if chosen is None else chosen.reshard_after_forward
         ),
         "shard_placement_fn": shard_placement_fn,
-        "offload_policy": offload_policy,
+        "offload_policy": as_offload(offload_policy),
         "ignored_params": ignored_params or set(),
     }
     shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply)
@@ -312,6 +317,8 @@ def _planned(
         own_mesh = unit.arguments.get("mesh")
         arguments = {"mesh": mesh, **common, **unit.arguments}
         arguments["ignored_params"] = ignored | unit.left_out
+        arguments["mp_policy"] = as_mixed_precision(arguments["mp_policy"])
+        arguments["offload_policy"] = as_offload(arguments["offload_policy"])
         is_other = own_mesh is not None and not is_shape_only(mesh)
         unit_mesh = as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh
         arguments["mesh"] = unit_mesh

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit import _compat
+from shardkit import _compat_modules
 from shardkit._errors import WrapError
 from shardkit._wrapping.balance import choose_balanced
 from shardkit._wrapping.protocol import (
@@ -97,7 +97,7 @@ def _choose(tree: ModuleTree, policy: Any) -> Choice:
         return _by_class(tree, _no_split_modules(tree.model))
     if policy == SIZE:
         policy = size_based_auto_wrap_policy
-    lambda_fn = _compat.lambda_of_custom_policy(policy)
+    lambda_fn = _compat_modules.lambda_of_custom_policy(policy)
     if lambda_fn is not None:
         policy = lambda_fn
     if isinstance(policy, Mapping):

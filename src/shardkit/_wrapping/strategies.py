@@ -146,6 +146,14 @@ class Strategy:
         if ranks_per_copy is None:
             local = os.environ.get("LOCAL_WORLD_SIZE")
             ranks_per_copy = int(local) if local is not None and local.isdecimal() else None
+            hosts = os.environ.get("GROUP_WORLD_SIZE", "")
+            if ranks_per_copy and hosts.isdecimal() and int(hosts) * ranks_per_copy != world_size:
+                msg = (
+                    f"the strategy {self.name!r} makes a copy of the model on each host, and the "
+                    f"{hosts} hosts have {world_size} ranks, but this one has {ranks_per_copy}. "
+                    f"Start as many ranks on each host, or pass ranks_per_copy."
+                )
+                raise MeshError(msg)
         if not ranks_per_copy or world_size % ranks_per_copy:
             msg = (
                 f"the strategy {self.name!r} wants a mesh of shape {self.mesh_rule}: {world_size} "

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shardkit._errors import WrapError
+from shardkit._params.packing import numel_and_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -113,7 +114,8 @@ class ModuleTree:
 
     def nbytes(self, params: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> int:
         """Return the bytes of parameters as they are gathered."""
-        return sum(p.numel() * policy.dtypes_for(p.dtype)[0].itemsize for p in params)
+        cut = map(numel_and_dtype, params)
+        return sum(numel * policy.dtypes_for(dtype)[0].itemsize for numel, dtype in cut)
 
     def is_container(self, module: nn.Module) -> bool:
         """Whether a module has no forward, so that it is never called."""

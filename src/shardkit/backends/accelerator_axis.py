@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit import _compat
-from shardkit.backends.process_group import REDUCE_OPS, ProcessGroupAxis, sub_group
+from shardkit.backends.groups import sub_group
+from shardkit.backends.host_work import start_host_all_to_all
+from shardkit.backends.process_group import REDUCE_OPS, ProcessGroupAxis
 from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
@@ -18,11 +20,49 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit.backends.base import AllToAll, Handle
     from shardkit.backends.device import AcceleratorDevice
+    from shardkit.backends.events import Event, Stream
     from shardkit.backends.watch.channel import Issued
 
 _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
 """Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
+
+
+class PeerHandle:
+    """An exchange on a side stream.
+
+    Args:
+        device: Where it runs.
+        event: After it.
+        kept: Memory of the compute stream that the exchange uses.
+        back: (target on the host, source): copied when somebody waits.
+    """
+
+    def __init__(
+        self,
+        device: AcceleratorDevice,
+        event: Event,
+        kept: tuple[Tensor, ...],
+        back: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self._device = device
+        self._event = event
+        self._kept = kept
+        self._back = back
+
+    def wait(self) -> None:
+        """Let the compute stream wait; the host goes on, unless it is the host's memory."""
+        self._device.wait(self._device.current_stream(), self._event)
+        back, self._back = self._back, None
+        if back is not None:
+            back[0].copy_(back[1])
+        self._kept = ()
+
+    def __del__(self) -> None:
+        """Give no memory back that an exchange still uses: an error dropped the handle."""
+        if self._kept:
+            self._device.wait(self._device.current_stream(), self._event)
 
 
 class AcceleratorAxis(ProcessGroupAxis):
@@ -45,6 +85,46 @@ class AcceleratorAxis(ProcessGroupAxis):
         self.coalesces = self.averages
         has_host_engine = _compat.process_group_backend(group, torch.device("cpu")) is not None
         self.host_group = group if has_host_engine else None
+        self._peer_stream: Stream | None = None
+
+    def start_all_to_all(self, job: AllToAll) -> Handle:
+        """See `PeerAxis.start_all_to_all`: on a stream of its own.
+
+        Memory of the host, as of offloaded shards, goes by the host's engine where there is one,
+        else through the device.
+        """
+        is_on_host = job.send.device != self.device.device
+        if is_on_host and self.host_group is not None:
+            return start_host_all_to_all(job, self.host_group)
+        send, receive = job.send, job.receive
+        if is_on_host:
+            send = self.device.copy(send)
+            receive = self.device.empty(job.receive.numel(), job.receive.dtype)
+        if self._peer_stream is None:
+            self._peer_stream = self.device.new_stream()
+        stream = self._peer_stream
+        # What compute has written is sent, and what it has read last is overwritten.
+        self.device.wait(stream, self.device.record(self.device.current_stream()))
+        issued = self.issue("all-to-all", job.of, job.total_nbytes)
+        with self.device.on(stream):
+            if self.size > 1:
+                splits = (list(job.receive_nbytes), list(job.send_nbytes))
+                dist.all_to_all_single(receive, send, *splits, group=self.group)
+        event = self.device.record(stream)
+        if issued is not None:
+            issued.started(functools.partial(self.device.is_done, event))
+        back = (job.receive, receive) if is_on_host else None
+        return PeerHandle(self.device, event, (send, receive), back)
+
+    def all_reduce_flags(self, flags: Tensor) -> None:
+        """See `PeerAxis.all_reduce_flags`."""
+        if self.size == 1:
+            return
+        if self.host_group is None:
+            self.all_reduce(flags, "max")
+            return
+        with channel_of(self.host_group).run("all-reduce (max)", "", flags.nbytes):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group)
 
     @contextlib.contextmanager
     def _on_device(self, tensor: Tensor) -> Iterator[Tensor]:

@@ -19,8 +19,29 @@ if TYPE_CHECKING:
     from shardkit.backends.traced import Region
 
 
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """What this rank sends to each rank of an axis, and gets from each.
+
+    Attributes:
+        send: 1-D, bytes: what each rank gets, in rank order, end to end.
+        receive: 1-D, bytes: what each rank sends, in rank order; written.
+        send_nbytes: Of what each rank gets.
+        receive_nbytes: Of what each rank sends.
+        total_nbytes: A number that all ranks know of it, by which the watch compares them.
+        of: What it is for.
+    """
+
+    send: Tensor
+    receive: Tensor
+    send_nbytes: Sequence[int]
+    receive_nbytes: Sequence[int]
+    total_nbytes: int
+    of: str
+
+
 class AxisComm(Protocol):
-    """One mesh axis through this rank: small and rare collectives, all blocking.
+    """One mesh axis through this rank: small and rare collectives, all blocking but one.
 
     `op` is one of ``"sum"``, ``"max"``, ``"min"``, ``"product"``.
     """
@@ -39,6 +60,28 @@ class AxisComm(Protocol):
 
     def exchange(self, item: Any) -> list[Any]:
         """Return every rank's picklable `item`, in rank order."""
+
+
+class PeerAxis(AxisComm, Protocol):
+    """An axis whose ranks send each other parts of any size (not on XLA).
+
+    Attributes:
+        members: Global rank of each position.
+    """
+
+    members: tuple[int, ...]
+
+    def start_all_to_all(self, job: AllToAll) -> Handle:
+        """Start an exchange after all compute issued so far.
+
+        The tensors must not be touched before `Handle.wait` has returned.
+        """
+
+    def all_reduce_flags(self, flags: Tensor) -> None:
+        """Take the maximum of small integers, a host tensor, in place; the host waits.
+
+        For other hosts where the axis has an engine for them, so that nobody waits for a device.
+        """
 
 
 def first_of_all(item: Any, axes: Sequence[AxisComm]) -> Any:
@@ -268,6 +311,16 @@ class MeshBackend(ABC):
     @abstractmethod
     def axis(self, axis: int) -> AxisComm:
         """Return the communicator of one mesh axis through this rank; always the same object."""
+
+    def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
+        """Return the communicator of all axes as one, whose ranks are given. Collective.
+
+        Always the same object.
+
+        Raises:
+            NotImplementedError: Operators are traced.
+        """
+        raise NotImplementedError(ranks)
 
     @abstractmethod
     def for_axes(self, axes: Sequence[int]) -> MeshBackend:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-    from shardkit.backends.base import AxisComm
+    from shardkit.backends.base import AxisComm, PeerAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +290,10 @@ class JoinedBackend(MeshBackend):
         """See `MeshBackend.axis`."""
         backend, index = self._axes[axis]
         return backend.axis(index)
+
+    def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
+        """See `MeshBackend.joint_axis`."""
+        return self._axes[0][0].joint_axis(ranks)
 
     def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
         """See `MeshBackend.for_axes`."""

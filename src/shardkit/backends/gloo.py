@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backends.base import Gather
-from shardkit.backends.gloo_axis import GlooAxis, WorkHandle
+from shardkit.backends.gloo_axis import GlooAxis
 from shardkit.backends.gloo_exchange import ExchangeHandle, is_small, sends_own
+from shardkit.backends.host_work import WorkHandle
 from shardkit.backends.process_group import (
     ProcessGroupBackend,
     WatchedStreams,

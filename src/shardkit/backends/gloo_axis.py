@@ -1,18 +1,19 @@
-"""A mesh axis over gloo, and handles of what is started on it."""
+"""A mesh axis over gloo."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit.backends.process_group import ProcessGroupAxis, sub_group
+from shardkit.backends.groups import sub_group
+from shardkit.backends.host_work import WorkHandle, start_host_all_to_all
+from shardkit.backends.process_group import ProcessGroupAxis
 from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch.distributed as dist
 
-    from shardkit.backends.watch.channel import Channel, Issued
+    from shardkit.backends.base import AllToAll
+    from shardkit.backends.watch.channel import Channel
 
 
 class GlooAxis(ProcessGroupAxis):
@@ -31,19 +32,8 @@ class GlooAxis(ProcessGroupAxis):
         if self.reduce_group is None and self.size > 1:
             self.reduce_group = sub_group(self.group, [range(self.size)], "gloo")
 
-
-class WorkHandle:
-    """Started collectives of one process group."""
-
-    is_of_host = True
-
-    def __init__(self, works: Sequence[dist.Work | None], issued: Issued | None) -> None:
-        self._works = [work for work in works if work is not None]
-        self._issued = issued
-
-    def wait(self) -> None:
-        """Block until they are done; again is free."""
-        works, self._works = self._works, []
-        if works:
-            assert self._issued is not None, "there are ranks to wait for"
-            self._issued.wait(works)
+    def start_all_to_all(self, job: AllToAll) -> WorkHandle:
+        """See `PeerAxis.start_all_to_all`."""
+        if self.size == 1:
+            return WorkHandle([], None)
+        return start_host_all_to_all(job, self.group)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shardkit.backends.gloo_axis import GlooAxis, WorkHandle
+from shardkit.backends.gloo_axis import GlooAxis
+from shardkit.backends.host_work import WorkHandle
 from shardkit.backends.process_group import custom_reduce_scatter
 
 if TYPE_CHECKING:

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import functools
-import math
-import os
-import sys
 from abc import abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh as torch_mesh
 
-from shardkit import _compat
-from shardkit._errors import MeshError
 from shardkit._mesh import DeviceMesh
 from shardkit.backends.base import Backend, CommStreams
+from shardkit.backends.groups import exchange, group_of, sub_group
 from shardkit.backends.watch.channel import channel_of
 from shardkit.backends.watch.current import current_station
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
+    from torch.distributed import device_mesh as torch_mesh
 
-    from shardkit.backends.base import Gather, Reduction
+    from shardkit.backends.base import Gather, PeerAxis, Reduction
     from shardkit.backends.watch.channel import Issued
 
 REDUCE_OPS = {
@@ -41,75 +35,6 @@ REDUCE_OPS = {
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_NO_PROCESS_GROUP = (
-    "no process group: this process was not started by a launcher. Start the script by\n"
-    "    torchrun --standalone --nproc-per-node 2 {script}\n"
-    "or call torch.distributed.init_process_group() before making a mesh."
-)
-
-
-_num_made: dict[tuple[int, ...], int] = {}
-_made_in: Any = None
-
-
-def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group. Only its own ranks have to call this.
-
-    They must make all groups of the same ranks in the same order. Other groups of a rank make no
-    difference.
-    """
-    with _named_group(ranks):
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, use_local_synchronization=True
-        )
-    return group
-
-
-def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
-    """Give the next process group a name that all of its ranks give it."""
-    global _made_in  # noqa: PLW0603 - to know that everything has begun anew
-    if _made_in is not dist.group.WORLD:
-        _num_made.clear()
-        _made_in = dist.group.WORLD
-    members = tuple(ranks)
-    number = _num_made[members] = _num_made.get(members, 0) + 1
-    return _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}")
-
-
-def sub_group(
-    parent: dist.ProcessGroup, splits: Sequence[Sequence[int]], backend: str | None = None
-) -> dist.ProcessGroup:
-    """Make a process group of some ranks of another. All ranks of `parent` must call this.
-
-    Args:
-        parent: The other one.
-        splits: Positions in `parent`, without overlaps. A rank gets the group that it is in.
-        backend: The engine; None: as the parent's.
-    """
-    mine = next(split for split in splits if parent.rank() in split)
-    ranks = [dist.get_process_group_ranks(parent)[position] for position in mine]
-    if backend is None and _must_be_split(parent):
-        # A new group would split the communicator of the whole world, for which torch needs all of
-        # its ranks to call.
-        with _named_group(ranks):
-            all_splits = [list(split) for split in splits]
-            made = dist.split_group(parent_pg=parent, split_ranks=all_splits)
-        assert made is not None, "every rank is in one of the splits"
-        return made
-    return new_group(ranks, backend)
-
-
-def _must_be_split(parent: dist.ProcessGroup) -> bool:
-    """Whether groups must be split from others: the world is bound to devices, the engine can."""
-    device = getattr(dist.group.WORLD, "bound_device_id", None)
-    if device is None:
-        return False
-    engine = _compat.process_group_backend(parent, device)
-    return bool(getattr(engine, "supports_splitting", False))
-
-
-_compat.separate_attempts()  # Before anyone calls `init_process_group`.
-
 
 class ProcessGroupAxis:
     """`AxisComm` over one torch process group."""
@@ -118,6 +43,7 @@ class ProcessGroupAxis:
         self.group = group
         self.size = group.size()
         self.rank = group.rank()
+        self.members = tuple(dist.get_process_group_ranks(group))
 
     def issue(self, kind: str, of: str, nbytes: int) -> Issued | None:
         """Announce a collective; None where one rank is alone."""
@@ -148,23 +74,9 @@ class ProcessGroupAxis:
         """See `AxisComm.exchange`."""
         return exchange(item, self.group)
 
-
-def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
-    """Return the picklable `item` of every rank of a process group, in rank order.
-
-    Args:
-        item: This rank's.
-        group: Torch's; None is the default one.
-        of: What it is for.
-
-    Cost: two all-gathers: of the sizes, of the items.
-    """
-    size = dist.get_world_size(group)
-    items: list[Any] = [item] * size
-    if size > 1:
-        with channel_of(group).run("exchange", of, 0):
-            dist.all_gather_object(items, item, group=group)
-    return items
+    def all_reduce_flags(self, flags: Tensor) -> None:
+        """See `PeerAxis.all_reduce_flags`."""
+        self.all_reduce(flags, "max")
 
 
 class WatchedStreams(CommStreams):
@@ -227,6 +139,7 @@ def custom_reduce_scatter(
 
 _split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
 _axes: dict[tuple[str, type[ProcessGroupBackend]], ProcessGroupAxis] = {}
+_joint_axes: dict[tuple[Any, ...], ProcessGroupAxis] = {}
 
 
 class ProcessGroupBackend(Backend):
@@ -263,6 +176,16 @@ class ProcessGroupBackend(Backend):
     def make_axis(self, group: dist.ProcessGroup) -> ProcessGroupAxis:
         """Return the communicator over a process group."""
 
+    def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
+        """Return the communicator of several axes as one; always the same object. Collective."""
+        if any(of_world is not self._world for _, _, of_world in _joint_axes):
+            _joint_axes.clear()
+        key = (tuple(sorted(ranks)), type(self), self._world)
+        if key not in _joint_axes:
+            _joint_axes[key] = self.make_axis(group_of(ranks))
+        axis: Any = _joint_axes[key]
+        return axis  # type: ignore[no-any-return]
+
     def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
         """Return the communicator of `size` neighbours on one axis."""
         whole = self.axis(axis)
@@ -276,71 +199,6 @@ class ProcessGroupBackend(Backend):
         sub = type(self)(self._mesh, [self._axes[axis] for axis in axes])
         sub._comms = {i: self.axis(axis) for i, axis in enumerate(axes)}  # noqa: SLF001 - own class
         return sub
-
-
-def make_torch_mesh(
-    device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None
-) -> torch_mesh.DeviceMesh:
-    """Make torch's mesh over the whole world; starts the default process group if need be.
-
-    Raises:
-        MeshError: Not started by a launcher, or the world has another size than the mesh.
-    """
-    world_size = world_size_or_raise()
-    if names is not None and len(names) != len(shape):
-        msg = (
-            f"mesh_dim_names must name every axis: got {names} for a mesh of shape {shape} with "
-            f"{len(shape)} axes."
-        )
-        raise MeshError(msg)
-    wanted = math.prod(shape)
-    if wanted != world_size:
-        msg = (
-            f"a mesh of shape {shape} needs {wanted} ranks, the world has {world_size}. "
-            f"Start {wanted} processes (torchrun --nproc-per-node), or make a mesh of torch's "
-            f"DeviceMesh over some of the ranks and pass that."
-        )
-        raise MeshError(msg)
-    if not dist.is_initialized():
-        dist.init_process_group(_engines_for(device_type))
-    return torch_mesh.init_device_mesh(device_type, shape, mesh_dim_names=names)
-
-
-def _engines_for(device_type: str) -> str | None:
-    """Return the engines of the default process group; None: torch's choice.
-
-    An accelerator gets one for the host as well, so that small numbers need not pass the device.
-    """
-    library = dist.Backend.default_device_backend_map.get(device_type)
-    if device_type == "cpu" or library is None:
-        return None
-    return f"cpu:gloo,{device_type}:{library}"
-
-
-def _script() -> str:
-    name = Path(sys.argv[0]).name if sys.argv else ""
-    return name if name.endswith(".py") else "train.py"
-
-
-def current_world_size() -> int | None:
-    """Return the number of ranks of the default process group; None if there is none."""
-    return dist.get_world_size() if dist.is_initialized() else None
-
-
-def group_rank(group: Any) -> int:
-    """Return this process' rank in a process group of torch; None is the default group."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def world_size_or_raise() -> int:
-    """Return the number of ranks; a MeshError that says how to start them if there are none."""
-    world_size = current_world_size()
-    if world_size is not None:
-        return world_size
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    msg = _NO_PROCESS_GROUP.format(script=_script())
-    raise MeshError(msg)
 
 
 def from_torch_mesh(

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from shardkit._errors import CheckpointError
 from shardkit.backends.base import first_of_all
-from shardkit.backends.process_group import exchange, group_rank
+from shardkit.backends.groups import exchange
+from shardkit.backends.world import group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardkit.backends.process_group import new_group
+from shardkit.backends.groups import new_group
 from shardkit.checkpoint._agreement import quote, rank_of
 from shardkit.checkpoint._dcp.staging import Staging
 from shardkit.checkpoint._job import Job, write

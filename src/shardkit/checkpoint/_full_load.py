@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
+from shardkit._module.rebuilt import rebuild_buffers
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import raise_on_all, rank_of
 from shardkit.checkpoint._files import bytes_io
@@ -38,9 +39,8 @@ class LoadedNames(NamedTuple):
     Attributes:
         missing_keys: Names of the model that the file lacks; with ``strict=True`` none.
         unexpected_keys: Names of the file that the model lacks; with ``strict=True`` none.
-        meta_keys: Tensors of the model that are still on the meta device: missing ones and
-            buffers that state dicts leave out (``persistent=False``), which only the code that made
-            the model can compute.
+        meta_keys: Tensors of the model that are still on the meta device: missing ones, and those
+            buffers that state dicts leave out (``persistent=False``) and no module can compute.
     """
 
     missing_keys: list[str]
@@ -64,6 +64,9 @@ def load_full(
     ``model.state_dict()``; of tied ones the file needs one. Hooks that rename what is loaded, as
     some modules have for old files, are not called, nor what transformers does for models that it
     saves under other names (``save_pretrained(..., save_original_format=False)`` saves theirs).
+
+    Buffers on meta that state dicts leave out (``persistent=False``: tables of positions) are
+    computed by their modules, as `materialize` has it done; what was loaded stays as it is.
 
     Args:
         path: What `FullFile` reads: a file of torch.save, of safetensors, or a Hugging Face
@@ -110,6 +113,8 @@ def load_full(
         key = f"{plain_name(model, name)}.{EXTRA_STATE}".removeprefix(".")
         if key in extra and key in file.others:
             module.set_extra_state(file.others[key])
+    saved = {id(tensor) for tensor in state.values()}
+    rebuild_buffers(model, [buffer for buffer in model.buffers() if id(buffer) not in saved])
     return LoadedNames(missing, unexpected, _on_meta(model))
 
 
@@ -275,7 +280,8 @@ def _misfits(entries: list[Entry], infos: Mapping[str, TensorInfo]) -> Iterator[
             if info is None:
                 continue
             mine, found = _described(name, entry.tensor), f"{info.shape}, {dtype_name(info.dtype)}"
-            if hasattr(entry.tensor, "redistribute"):
+            is_sharded = isinstance(entry.tensor, ShardedTensor)
+            if hasattr(entry.tensor, "redistribute") and not is_sharded:
                 yield f"{mine} is a DTensor that fully_shard did not take: shard it first"
             elif tuple(entry.tensor.shape) != info.shape:
                 yield f"of another shape: {mine} in the model; in the file {found}"

@@ -27,7 +27,8 @@ from shardkit._params.sites import ParamEntry
 from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import ShardSpec
-from shardkit.backends import process_group
+from shardkit.backends import groups as process_groups
+from shardkit.backends import world as world_module
 from shardkit.backends.accelerator_streams import DeviceCheckHandle, HostCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
 
@@ -97,6 +98,46 @@ def test_the_default_mesh_is_where_parameters_will_compute(
     if not is_there and expected == "xpu":
         expected = "cpu"
     assert device_type_of(found_on(*devices), policy) == expected
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,xpu:gloo", "cpu"),
+        ("xpu:xccl", "xpu"),
+        ("cpu:gloo,xpu:xccl", "xpu"),
+    ],
+)
+def test_the_default_mesh_is_of_the_accelerator_that_has_an_engine(
+    monkeypatch: pytest.MonkeyPatch, engines: str, expected: str
+) -> None:
+    """A model on the host is sharded over it, as FSDP2 does."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: engines)
+    monkeypatch.setattr(world_module, "_started_for_host", None)
+    assert device_type_of(found_on("cpu"), OffloadPolicy()) == expected
+    assert device_type_of(found_on("cuda:1"), OffloadPolicy()) == "cuda"
+
+
+def test_a_process_group_that_was_started_for_the_cpu_leaves_models_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch gives it an engine for each accelerator of the machine."""
+    world = object()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(dist, "init_process_group", lambda engines: None)  # noqa: ARG005
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,xpu:xccl")
+    monkeypatch.setattr(dist, "group", Stub(WORLD=world))
+    monkeypatch.setattr(world_module, "_started_for_host", None)
+    world_module._start("cpu")  # noqa: SLF001 - the whole needs other ranks
+    assert device_type_of(found_on("cpu"), OffloadPolicy()) == "cpu"
+    world_module._start("xpu")  # noqa: SLF001 - the same
+    assert device_type_of(found_on("cpu"), OffloadPolicy()) == "xpu"
 
 
 def spec_at(home: str | None, device: str) -> ShardSpec:
@@ -208,14 +249,14 @@ class Groups:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda parent: parent.ranks)
         monkeypatch.setattr(dist, "new_group", self._new_group)
         monkeypatch.setattr(dist, "split_group", self._split_group)
-        monkeypatch.setattr(process_group, "_num_made", {})
-        monkeypatch.setattr(process_group, "_made_in", None)
+        monkeypatch.setattr(process_groups, "_num_made", {})
+        monkeypatch.setattr(process_groups, "_made_in", None)
 
     def play(self, rank: int, *, bound: bool, splits: bool = True) -> typing.Any:
         """Become a fresh process that is this rank; return its parent group."""
         device = torch.device("cuda", 0) if bound else None
         group = Stub(WORLD=Stub(bound_device_id=device))
-        self._monkeypatch.setattr(process_group, "dist", Stub(**(vars(dist) | {"group": group})))
+        self._monkeypatch.setattr(process_groups, "dist", Stub(**(vars(dist) | {"group": group})))
         engine = Stub(supports_splitting=splits)
         return Stub(rank=lambda: rank, ranks=[4, 5, 6, 7], _get_backend=lambda _: engine)
 
@@ -242,7 +283,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
 @pytest.mark.parametrize("rank", range(4))
 def test_a_world_bound_to_devices_is_split_from_the_parent(groups: Groups, rank: int) -> None:
     parent = groups.play(rank, bound=True)
-    process_group.sub_group(parent, SPLITS)
+    process_groups.sub_group(parent, SPLITS)
     expected = {"parent_pg": parent, "split_ranks": [[0, 1], [2, 3]]}
     assert groups.calls == [("split", expected)], "all ranks of the parent say the same"
 
@@ -252,7 +293,7 @@ def test_a_world_bound_to_devices_is_split_from_the_parent(groups: Groups, rank:
 def test_other_groups_take_only_their_own_ranks(
     groups: Groups, rank: int, engine: str | None, *, bound: bool
 ) -> None:
-    process_group.sub_group(groups.play(rank, bound=bound), SPLITS, engine)
+    process_groups.sub_group(groups.play(rank, bound=bound), SPLITS, engine)
     ranks = [4, 5] if rank < 2 else [6, 7]
     options = {"backend": engine, "use_local_synchronization": True}
     assert groups.calls == [("new", ranks, options)]
@@ -260,7 +301,7 @@ def test_other_groups_take_only_their_own_ranks(
 
 def test_a_group_whose_engine_cannot_split_is_not_split(groups: Groups) -> None:
     """As that of a mesh of the CPU beside a world bound to devices."""
-    process_group.sub_group(groups.play(0, bound=True, splits=False), SPLITS)
+    process_groups.sub_group(groups.play(0, bound=True, splits=False), SPLITS)
     assert [call[0] for call in groups.calls] == ["new"]
 
 
@@ -270,8 +311,8 @@ def test_the_ranks_of_a_split_give_its_group_one_name(groups: Groups, *, bound: 
     for rank in range(4):
         parent = groups.play(rank, bound=bound)
         for _ in range(rank):  # Other groups of some ranks change nothing.
-            process_group.sub_group(parent, [[each] for each in range(4)])
-        made: typing.Any = [process_group.sub_group(parent, SPLITS) for _ in range(2)]
+            process_groups.sub_group(parent, [[each] for each in range(4)])
+        made: typing.Any = [process_groups.sub_group(parent, SPLITS) for _ in range(2)]
         names[rank] = made
     assert names[0] == names[1]
     assert names[2] == names[3]

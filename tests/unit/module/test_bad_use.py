@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from recording import recording_mesh
 from shardkit import (
-    ShardedTensorError,
-    ShardkitError,
     StateError,
     WrapError,
     fully_shard,
@@ -120,19 +118,6 @@ def test_a_list_that_holds_something_else() -> None:
     with pytest.raises(WrapError, match="got str"):
         fully_shard([model[0], "2"], mesh)
     assert type(model[0]) is nn.Linear
-
-
-def test_a_list_without_a_root() -> None:
-    model, mesh = make_model()
-    fully_shard([model[0], model[2]], mesh)
-    with pytest.raises(
-        StateError,
-        match=r"ran as a root.*call fully_shard on the module"
-        r"|ran as a root.*Call fully_shard on the module",
-    ):
-        model[0](torch.ones(2, 4))
-    fully_shard(model, mesh)
-    assert trains(model)
 
 
 def test_a_module_inside_another_of_the_list_belongs_to_that() -> None:
@@ -273,27 +258,3 @@ def test_requires_grad_changed_inside_forward() -> None:
     with pytest.raises(StateError, match=r"requires_grad of '0.bias' was changed inside"):
         model(torch.ones(2, 4))
     assert trains(model)
-
-
-class Peeker(nn.Module):
-    """Reads its child's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(4, 4)
-        self.own = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.child.weight * self.own
-
-
-def test_a_parent_that_reads_its_childs_weight() -> None:
-    mesh, _ = recording_mesh((4,))
-    model = Peeker()
-    fully_shard(model.child, mesh)
-    fully_shard(model, mesh)
-    with pytest.raises(ShardedTensorError) as caught:
-        model(torch.ones(2, 4))
-    for part in ("child.weight", "one group", "register_fsdp_forward_method", "unshard()"):
-        assert part in str(caught.value)
-    assert isinstance(caught.value, ShardkitError)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recording import recording_mesh
-from shardkit import fully_shard
+from shardkit import ShardedTensor, fully_shard
 
 GATHER = "start all_gather"
 
@@ -69,3 +69,58 @@ def test_a_copy_of_one_of_them_takes_the_others_along() -> None:
     part = copy.deepcopy(model[0])
     assert part.memory_stats()["shard_nbytes"] == model[0].memory_stats()["shard_nbytes"]
     assert type(part) is type(model[0])
+
+
+# --- a list without a root around it --------------------------------------------------------------
+
+
+def make_rootless() -> tuple[typing.Any, list[tuple[str, int]]]:
+    """Return a model of which two layers are one group, and nothing else is sharded."""
+    mesh, log = recording_mesh((2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4))
+    fully_shard([model[0], model[2]], mesh)
+    return model, log
+
+
+def test_it_is_kept_from_the_first_module_to_the_backward() -> None:
+    model, log = make_rootless()
+    for _ in range(3):
+        log.clear()
+        step(model)
+        assert sum(numel for what, numel in log if what == GATHER) == 20 + 36
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)  # As an optimizer does: what was gathered is stale.
+    assert model[0].memory_stats()["unsharded_nbytes"] == 0
+
+
+def test_its_parameters_are_named_by_their_place_in_the_list() -> None:
+    model, _ = make_rootless()
+    model[2](torch.ones(2, 8))
+    model[0].reshard()
+    names = [repr(model[i].weight).split("'")[1] for i in (0, 2)]
+    assert names == ["0.weight", "1.weight"]
+
+
+def test_a_root_that_comes_later_takes_it_over() -> None:
+    model, _ = make_rootless()
+    step(model)
+    model.zero_grad()
+    fully_shard(model, model[0].weight.device_mesh)
+    step(model)
+    assert all(p.grad is not None for p in model.parameters())
+    assert repr(model[2].weight).split("'")[1] == "2.weight"
+
+
+def test_one_of_them_is_unsharded_before_the_first_forward() -> None:
+    model, log = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = model[2].unshard(async_op=True)
+    assert [what for what, _ in log].count(GATHER) == 1
+    handle.wait()
+    assert [type(layer.weight) for layer in (model[0], model[2])] == [nn.Parameter] * 2
+    assert type(model[1].weight) is ShardedTensor
+    step(model)
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+    assert model.memory_stats()["unsharded_nbytes"] == 0

@@ -79,6 +79,12 @@ def test_shapes_of_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(MeshError, match="8 ranks in copies of 3"):
         strategy("hybrid").mesh_shape(8)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")  # Hosts of 4, 2 and 2 ranks, for example.
+    for local in ("4", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        with pytest.raises(MeshError, match=f"3 hosts have 8 ranks, but this one has {local}"):
+            strategy("hybrid").mesh_shape(8)
+    assert strategy("hybrid").mesh_shape(8, 2) == (4, 2)
 
 
 @pytest.mark.parametrize(

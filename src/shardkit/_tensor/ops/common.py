@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardkit import _compat
 from shardkit._errors import ShardedTensorError
+from shardkit._tensor.host_values import HostValues
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.write_log import note_raised
+from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardkit._tensor.spec import ShardSpec
 
 
 def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
-    spec = tensor.spec
-    part = "" if spec.tensor_parallel is None else " of its tensor-parallel part"
     return ShardedTensorError(
-        f"{func} on sharded {spec.name!r} of shape {tuple(tensor.shape)}: {why} This rank holds "
-        f"only elements [{spec.start}:{spec.stop}){part}. If this is a module's weight used "
-        f"outside that module's forward, shard both modules in one group, call "
-        f"register_fsdp_forward_method() on the method that uses it, or unshard() around the use; "
-        f"otherwise call full_tensor() on it (on every rank)."
+        f"{func} on sharded {tensor.spec.name!r} of shape {tuple(tensor.shape)}: {why}"
     )
 
 
@@ -39,28 +39,83 @@ def first_sharded(args: Any) -> ShardedTensor:
     raise AssertionError(msg)
 
 
-def note_write(*targets: ShardedTensor) -> None:
-    """Raise the version counters, which say that a shard is stale: a dispatch does not do it."""
+def note_write(*targets: ShardedTensor, pieces: Sequence[Any] = ()) -> None:
+    """Raise the version counters, which say that a shard is stale: a dispatch does not do it.
+
+    Args:
+        *targets: What was written; of pieces written as one, the first.
+        pieces: All that were written, where those are more.
+    """
     written = {id(t.flat): t.flat for t in targets if t.flat is not None}
+    written |= {id(t.local_piece): t.local_piece for t in targets if t.flat is None}
     torch.autograd.graph.increment_version(list(written.values()))
-    torch.autograd.graph.increment_version([t.local_piece for t in targets if t.flat is None])
+    for memory in written.values():
+        note_raised(memory, pieces or targets)
 
 
-def local_operand(func: Any, arg: Tensor, reference: ShardedTensor) -> Tensor:
-    """Return what stands for `arg` in an elementwise operator on `reference`'s piece."""
-    if type(arg) is ShardedTensor:
-        if not arg.spec.same_cut(reference.spec):
-            why = f"{arg.spec.name!r} of shape {tuple(arg.shape)} is cut differently."
-            raise refuse(func, reference, why)
-        return arg.local_piece
-    if arg.ndim == 0:
+def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
+    """Return what stands beside a piece for a plain tensor that broadcasts to the whole's shape.
+
+    A tensor of one dim has one here: dtypes of results depend on whether an operand has dims.
+    """
+    if arg.ndim == 0 and spec.shape:
         return arg
-    if arg.numel() == 1 and arg.ndim <= reference.ndim:
-        return arg.reshape(())
-    if arg.shape == reference.shape and arg.numel() > 0 and not any(arg.stride()):
-        return arg[(0,) * arg.ndim]  # A scalar expanded, e.g. by the backward of sum().
-    why = f"the other operand is a plain tensor of shape {tuple(arg.shape)}."
-    raise refuse(func, reference, why)
+    if arg.numel() == 1:
+        return arg.reshape(1)
+    if arg.shape == spec.shape:
+        if arg.numel() > 0 and not any(arg.stride()):
+            return arg[(0,) * arg.ndim].reshape(1)  # A number expanded to the shape.
+        return spec.slice_full(arg)
+    return spec.slice_full(arg.expand(spec.shape))
+
+
+def cut_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have the gradients of the operands arrive as pieces, if autograd records an operator."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for tensor in iter_tensors([args, kwargs], depth=0):
+            if type(tensor) is ShardedTensor:
+                tensor.cut_gradient()
+
+
+def wants_gradients(*trees: Any) -> bool:
+    """Whether autograd records an operator on these arguments."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor.requires_grad for tensor in iter_tensors(trees, depth=0))
+
+
+def runs_on_wholes(*trees: Any) -> bool:
+    """Whether plain tensors among the arguments may be other ones on each rank.
+
+    So is data that a loss is computed from, and are gradients of it. Then the operator runs on
+    wholes, on each rank with its own data; the gradient of the sharded tensor is averaged.
+    """
+    return _compat.in_backward() or wants_gradients(*trees) or _compat.in_user_function()
+
+
+def check_in_place(func: Any, target: ShardedTensor, *others: Any) -> None:
+    """Refuse to write into a sharded tensor what a gradient would have to be sent back to.
+
+    And what an `autograd.Function` computed of a rank's own data.
+    """
+    if torch.is_grad_enabled():
+        for other in iter_tensors(others, depth=0):
+            if type(other) is not ShardedTensor and other.requires_grad:
+                why = (
+                    "a plain tensor that requires a gradient is written into it. Ranks keep pieces "
+                    "of it, so none has the whole gradient. Use the operator that returns a new "
+                    "tensor, or write under torch.no_grad()."
+                )
+                raise refuse(func, target, why)
+    if _compat.in_user_function():
+        for other in iter_tensors(others, depth=0):
+            if not isinstance(other, HostValues) and other.ndim > 0:
+                why = (
+                    "an autograd.Function writes a plain tensor into it, which may be another one "
+                    "on each rank, and ranks keep pieces of it. Make what is written by "
+                    "zeros_like() of the parameter, or pass its full_tensor() to apply()."
+                )
+                raise refuse(func, target, why)
 
 
 def all_reduce(value: Tensor, spec: ShardSpec, op: str) -> None:

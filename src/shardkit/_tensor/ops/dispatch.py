@@ -1,4 +1,9 @@
-"""Which operator is of which kind. An operator is put into its kind when it is first seen."""
+"""Which operator is of which kind. An operator is put into its kind when it is first seen.
+
+The rule: an operator on pieces if it is elementwise, one collective if it reduces all there is, a
+view if it is one, else the whole tensors. What has its own handler below is one of these, told to
+be so because torch does not say it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ from typing import Any
 import torch
 
 from shardkit import _compat
-from shardkit._tensor.ops.common import first_sharded, refuse
-from shardkit._tensor.ops.lists import foreach
+from shardkit._tensor.ops.common import cut_gradients
+from shardkit._tensor.ops.lists import foreach, largest
 from shardkit._tensor.ops.norms import foreach_norm, unscale, vector_norm
 from shardkit._tensor.ops.pointwise import mutating, pointwise, pointwise_mutating
 from shardkit._tensor.ops.reductions import agree, extreme, item, mean, reduce_by, truth
@@ -17,12 +22,13 @@ from shardkit._tensor.ops.structural import (
     new_like,
     plain_empty,
     random,
-    reshape,
+    refuse_resize,
     same_memory,
     state_like,
     structural,
 )
-from shardkit._tensor.ops.views import eye, view, view_as_shape, write
+from shardkit._tensor.ops.views import view, view_of_size, write
+from shardkit._tensor.ops.wholes import whole
 
 _HANDLERS: dict[Any, Any] = {}
 _aten = torch.ops.aten
@@ -33,11 +39,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     if handler is None:
         handler = _HANDLERS[func] = _classify(func)
+    if torch.is_grad_enabled() and handler is not same_memory:
+        cut_gradients(args, kwargs)
     return handler(func, args, kwargs)
-
-
-def unsupported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise refuse(func, first_sharded((*args, *kwargs.values())), "it needs more than a piece.")
 
 
 def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -48,14 +52,14 @@ def _classify(func: Any) -> Any:
     """Choose the handler of an operator seen for the first time."""
     name = func.name().split("::")[-1].split(".")[0]
     if name.startswith(("_foreach_", "_fused_")):
-        return unsupported if name in ("_foreach_max", "_foreach_norm") else foreach
+        return foreach
     if func.is_view:
         return view
     if torch.Tag.nondeterministic_seeded in func.tags:
         return random
     if torch.Tag.pointwise in func.tags:
         return pointwise_mutating if _compat.is_mutable_op(func) else pointwise
-    return unsupported
+    return whole
 
 
 def _register(handler: Any, *funcs: Any) -> None:
@@ -70,12 +74,13 @@ _register(mutating, _aten.zero_.default, _aten.fill_.Scalar)
 _register(pointwise_mutating, _aten.fill_.Tensor)
 _register(pointwise, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor)
 _register(pointwise_mutating, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
-_register(plain_empty, _aten.new_empty.default)
-_register(reshape, _compat.unsafe_view_op, _aten.expand.default)
-_register(view_as_shape, _aten.view.default)
+_register(plain_empty, _aten.new_empty.default, _aten.new_empty_strided.default)
+_register(refuse_resize, _aten.set_.source_Tensor, _aten.set_.source_Storage)
+_register(refuse_resize, _aten.set_.source_Storage_storage_offset, _aten.resize_.default)
+_register(refuse_resize, _aten.resize_as_.default)
+_register(view_of_size, _aten.view.default, _compat.unsafe_view_op, _aten.expand.default)
 _register(write, _aten.index_put_.default, _aten.index_fill_.int_Scalar)
 _register(write, _aten.index_fill_.int_Tensor)
-_register(eye, _aten.eye.m_out)
 _register(
     new_like,
     _aten.new_zeros.default,
@@ -97,4 +102,5 @@ _register(vector_norm, _aten.linalg_vector_norm.default, _aten.norm.Scalar)
 _register(vector_norm, _aten.norm.ScalarOpt_dim)  # What torch_xla's `clip_grad_norm_` calls.
 _register(nothing, _compat.propagate_xla_data_op)
 _register(foreach_norm, _compat.foreach_norm_op)
+_register(largest, _compat.foreach_max_op)
 _register(unscale, _compat.unscale_op)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._tensor.ops.reductions import check_whole, reduce_extremes
+from shardkit._tensor.global_norm import as_norm
+from shardkit._tensor.ops.reductions import reduce_extremes, reduction
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
 def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """Return the norm of all elements of tensors, sharded or plain: 0-dim, fp32 or wider.
 
+    A `GlobalNorm`, as what torch computes of sharded gradients.
+
     Cost: see `sharded_norms`, for each dtype.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -110,24 +113,28 @@ def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
         wide = torch.promote_types(alike[0].dtype.to_real(), torch.float32)
         norms += [norm.to(tensors[0].device, wide) for norm in sharded_norms(alike, order, wide)]
     if not norms:
-        return torch.zeros(())
+        return as_norm(torch.zeros(()))
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     stacked = torch.stack([norm.to(widest) for norm in norms])
-    result: Tensor = torch.linalg.vector_norm(stacked, order)
-    return result
+    return as_norm(torch.linalg.vector_norm(stacked, order))
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     del func
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")  # noqa: PLR2004 - (self, ord, dtype)
-    return sharded_norms(args[0], float(order), dtype)
+    first, *others = sharded_norms(args[0], float(order), dtype)
+    return [as_norm(first), *others]  # One of them makes their stack a norm, and costs least.
 
 
-def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor, order, *dims = (*args, 2)[:2] if len(args) == 1 else args
-    check_whole(func, tensor, dims)
-    return sharded_norms([tensor], float(2 if order is None else order), kwargs.get("dtype"))[0]
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    del func
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    order = float(2 if order is None else order)
+    return as_norm(sharded_norms([args[0]], order, kwargs.get("dtype"))[0])
+
+
+vector_norm = reduction(_vector_norm, dims_at=2, takes_complex=True)
 
 
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,12 +5,14 @@ One more for each axis of tensor parallelism that the tensor is split over.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardkit._tensor.ops.common import all_reduce, first_sharded, local_operand, refuse
+from shardkit._tensor.ops.common import all_reduce, first_sharded, refuse
+from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -21,16 +23,43 @@ if TYPE_CHECKING:
     Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def check_whole(func: Any, tensor: ShardedTensor, args: Sequence[Any]) -> None:
-    """Refuse a reduction (``dim``, ``keepdim``) that leaves dimensions."""
-    dims = args[0] if args else None
-    if len(args) > 1 and args[1]:
-        raise refuse(func, tensor, "keepdim=True asks for a tensor, a reduction gives a number.")
+def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a reduction with arguments (dim, keepdim) behind the tensor leaves no dimension."""
+    dims = args[0] if args else kwargs.get("dim")
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
-        return
+        return True
     dims = [dims] if isinstance(dims, int) else list(dims)
-    if {dim % max(tensor.ndim, 1) for dim in dims} != set(range(tensor.ndim)):
-        raise refuse(func, tensor, f"a reduction over dims {dims} leaves others, and rows are cut.")
+    return {dim % max(tensor.ndim, 1) for dim in dims} == set(range(max(tensor.ndim, 1)))
+
+
+def shaped(value: Tensor, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Return the result in the shape that ``keepdim`` asks for."""
+    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    return value.reshape((1,) * tensor.ndim) if keepdim else value
+
+
+def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> Handler:
+    """Return a handler: `fn` where no dimension is left, else the operator on wholes.
+
+    Args:
+        fn: Gives a number.
+        dims_at: Position of the operator's (dim, keepdim).
+        takes_complex: `fn` can sum complex numbers over the ranks.
+    """
+
+    @functools.wraps(fn)
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, dims = args[0], args[dims_at:]
+        if type(tensor) is not ShardedTensor or "out" in kwargs:
+            return whole(func, args, kwargs)
+        if tensor.is_complex() and not takes_complex:
+            return whole(func, args, kwargs)
+        if not covers_all(tensor, dims, kwargs):
+            return whole(func, args, kwargs)
+        tensor.cut_gradient()
+        return shaped(fn(func, args, kwargs), tensor, dims, kwargs)
+
+    return handler
 
 
 def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
@@ -38,14 +67,15 @@ def reduce_by(op: str, local_reduce: Callable[..., Tensor]) -> Handler:
     neutral = 1 if op == "product" else 0
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        del func
         tensor = args[0]
-        check_whole(func, tensor, args[1:])
         piece = tensor.spec.without_padding(tensor.local_piece, neutral)
-        value = local_reduce(piece, **kwargs).clone()
+        dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
+        value = local_reduce(piece, **dtype).clone()
         all_reduce(value, tensor.spec, op)
         return value
 
-    return handler
+    return reduction(handler)
 
 
 def extreme(op: str) -> Handler:
@@ -54,9 +84,8 @@ def extreme(op: str) -> Handler:
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         del kwargs
         tensor = args[0]
-        check_whole(func, tensor, args[1:])
         if tensor.numel() == 0:
-            raise refuse(func, tensor, "it has no elements.")
+            raise refuse(func, tensor, "it has no elements, so there is no result.")
         identity = _identity(op, tensor.dtype)
         local = tensor.spec.without_padding(tensor.local_piece, identity)
         value = identity if local.numel() == 0 else getattr(local, op)()
@@ -65,7 +94,7 @@ def extreme(op: str) -> Handler:
             reduce_extremes(pair, axis, op)
         return pair[0].clone()
 
-    return handler
+    return reduction(handler)
 
 
 def _identity(op: str, dtype: torch.dtype) -> Any:
@@ -102,19 +131,21 @@ def truth(op: str) -> Handler:
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         del kwargs
         tensor = args[0]
-        check_whole(func, tensor, args[1:])
         piece = tensor.spec.without_padding(tensor.local_piece, op == "min")
-        value: Tensor = func(piece).to(torch.uint8)
+        local: Tensor = func(piece)
+        value = local.to(torch.uint8)
         all_reduce(value, tensor.spec, op)
-        return value.to(torch.bool)
+        return value.to(local.dtype)
 
-    return handler
+    return reduction(handler)
 
 
+@reduction
 def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = args[0]
-    check_whole(func, tensor, args[1:])
     dtype = kwargs.get("dtype") or tensor.dtype
+    if not dtype.is_floating_point:
+        return whole(func, args, kwargs)  # type: ignore[no-any-return]  # Torch says why not.
     wide = torch.promote_types(dtype, torch.float32)  # A sum of many fp16 numbers overflows.
     total: Tensor = tensor.spec.without_padding(tensor.local_piece, 0).sum(dtype=wide)
     all_reduce(total, tensor.spec, "sum")
@@ -122,23 +153,22 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return mean
 
 
-def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whether two tensors are ``equal`` or ``allclose`` on all ranks."""
-    reference = first_sharded(args)
-    if args[0].shape != args[1].shape:
-        return False
-    pieces = [
-        reference.spec.without_padding(
-            local_operand(func, arg, reference)
-            if type(arg) is ShardedTensor
-            else reference.spec.slice_full(arg),
-            0,
-        )
-        for arg in args[:2]
-    ]
+    spec = first_sharded(args).spec
+    both = args[:2]
+    if any(arg.shape != spec.shape for arg in both):
+        return whole(func, args, kwargs)
+    pieces = []
+    for arg in both:
+        if type(arg) is ShardedTensor and arg.spec.same_cut(spec):
+            piece = arg.local_piece
+        else:
+            piece = spec.slice_full(gathered(func, arg))
+        pieces.append(spec.without_padding(piece, 0))
     is_same = func(*pieces, *args[2:], **kwargs)
-    same = torch.tensor(int(is_same), device=reference.local_piece.device)
-    all_reduce(same, reference.spec, "min")
+    same = torch.tensor(int(is_same), device=pieces[0].device)
+    all_reduce(same, spec, "min")
     return bool(same.item())
 
 

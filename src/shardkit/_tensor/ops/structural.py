@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._tensor.ops.common import local_operand, note_write, refuse
+from shardkit._tensor.ops.common import (
+    check_in_place,
+    first_sharded,
+    note_write,
+    refuse,
+    slice_operand,
+)
+from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -21,8 +27,19 @@ _aten = torch.ops.aten
 def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that makes one tensor of the same shape from one."""
     tensor = args[0]
+    if func is _aten.empty_like.default and _compat.in_user_function():
+        return _plain_like(func, args, kwargs)
     kwargs.pop("memory_format", None)
     return _wrap_new(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
+
+
+def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Make a plain, whole tensor, which each rank fills: with a gradient, as a rule."""
+    args[0].cut_gradient(is_gathered=True)
+    geometry = args[0].local_piece.new_empty(()).expand(args[0].shape)
+    kwargs["memory_format"] = torch.contiguous_format
+    result: Tensor = func(geometry, *args[1:], **kwargs)
+    return result
 
 
 def _wrap_new(piece: Tensor, spec: ShardSpec) -> ShardedTensor:
@@ -41,8 +58,13 @@ def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make ``zeros_like`` and kin, end to end with those of the bucket's other parameters."""
+    """Make ``zeros_like`` and kin, end to end with those of the bucket's other parameters.
+
+    In a user's `autograd.Function` a plain one: it is for what the rank computes of its own data.
+    """
     tensor = args[0]
+    if _compat.in_user_function():
+        return _plain_like(func, args, kwargs)
     kwargs.pop("memory_format", None)
     allocator = tensor.spec.state_allocator
     is_plain = (
@@ -63,14 +85,9 @@ def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a view operator that leaves the shape as it is; refuse others."""
-    del kwargs
-    tensor, size = args[0], list(args[1])
-    if -1 in size:
-        known = math.prod(dim for dim in size if dim != -1)
-        size[size.index(-1)] = tensor.numel() // known if known else 0
-    if size != list(tensor.shape):
-        raise refuse(func, tensor, f"a view of shape {tuple(args[1])} would need another cut.")
+    """Run a view operator that leaves the shape as it is."""
+    del func, kwargs
+    tensor = args[0]
     return ShardedTensor(tensor.local_piece, tensor.spec, tensor.flat, tensor.flat_start)
 
 
@@ -78,7 +95,7 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``new_zeros`` and kin: sharded if the shape is the same, else an ordinary tensor."""
     tensor, size, *rest = args
     kwargs.pop("memory_format", None)
-    if tuple(size) != tuple(tensor.shape):
+    if tuple(size) != tuple(tensor.shape) or _compat.in_user_function():
         return func(tensor.local_piece, size, *rest, **kwargs)
     piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
     return _wrap_new(piece, tensor.spec)
@@ -90,20 +107,38 @@ def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     So `nn.init.orthogonal_` draws and decomposes the whole on every rank; each keeps its piece. But
     where a device is named, as what copies state dicts to the host does, the same shape is sharded.
     """
-    if kwargs.get("device") is not None and tuple(args[1]) == tuple(args[0].shape):
+    is_packed = func is _aten.new_empty.default
+    if is_packed and kwargs.get("device") is not None and tuple(args[1]) == tuple(args[0].shape):
         return new_like(func, args, kwargs)  # type: ignore[no-any-return]
     result: Tensor = func(args[0].local_piece, *args[1:], **kwargs)
     return result
 
 
+def refuse_resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse what gives a tensor other memory or another shape."""
+    del kwargs
+    target = args[0]
+    if type(target) is ShardedTensor:
+        why = (
+            "its shape and its memory belong to the model. Make a new tensor, or write values by "
+            "copy_()."
+        )
+        raise refuse(func, target, why)
+    why = "a plain tensor would share the memory of a piece. Use full_tensor(), or to_local()."
+    raise refuse(func, first_sharded(args), why)
+
+
 def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not ShardedTensor:
-        raise refuse(func, source, "it would be copied into a plain tensor.")
-    if type(source) is not ShardedTensor and source.shape == target.shape:
-        source = target.spec.slice_full(source)
+        return whole(func, args, kwargs)
+    if type(source) is ShardedTensor and source.spec.same_cut(target.spec):
+        source = source.local_piece
     else:
-        source = local_operand(func, source, target)
+        check_in_place(func, target, source)
+        if type(source) is ShardedTensor:
+            source = gathered(func, source)
+        source = slice_operand(source, target.spec)
     func(target.local_piece, source, *args[2:], **kwargs)
     target.spec.annotate_sharding(target.local_piece)
     note_write(target)
@@ -113,10 +148,11 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor, keep this rank's piece: the same numbers at every world size."""
     tensor = args[0]
+    depends = any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
+    if type(tensor) is not ShardedTensor or depends or func in DEPEND_ON_VALUES:
+        return whole(func, args, kwargs)
     kwargs.pop("memory_format", None)
     local = tensor.local_piece
-    if any(isinstance(arg, Tensor) for arg in args[1:]) or func in DEPEND_ON_VALUES:
-        raise refuse(func, tensor, "its random numbers depend on the values of a tensor.")
     full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     result = func(full, *args[1:], **kwargs)
     if _compat.is_mutable_op(func):

@@ -1,79 +1,35 @@
-"""Views of sharded tensors, to be written to: ``weight[0].zero_()``, ``nn.init.dirac_(weight)``.
+"""Views of sharded tensors, and writes to some of their elements: ``weight[0].zero_()``.
 
-Initialization writes rows, columns and slices. Which elements a view shows is known on every rank,
-so each writes those that it owns. Reading would need the elements of other ranks and is refused.
+Which elements a view shows is known on every rank. So a write by which each element changes on its
+own needs no communication: each rank writes those that it owns. All else reads, and gathers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._errors import ShardedTensorError
-from shardkit._tensor.ops.common import note_write, refuse
+from shardkit._tensor.ops.common import (
+    check_in_place,
+    cut_gradients,
+    note_write,
+    refuse,
+    runs_on_wholes,
+)
+from shardkit._tensor.ops.shown import ShardedView, places_of
 from shardkit._tensor.ops.structural import DEPEND_ON_VALUES, reshape
+from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tree import iter_tensors
+from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
 _aten = torch.ops.aten
-
-
-class ShardedView(Tensor):
-    """A view of a sharded tensor that can be written to, not read.
-
-    Attributes:
-        base: The sharded tensor.
-        geometry: On the meta device: shape, strides and offset in the whole of `base`.
-    """
-
-    base: ShardedTensor
-    geometry: Tensor
-    __torch_function__ = _compat.disabled_torch_function
-
-    @staticmethod
-    def __new__(cls: type[Self], base: ShardedTensor, geometry: Tensor) -> Self:
-        self: Self = _compat.make_wrapper(cls, base, geometry.shape, geometry.stride())
-        self.base = base
-        self.geometry = geometry
-        return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedView(shape={tuple(self.shape)}, of={self.base!r})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Write by `func`, or view further."""
-        del types
-        kwargs = kwargs or {}
-        target = args[0] if args else None
-        if type(target) is ShardedView:
-            if func.is_view:
-                return _view_of(target.base, func, (target.geometry, *args[1:]), kwargs)
-            if _writes_elements(func) and not _has_sharded([args[1:], kwargs]):
-                return _write(func, target, args[1:], kwargs)
-        found = next(t for t in iter_tensors([args, kwargs]) if type(t) is ShardedView)
-        raise _refuse_reading(func, found.base)
-
-
-def _refuse_reading(func: Any, base: ShardedTensor) -> ShardedTensorError:
-    spec = base.spec
-    return ShardedTensorError(
-        f"{func} reads a view (an index, a slice, a transpose) of sharded {spec.name!r} of shape "
-        f"{tuple(base.shape)}. Its values are spread over the ranks, so a view can only be written "
-        f"to, with plain values, as by weight[0].zero_(). To read values call full_tensor() on the "
-        f"parameter, on every rank, and index the result. If this is a module's weight used "
-        f"outside that module's forward, shard both modules in one group, call "
-        f"register_fsdp_forward_method() on the method that uses it, or unshard() around the use."
-    )
-
 
 _ELEMENTWISE_WRITES = (
     _aten.copy_.default,
@@ -86,44 +42,38 @@ _ELEMENTWISE_WRITES = (
     _aten.index_fill_.int_Tensor,
     _aten.index_put_.default,
 )
+_READ_NO_VALUES = (
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+)
 
 
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a view operator; views that a backward would have to read are refused."""
+    """Run a view operator; nothing is read."""
     tensor = args[0]
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise refuse(func, tensor, "it needs more than a piece.")
+    tensor.cut_gradient()
     geometry = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return _view_of(tensor, func, (geometry, *args[1:]), kwargs)
 
 
-def view_as_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``view``: sharded if the shape stays, else a view."""
-    is_same = tuple(args[1]) == tuple(args[0].shape)
-    return (reshape if is_same else view)(func, args, kwargs)
-
-
-def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write some elements of a sharded tensor, as by ``index_put_``."""
-    target = args[0]
-    if type(target) is not ShardedTensor or _has_sharded([args[1:], kwargs]):
-        sharded = next(t for t in iter_tensors([args, kwargs]) if type(t) is ShardedTensor)
-        raise refuse(func, sharded, "its other operands must be plain; for masks use masked_fill_.")
-    geometry = torch.empty(target.shape, dtype=target.dtype, device="meta")
-    _write(func, ShardedView(target, geometry), args[1:], kwargs)
-    return target
-
-
-def eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write the identity (``torch.eye(out=...)``)."""
-    target = kwargs["out"]
-    if tuple(args) != tuple(target.shape):
-        raise refuse(func, target, f"the result has shape {tuple(args)}.")
-    whole = torch.eye(*args, dtype=target.dtype, device=target.device)
-    target.local_piece.copy_(target.spec.slice_full(whole))
-    target.spec.annotate_sharding(target.local_piece)
-    note_write(target)
-    return target
+def view_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run what views in a given size (``view``, ``expand``): sharded if that is what it has."""
+    tensor, size = args[0], list(args[1])
+    if -1 in size and func is not _aten.expand.default:
+        known = math.prod(dim for dim in size if dim != -1)
+        size[size.index(-1)] = tensor.numel() // known if known else 0
+    elif len(size) == tensor.ndim:
+        size = [old if new == -1 else new for new, old in zip(size, tensor.shape, strict=True)]
+    return (reshape if size == list(tensor.shape) else view)(func, args, kwargs)
 
 
 def _view_of(base: ShardedTensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -131,6 +81,79 @@ def _view_of(base: ShardedTensor, func: Any, args: Any, kwargs: dict[str, Any]) 
     if isinstance(result, Tensor):
         return ShardedView(base, result)
     return [ShardedView(base, item) for item in result]
+
+
+def dispatcher_of_views(
+    dispatch: Callable[[Any, Any, Any], Any],
+) -> Callable[[Any, Any, Any], Any]:
+    """Return what runs operators with views among their arguments, by `dispatch` in the end."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(type(t) is ShardedView for t in iter_tensors([args, kwargs], depth=0)):
+            return dispatch(func, args, kwargs)
+        cut_gradients(args, kwargs)
+        if args and type(args[0]) is ShardedView:
+            handler = _handler_of_view(func)
+            if handler is not None:
+                return handler(func, args, kwargs)
+        if runs_on_wholes(args, kwargs) or _writes_views(func, args, kwargs):
+            return whole(func, args, kwargs)
+        args, kwargs = _without_views(func, args), _without_views(func, kwargs)
+        has_sharded = any(type(t) is ShardedTensor for t in iter_tensors([args, kwargs], depth=0))
+        return dispatch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
+
+    return run
+
+
+def _handler_of_view(func: Any) -> Callable[[Any, Any, Any], Any] | None:
+    """Return what runs an operator whose first argument is a view; None: as any other."""
+    if func.is_view:
+        return _view_further
+    if _writes_elements(func):
+        return write
+    return _make_alike if func in _READ_NO_VALUES else None
+
+
+def _view_further(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _view_of(args[0].base, func, (args[0].geometry, *args[1:]), kwargs)
+
+
+def _make_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(_empty_as(args[0]), *args[1:], **kwargs)
+
+
+def _empty_as(shown: ShardedView) -> Tensor:
+    geometry = shown.geometry
+    return torch.empty_strided(
+        geometry.shape, geometry.stride(), dtype=geometry.dtype, device=shown.device
+    )
+
+
+def _writes_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    changed, filled = _compat.written_arguments(func)
+    written = [kwargs.get(k) if isinstance(k, str) else args[k] for k in (*changed, *filled)]
+    return any(type(t) is ShardedView for t in iter_tensors(written, depth=0))
+
+
+def _without_views(func: Any, tree: Any) -> Any:
+    return map_tensors(lambda t: gathered(func, t) if type(t) is ShardedView else t, tree)
+
+
+def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write some elements of a sharded tensor or a view, as by ``index_put_``."""
+    target, others = args[0], args[1:]
+    if type(target) not in (ShardedTensor, ShardedView):
+        return whole(func, args, kwargs)
+    base = target.base if type(target) is ShardedView else target
+    check_in_place(func, base, others, kwargs)
+    others, kwargs = (
+        map_tensors(lambda tensor: gathered(func, tensor), tree) for tree in (others, kwargs)
+    )
+    shown = target
+    if type(target) is ShardedTensor:
+        shown = ShardedView(base, torch.empty(base.shape, dtype=base.dtype, device="meta"))
+    _write(func, shown, others, kwargs)
+    return target
 
 
 def _writes_elements(func: Any) -> bool:
@@ -143,31 +166,29 @@ def _writes_elements(func: Any) -> bool:
     return is_random or torch.Tag.pointwise in func.tags
 
 
-def _has_sharded(tree: Sequence[Any]) -> bool:
-    return any(type(t) in (ShardedTensor, ShardedView) for t in iter_tensors(tree))
-
-
-def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) -> ShardedView:
+def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) -> None:
     """Write to a copy of the view, of which this rank's elements go into its piece."""
     base, geometry = target.base, target.geometry
     piece, spec = base.local_piece, base.spec
+    if torch.is_grad_enabled() and base.requires_grad:
+        why = (
+            "a view of it is written, and autograd would have to follow. Write under "
+            "torch.no_grad(), or compute a new tensor, as by torch.where."
+        )
+        raise refuse(func, base, why)
+    if geometry.dtype != base.dtype or geometry.is_conj() or geometry.is_neg():
+        why = "a view in another dtype is written. Write the tensor itself."
+        raise refuse(func, base, why)
     if spec.is_traced and spec.axis.size > 1:
         # Which elements a rank owns would be a number in its graph, and graphs would differ.
-        raise refuse(func, base, "replicas (torch_xla.launch) can write whole tensors only.")
-    places = torch.full(geometry.shape, int(geometry.storage_offset()), device=piece.device)
-    for dim, (size, stride) in enumerate(zip(geometry.shape, geometry.stride(), strict=True)):
-        along = torch.arange(size, device=piece.device) * stride
-        places += along.view(-1, *[1] * (geometry.ndim - dim - 1))
-    places = spec.local_indices(places)
+        why = "replicas (torch_xla.launch) can write whole tensors only, as by copy_()."
+        raise refuse(func, base, why)
+    places = spec.local_indices(places_of(geometry, piece.device))
     is_here = (places >= 0) & (places < piece.numel())
     # Laid out like the view, since random numbers may depend on that; the rest is never touched.
-    whole = torch.empty_strided(
-        geometry.shape, geometry.stride(), dtype=piece.dtype, device=piece.device
-    )
-    whole.zero_()
-    whole[is_here] = piece[places[is_here]]
-    func(whole, *args, **kwargs)
-    piece[places[is_here]] = whole[is_here]
+    values = _empty_as(target).zero_()
+    values[is_here] = piece[places[is_here]]
+    func(values, *args, **kwargs)
+    piece[places[is_here]] = values[is_here]
     spec.annotate_sharding(piece)
     note_write(base)
-    return target

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch.answer import Answer
+from shardkit.backends.watch.machine import machine_id
 from shardkit.backends.watch.verdict import Verdict, judge
 
 _ANSWER_S = 4.0
@@ -87,8 +87,8 @@ class Rounds:
         since = self._silent_since.setdefault(rank, time.monotonic() - _ANSWER_S)
         if not self.store.check([f"hello/{rank}"]):
             return Answer(rank, state="unborn")
-        host, pid = json.loads(self.store.get(f"hello/{rank}"))
-        state = _process_state(pid) if host == socket.gethostname() else "silent"
+        host, pid, machine = json.loads(self.store.get(f"hello/{rank}"))
+        state = _process_state(pid) if machine == machine_id() else "silent"
         return Answer(rank, host, pid, state, silent_s=time.monotonic() - since)
 
 

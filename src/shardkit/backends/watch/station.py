@@ -29,6 +29,7 @@ from shardkit.backends.watch.answer import Answer
 from shardkit.backends.watch.break_off import break_off, end_if_stuck
 from shardkit.backends.watch.connections import Connections, prefix_of, run_of
 from shardkit.backends.watch.flight_recorder import recorded
+from shardkit.backends.watch.machine import machine_id
 from shardkit.backends.watch.place import instruction_of, main_frame, place_of, stack_of
 from shardkit.backends.watch.rounds import Rounds, read_verdict
 from shardkit.backends.watch.verdict import Verdict
@@ -52,6 +53,7 @@ _SLICE = timedelta(seconds=20)
 _LISTEN = timedelta(days=30)  # torch writes a warning where a wait for the store runs out.
 _LINGER = timedelta(seconds=12)
 _MAX_PAUSE_S = 30.0
+_END_S = 6.0  # More than a round of questions takes.
 
 
 class StationChannel(Protocol):
@@ -103,7 +105,8 @@ class Station:
         self._asking = threading.Lock()
         self._closed = threading.Event()
         self._counting_in: str | None = None
-        self._own.set(f"hello/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        here = [socket.gethostname(), os.getpid(), machine_id()]
+        self._own.set(f"hello/{self.rank}", json.dumps(here))
         self._threads = [
             threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
             for name, target in (("answers", self._listen), ("clock", self._tick))
@@ -202,7 +205,8 @@ class Station:
     def _ask_guarded(self) -> None:
         """Ask; a store that does not answer is a verdict, too."""
         asker = threading.Thread(target=self._ask, name="shardkit-asks", daemon=True)
-        asker.start()
+        asker.start()  # First: end_threads may join what is in the list at any time.
+        self._threads = [each for each in self._threads if each.is_alive()] + [asker]
         asker.join(_STORE_S)
         if asker.is_alive() and self._all_waits() and self.verdict is None:
             self._apply(Verdict(is_final=True, text=self._store_is_gone()))
@@ -255,7 +259,7 @@ class Station:
                 store.set(self._counting_in, "")  # Whoever waits for it looks at the verdict.
         if cannot_go_on:  # On a device the main thread waits where it asks for a number.
             end_if_stuck(self.rank, verdict.text)
-        for channel in self.channels.values():
+        for channel in list(self.channels.values()):  # Whoever ends clears them meanwhile.
             break_off(channel.group)
         if is_blocked and dist.is_initialized():
             break_off(dist.group.WORLD)
@@ -358,8 +362,9 @@ class Station:
 
     def end_threads(self) -> None:
         """Wait for the threads: at the end of Python none may be inside the store."""
+        end = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(timeout=2)
+            thread.join(max(end - time.monotonic(), 0))
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from shardkit.checkpoint._files.bytes_io import TensorInfo, read_new
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -174,11 +174,20 @@ def _check_complete(files: Sequence[Path], found: list[dict[str, Any]]) -> int:
         if other != file:
             msg = f"{file} and {other} are both of rank {metadata['rank']}. Remove one of them."
             raise CheckpointError(msg)
+    check_complete(by_rank, world_size, files[0])
+    return world_size
+
+
+def check_complete(by_rank: Mapping[int, object], world_size: int, file: Path) -> None:
+    """Check that each rank's file is there; `file` is one of them.
+
+    Raises:
+        CheckpointError: Some are missing.
+    """
     missing = [str(rank) for rank in range(world_size) if rank not in by_rank]
     if missing:
         msg = (
             f"of {world_size} ranks' files those of rank {', '.join(missing)} are missing beside "
-            f"{files[0]}. Copy them there."
+            f"{file}. Copy them there."
         )
         raise CheckpointError(msg)
-    return world_size

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.bytes_io import TensorInfo, read_new
-from shardkit.checkpoint._files.local import METADATA, MODEL
+from shardkit.checkpoint._files.local import METADATA, MODEL, check_complete
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
@@ -207,13 +207,7 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
         )
         raise CheckpointError(msg)
     [world_size] = sizes
-    missing = [str(rank) for rank in range(world_size) if rank not in by_rank]
-    if missing:
-        msg = (
-            f"of {world_size} ranks' files those of rank {', '.join(missing)} are missing beside "
-            f"{opened[0].path}. Copy them there."
-        )
-        raise CheckpointError(msg)
+    check_complete(by_rank, world_size, opened[0].path)
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

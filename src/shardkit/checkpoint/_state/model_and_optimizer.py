@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from shardkit._errors import CheckpointError
 from shardkit._state.full import check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.process_group import group_rank
+from shardkit.backends.world import group_rank
 from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.broadcast import FromRank0
 from shardkit.checkpoint._state.names import plain_name

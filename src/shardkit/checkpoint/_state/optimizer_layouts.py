@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
 from shardkit._state.full import map_leaves, whole_tensor
-from shardkit.backends.process_group import current_world_size, exchange, group_rank
+from shardkit.backends.groups import exchange
+from shardkit.backends.world import current_world_size, group_rank
 from shardkit.checkpoint._state.model_and_optimizer import set_optimizer_state_dict
 from shardkit.checkpoint._state.names import as_optimizers, names_in_groups, names_of_parameters
 from shardkit.checkpoint._state.optimizer import named_state, numbered_states

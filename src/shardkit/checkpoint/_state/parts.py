@@ -269,11 +269,11 @@ class OptimizerPart:
         """Give the optimizers their state."""
         if not self._state:
             return
+        found: dict[str, dict[Path, Any]] = {}
         for entry, (name, keys) in self._places.items():
-            values = self._state["state"].setdefault(name, {})
-            for key in keys[:-1]:
-                values = values.setdefault(key, {})
-            values[keys[-1]] = loaded.get(entry, self.targets[entry])
+            found.setdefault(name, {})[keys] = loaded.get(entry, self.targets[entry])
+        for name, values in found.items():
+            self._state["state"].setdefault(name, {}).update(nested(values))  # Lists are lists.
         put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
 
 

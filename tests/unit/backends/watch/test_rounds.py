@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import typing
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from shardkit.backends.watch import rounds
 from shardkit.backends.watch.answer import Answer, ChannelState, WaitState
+from shardkit.backends.watch.machine import machine_id
 from shardkit.backends.watch.rounds import Rounds, read_verdict
 
 if typing.TYPE_CHECKING:
@@ -101,9 +101,9 @@ def test_where_the_asker_died_the_next_round_can_begin(
 @pytest.mark.parametrize("known", ["gone", "busy", "silent", "unborn"])
 def test_what_is_known_of_who_does_not_answer(store: dist.HashStore, known: str) -> None:
     if known != "unborn":
-        host = "elsewhere" if known == "silent" else socket.gethostname()
+        machine = "elsewhere" if known == "silent" else machine_id()
         pid = 2**22 + 1 if known == "gone" else os.getpid()
-        store.set("hello/0", json.dumps([host, pid]))
+        store.set("hello/0", json.dumps(["host", pid, machine]))
     asker = Rounds(store, 1, -1)
     asker.ask()
     assert asker.answers[0].state == known

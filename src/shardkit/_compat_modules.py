@@ -1,0 +1,103 @@
+"""Private torch names of modules and wrappers: why, and the versions they were tried on.
+
+Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+
+
+def is_called_by_ddp(frame: types.FrameType | None) -> bool:
+    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
+
+    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    """
+    caller = frame.f_back if frame is not None else None
+    return (
+        caller is not None
+        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
+    )
+
+
+def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+
+    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
+    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
+
+
+def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Undo `rnn_forget_weight_refs`."""
+    module._flat_weight_refs = [
+        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
+    ]
+
+
+def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
+    return list(module._state_dict_hooks.values())
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
+
+
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a function and of all that it calls.
+
+    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
+    frames.set_code_exec_strategy(fn.__code__, strategy)
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
+    return fn
+
+
+def lambda_of_custom_policy(policy: object) -> Any:
+    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask it; else None.
+
+    The attribute is there in torch 2.9.0 and 2.13.0. Without it the policy is no callable, and
+    is refused.
+    """
+    module = sys.modules.get("torch.distributed.fsdp.wrap")
+    custom = getattr(module, "CustomPolicy", None)
+    if custom is None or not isinstance(policy, custom):
+        return None
+    return getattr(policy, "_lambda_fn", None)
+
+
+def _registry_key() -> str:
+    # From the list of modules: the package has a function of this module's name as well.
+    importlib.import_module("torch.distributed._composable.contract")
+    key: str = sys.modules["torch.distributed._composable.contract"].REGISTRY_KEY
+    return key
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate` was called on a module."""
+    return "replicate" in getattr(module, _registry_key(), ())
+
+
+def note_fully_sharded(cls: type) -> None:
+    """Have torch's composable functions, `replicate` for one, leave modules of a class alone."""
+    key = _registry_key()
+
+    def noted(module: Any) -> dict[str, Any]:
+        return {**module.__dict__.get(key, {}), "fully_shard": None}
+
+    setattr(cls, key, property(noted))

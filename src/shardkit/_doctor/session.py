@@ -1,0 +1,341 @@
+"""What ranks do together, step by step: come, connect, time collectives. No step lasts for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardkit._doctor import collectives, links
+from shardkit._doctor.facts import Checkup, Finding, Link, Place, RankFacts, Timing
+from shardkit._doctor.machine import facts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from shardkit._doctor.machine import Machine
+
+ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
+"""Set where the command has started the ranks itself."""
+
+_PREFIX = "shardkit/doctor"
+_POLL_S = 0.05
+_MOST_PARTNERS = 8
+_FIRST, _LINKS, _COLLECTIVES = "come", "links", "collectives"
+_prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's own list lacks it
+_connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+class NoStoreError(Exception):
+    """A rank cannot get to where ranks meet.
+
+    Args:
+        finding: Why.
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.what)
+        self.finding = finding
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """Return this rank's place; None: no launcher set one."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+        return None
+    rank = int(environment["RANK"])
+    return Place(
+        rank=rank,
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+        master_addr=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
+        hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        is_alone=ALONE_VARIABLE in environment,
+    )
+
+
+def open_store(machine: Machine, place: Place, timeout_s: float) -> Any:
+    """Return the store by which ranks meet.
+
+    Raises:
+        NoStoreError: It cannot be opened, or not be reached in time.
+    """
+    where = f"{place.master_addr}:{place.master_port}"
+    host = f"rank {place.rank} on {machine.host_name()}"
+    if not machine.addresses_of(place.master_addr):
+        raise NoStoreError(
+            Finding(
+                check="master-unknown",
+                level="error",
+                where=host,
+                what=f"MASTER_ADDR {place.master_addr!r} resolves to no address",
+                remedy="give the address of rank 0's host, or a name that all hosts know "
+                "(getent hosts NAME)",
+            )
+        )
+    if not place.hosts_store:
+        _wait_for_master(machine, place, timeout_s, host)
+    try:
+        store = _connect(
+            place.master_addr,
+            place.master_port,
+            is_master=place.hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise NoStoreError(
+            Finding(
+                check="master-port",
+                level="error",
+                where=host,
+                what=f"the port of {where} cannot be opened: {str(error).splitlines()[0]}",
+                remedy="another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
+                "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
+            )
+        ) from error
+    return _prefixed(_PREFIX, store)
+
+
+def _wait_for_master(machine: Machine, place: Place, timeout_s: float, host: str) -> None:
+    """Connect once to where ranks meet, again and again until the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            machine.connect(place.master_addr, place.master_port, max(left_s, 0.1)).close()
+        except OSError as error:
+            if time.monotonic() + _POLL_S < deadline:
+                time.sleep(_POLL_S)
+                continue
+            raise NoStoreError(
+                Finding(
+                    check="master-unreachable",
+                    level="error",
+                    where=host,
+                    what=f"MASTER_ADDR {place.master_addr}, port {place.master_port} (MASTER_PORT) "
+                    f"could not be reached in {timeout_s:.0f} s: {error}",
+                    remedy="is rank 0 there, and is its MASTER_ADDR the same? If so, a firewall is "
+                    "in between: open this port and those that the system chooses, between all "
+                    "hosts",
+                )
+            ) from error
+        else:
+            return
+
+
+class Session:
+    """A rank's part in a checkup.
+
+    Args:
+        machine: Its machine.
+        place: Its place.
+        store: By which ranks meet.
+        timeout_s: How long a step waits for ranks.
+        device: Where collectives are timed; None: on the accelerator, if all ranks have one.
+        times_collectives: False: leave them out.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        place: Place,
+        store: Any,
+        *,
+        timeout_s: float,
+        device: str | None = None,
+        times_collectives: bool = True,
+    ) -> None:
+        self._machine = machine
+        self._place = place
+        self._store = store
+        self._timeout_s = timeout_s
+        self._device = device
+        self._times = times_collectives
+        self.step = _FIRST
+        where = f"{place.master_addr}:{place.master_port}"
+        self.checkup = Checkup(place.world_size, where, is_alone=place.is_alone)
+
+    def run(self) -> Checkup | None:
+        """Do all steps.
+
+        Returns:
+            On rank 0 what was found; on others None.
+
+        Raises:
+            NoStoreError: Rank 0 does not answer.
+        """
+        answerer = links.Answerer(self._machine)
+        try:
+            own = facts_of(self._machine, self._place, answerer.port)
+            self._put(_FIRST, own.dump())
+            group = self._begin(own)
+            if group is None:
+                return self._result()
+            self.step = _LINKS
+            found = self._connect_all(own, group)
+            self._put(_LINKS, json.dumps([dataclasses.asdict(link) for link in found]))
+            kind = self._agree_on_collectives(group)
+            if kind is not None:
+                self.step = _COLLECTIVES
+                self._time(kind)
+            return self._result()
+        finally:
+            answerer.close()
+
+    # --- steps ---
+
+    def _begin(self, own: RankFacts) -> list[RankFacts] | None:
+        """Wait for all; return what they say. None: not all came, so there is no more to do."""
+        checkup = self.checkup
+        if self._place.rank == 0:
+            for text in self._collect(_FIRST, range(self._place.world_size)).values():
+                checkup.ranks.append(RankFacts.load(text))
+            go = [] if checkup.missing else [facts.dump() for facts in checkup.ranks]
+            self._store.set("group", json.dumps(go))
+        else:
+            # Rank 0 waits as long for others, and may have begun later.
+            go = json.loads(self._wait("group", 2 * self._timeout_s, own.host))
+        return [RankFacts.load(text) for text in go] or None
+
+    def _connect_all(self, own: RankFacts, group: list[RankFacts]) -> list[Link]:
+        world_size, rank = self._place.world_size, self._place.rank
+        steps = range(1, min(world_size, _MOST_PARTNERS + 1))
+        partners = dict.fromkeys([(rank + step) % world_size for step in steps])
+        if rank != 0:
+            partners.setdefault(0)  # Whose clock counts.
+        found: list[Link] = []
+        for partner in partners:
+            timeout_s = self._timeout_s / (2 * len(partners))
+            found += links.measure(self._machine, own, group[partner], timeout_s=timeout_s)
+        return found
+
+    def _agree_on_collectives(self, group: list[RankFacts]) -> str | None:
+        """Return where collectives are timed; None: they would hang, or are not wanted."""
+        if self._place.rank != 0:
+            word = self._wait("collectives", 3 * self._timeout_s, group[self._place.rank].host)
+            return word.decode() or None
+        checkup = self.checkup
+        answers = self._collect(_LINKS, range(self._place.world_size))
+        for text in answers.values():
+            checkup.links += [Link(**link) for link in json.loads(text)]
+        self._note_silent(_LINKS, answers)
+        is_closed = any(link.error is not None and link.is_primary for link in checkup.links)
+        types = {facts.device_type if facts.devices else None for facts in group}
+        is_shared = any(
+            f.devices and f.local_world_size > len(checkup.devices_of(f.host)) for f in group
+        )
+        common = types.pop() if len(types) == 1 and not is_shared else None
+        kind = self._device or common or "cpu"
+        if is_closed or checkup.silent or not self._times:
+            kind = ""
+        else:
+            checkup.backend = collectives.backend_of(kind)
+        self._store.set("collectives", kind)
+        return kind or None
+
+    def _time(self, kind: str) -> None:
+        store = _prefixed("group", self._store)
+        timings = list(collectives.measure(self._place, store, kind, timeout_s=self._timeout_s))
+        self._put(_COLLECTIVES, json.dumps([dataclasses.asdict(timing) for timing in timings]))
+        if self._place.rank == 0:
+            answers = self._collect(_COLLECTIVES, range(self._place.world_size))
+            for text in answers.values():
+                self.checkup.timings += [Timing(**timing) for timing in json.loads(text)]
+            self._note_silent(_COLLECTIVES, answers)
+
+    def _result(self) -> Checkup | None:
+        """End together: a store must not go before others have read what they need."""
+        if self._place.rank == 0:
+            self._store.set("end", "")
+            came = [facts.rank for facts in self.checkup.ranks if facts.rank]
+            if self._place.hosts_store:
+                self._collect("bye", came, timeout_s=min(self._timeout_s, 2.0))
+            return self.checkup
+        self._wait("end", 3 * self._timeout_s, "")
+        self._put("bye", "")
+        return None
+
+    # --- the store ---
+
+    def _put(self, step: str, text: str) -> None:
+        self._store.set(f"{step}/{self._place.rank}", text)
+
+    def _collect(
+        self, step: str, ranks: range | list[int], timeout_s: float | None = None
+    ) -> dict[int, str]:
+        """Return what ranks put, of those that did so in time."""
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        found: dict[int, str] = {}
+        while len(found) < len(ranks):
+            for rank in ranks:
+                if rank not in found and self._store.check([f"{step}/{rank}"]):
+                    found[rank] = self._store.get(f"{step}/{rank}").decode()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        return dict(sorted(found.items()))
+
+    def _note_silent(self, step: str, answers: dict[int, str]) -> None:
+        silent = [rank for rank in range(self._place.world_size) if rank not in answers]
+        if silent:
+            self.checkup.silent[step] = silent
+
+    def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+            word: bytes = self._store.get(key)
+        except (dist.DistError, RuntimeError) as error:
+            raise NoStoreError(
+                Finding(
+                    check="rank-0-silent",
+                    level="error",
+                    where=f"rank {self._place.rank} on {host}",
+                    what=f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
+                    remedy="look at the output of rank 0",
+                )
+            ) from error
+        return word
+
+
+@contextmanager
+def limited(seconds: float, expired: Callable[[], None]) -> Iterator[None]:
+    """End this process after some time, whatever it is doing.
+
+    A backend may wait in a place where no error reaches it.
+
+    Args:
+        seconds: How long.
+        expired: Called then, before the process ends with 1.
+    """
+
+    def end() -> None:
+        try:
+            expired()
+        finally:
+            os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def free_port() -> int:
+    """Return a port of this host that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,166 @@
+"""What ranks send each other, so that pieces of matrices become whole ones, and pieces again.
+
+Pure integer arithmetic; no torch. Ranks are places among the `members` of a mesh, of all its axes.
+A member holds a range of each matrix, or of the part that tensor parallelism left on it. Members
+that hold one matrix together are a *replica* of it. Gradients go to a matrix' owner from the
+members of its own replica; new values go from the owner to all members::
+
+    2 replicas of 2 members, one matrix, owned by member 1
+
+    members        0          1    |     2          3
+    gradients    [0:8) ---> [8:16) |   [0:8)      [8:16)
+    values       [0:8) <--- whole ------> [0:8), [8:16)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardkit._layout.boxes import Box, boxes_of_range
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._layout.flat import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a member holds of a matrix that tensor parallelism splits.
+
+    Attributes:
+        start: First element that it holds of its flattened part.
+        stop: Their end.
+        shape: Of the part.
+        offsets: Where the part begins in the whole, per dimension.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Who holds what of one matrix.
+
+    Attributes:
+        shape: Of the whole.
+        replicas: Of each member, the number of the replica that it belongs to.
+        layout: How each replica's members cut it; not used where there are `parts`.
+        index: Its position in the layout.
+        places: Of each member, its place among those of the layout.
+        parts: Of each member, what it holds; None: nothing but the layout cuts it.
+    """
+
+    shape: tuple[int, ...]
+    replicas: tuple[int, ...]
+    layout: FlatLayout
+    index: int
+    places: tuple[int, ...]
+    parts: tuple[Part, ...] | None = None
+
+    def range_of(self, member: int) -> tuple[int, int]:
+        """Return [start, stop) of what a member holds, of the flattened whole or of its part."""
+        if self.parts is not None:
+            return self.parts[member].start, self.parts[member].stop
+        return self.layout.owned_range(self.index, self.places[member])
+
+    def numel_of(self, member: int) -> int:
+        """Return how many elements a member holds."""
+        start, stop = self.range_of(member)
+        return stop - start
+
+    def boxes_of(self, member: int) -> tuple[tuple[int, ...], list[Box]]:
+        """Return what a member holds as boxes of the whole, viewed with a shape: (shape, boxes)."""
+        start, stop = self.range_of(member)
+        if self.parts is None:
+            numel = self.layout.numels[self.index]
+            return (numel,), [Box((start,), (stop - start,), 0)] if stop > start else []
+        part = self.parts[member]
+        return self.shape, boxes_of_range(part.shape, start, stop, origin=part.offsets)
+
+    def senders(self, owner: int) -> list[int]:
+        """Return the members from which an owner gets pieces: those of its replica that hold any.
+
+        The owner itself may be among them.
+        """
+        mine = self.replicas[owner]
+        members = range(len(self.replicas))
+        return [m for m in members if self.replicas[m] == mine and self.numel_of(m)]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one member sends and gets in one exchange: matrices by member, in one order.
+
+    Attributes:
+        sends: Of each member, the matrices of which it gets something from here.
+        gets: Of each member, the matrices of which something comes from there.
+    """
+
+    sends: tuple[tuple[int, ...], ...]
+    gets: tuple[tuple[int, ...], ...]
+
+
+def gradient_traffic(
+    spreads: Sequence[Spread], owners: Sequence[int], indices: Sequence[int], me: int
+) -> Traffic:
+    """Return what `me` exchanges so that the owners of matrices have whole gradients.
+
+    What a member holds of its own matrices does not travel.
+
+    Args:
+        spreads: Of all matrices.
+        owners: Of all matrices.
+        indices: The matrices of this exchange, in the same order on all members.
+        me: This member.
+    """
+    if not spreads:
+        return Traffic((), ())
+    num_members = len(spreads[0].replicas)
+    sends: list[list[int]] = [[] for _ in range(num_members)]
+    gets: list[list[int]] = [[] for _ in range(num_members)]
+    for index in indices:
+        spread, owner = spreads[index], owners[index]
+        if owner == me:
+            for member in spread.senders(me):
+                if member != me:
+                    gets[member].append(index)
+        elif spread.replicas[me] == spread.replicas[owner] and spread.numel_of(me):
+            sends[owner].append(index)
+    return Traffic(tuple(map(tuple, sends)), tuple(map(tuple, gets)))
+
+
+def value_traffic(
+    spreads: Sequence[Spread], owners: Sequence[int], indices: Sequence[int], me: int
+) -> Traffic:
+    """Return what `me` exchanges so that all members have their pieces of what owners have.
+
+    See `gradient_traffic`; here all replicas get something.
+    """
+    if not spreads:
+        return Traffic((), ())
+    num_members = len(spreads[0].replicas)
+    sends: list[list[int]] = [[] for _ in range(num_members)]
+    gets: list[list[int]] = [[] for _ in range(num_members)]
+    for index in indices:
+        spread, owner = spreads[index], owners[index]
+        if owner == me:
+            for member in range(num_members):
+                if member != me and spread.numel_of(member):
+                    sends[member].append(index)
+        elif spread.numel_of(me):
+            gets[owner].append(index)
+    return Traffic(tuple(map(tuple, sends)), tuple(map(tuple, gets)))
+
+
+def sent_numel(spreads: Sequence[Spread], traffic: Traffic, me: int, *, of_values: bool) -> int:
+    """Return how many elements `me` sends: its pieces of gradients, or others' of values."""
+    return sum(
+        spreads[index].numel_of(member if of_values else me)
+        for member, indices in enumerate(traffic.sends)
+        for index in indices
+    )

@@ -1,0 +1,38 @@
+"""What torch reads from a tensor's memory, for tensors that are spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class HostValues(Tensor):
+    """What torch reads from a tensor's memory, read from the whole. Collective."""
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole."""
+        raise NotImplementedError
+
+    def tolist(self) -> Any:
+        """Return the whole as nested lists. Collective, as `full_tensor`."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole as an array that cannot be written. Collective, as `full_tensor`.
+
+        Writing would not reach the pieces.
+        """
+        array: Any = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001
+        """Return a copy of the whole as an array. Collective, as `full_tensor`."""
+        del copy
+        array: Any = self.full_tensor().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __format__(self, format_spec: str) -> str:
+        """Format as `repr`; by a format, as of a number, the value. Only that is collective."""
+        return format(self.item(), format_spec) if format_spec else repr(self)

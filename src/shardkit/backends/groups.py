@@ -1,0 +1,107 @@
+"""Process groups of torch: how they are made, and what is asked of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardkit import _compat
+from shardkit.backends.watch.channel import channel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+_num_made: dict[tuple[int, ...], int] = {}
+_made_in: Any = None
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group. Only its own ranks have to call this.
+
+    They must make all groups of the same ranks in the same order. Other groups of a rank make no
+    difference.
+    """
+    with _named_group(ranks):
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True
+        )
+    return group
+
+
+def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
+    """Give the next process group a name that all of its ranks give it."""
+    global _made_in  # noqa: PLW0603 - to know that everything has begun anew
+    if _made_in is not dist.group.WORLD:
+        _num_made.clear()
+        _made_in = dist.group.WORLD
+    members = tuple(ranks)
+    number = _num_made[members] = _num_made.get(members, 0) + 1
+    return _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}")
+
+
+def sub_group(
+    parent: dist.ProcessGroup, splits: Sequence[Sequence[int]], backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group of some ranks of another. All ranks of `parent` must call this.
+
+    Args:
+        parent: The other one.
+        splits: Positions in `parent`, without overlaps. A rank gets the group that it is in.
+        backend: The engine; None: as the parent's.
+    """
+    mine = next(split for split in splits if parent.rank() in split)
+    ranks = [dist.get_process_group_ranks(parent)[position] for position in mine]
+    if backend is None and _must_be_split(parent):
+        # A new group would split the communicator of the whole world, for which torch needs all of
+        # its ranks to call.
+        with _named_group(ranks):
+            all_splits = [list(split) for split in splits]
+            made = dist.split_group(parent_pg=parent, split_ranks=all_splits)
+        assert made is not None, "every rank is in one of the splits"
+        return made
+    return new_group(ranks, backend)
+
+
+def _must_be_split(parent: dist.ProcessGroup) -> bool:
+    """Whether groups must be split from others: the world is bound to devices, the engine can."""
+    device = getattr(dist.group.WORLD, "bound_device_id", None)
+    if device is None:
+        return False
+    engine = _compat.process_group_backend(parent, device)
+    return bool(getattr(engine, "supports_splitting", False))
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a process group of these ranks: the default one if it has no others, else a new one.
+
+    All of them must call this. Where groups are split from the world, which needs all of its ranks,
+    those must call it, too, with ranks of their own.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is a mesh"
+    if sorted(ranks) == list(range(world.size())):
+        return world
+    if _must_be_split(world):
+        splits = sorted(set(exchange(tuple(sorted(ranks)), None, "process groups")))
+        return sub_group(world, splits)
+    return new_group(sorted(ranks))
+
+
+def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
+    """Return the picklable `item` of every rank of a process group, in rank order.
+
+    Args:
+        item: This rank's.
+        group: Torch's; None is the default one.
+        of: What it is for.
+
+    Cost: two all-gathers: of the sizes, of the items.
+    """
+    size = dist.get_world_size(group)
+    items: list[Any] = [item] * size
+    if size > 1:
+        with channel_of(group).run("exchange", of, 0):
+            dist.all_gather_object(items, item, group=group)
+    return items

@@ -1,0 +1,179 @@
+"""The fields of a config file: their names, kinds, and what becomes of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardkit.config._kinds import Anything, Choice, Empty, Flag, Names, Number, Text
+
+if TYPE_CHECKING:
+    from shardkit.config._kinds import Kind
+
+STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "replicate",
+    "HYBRID_SHARD": "hybrid",
+    "HYBRID_SHARD_ZERO2": "hybrid_zero2",
+}
+"""FSDP1's names, in the order of their numbers, and ours."""
+
+WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+PREFETCHES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
+STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+DEVICES = {
+    "MULTI_GPU": "cuda",
+    "MULTI_CPU": "cpu",
+    "MULTI_XPU": "xpu",
+    "MULTI_NPU": "npu",
+    "MULTI_HPU": "hpu",
+    "MULTI_MLU": "mlu",
+    "MULTI_SDAA": "sdaa",
+    "MULTI_MUSA": "musa",
+    "MULTI_NEURON": "neuron",
+    "XLA": "xla",
+}
+"""Device types that a distributed_type names."""
+
+Use = Literal["applied", "launcher", "noted"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field.
+
+    Attributes:
+        kind: Of its value.
+        use: ``"applied"``: to the model; ``"launcher"``: whoever starts the ranks uses it;
+            ``"noted"``: leaving it out changes nothing.
+        note: Of what is noted: why.
+    """
+
+    kind: Kind
+    use: Use = "applied"
+    note: str = ""
+
+
+_TPU = "Only accelerate tpu-config reads it."
+
+TOP = {
+    "compute_environment": Field(
+        Choice(
+            ("LOCAL_MACHINE",),
+            refused={"AMAZON_SAGEMAKER": "Start the ranks by torchrun, and write LOCAL_MACHINE."},
+        )
+    ),
+    "distributed_type": Field(
+        Choice(
+            ("FSDP", "NO", *DEVICES),
+            refused={
+                "DEEPSPEED": "Write FSDP with an fsdp_config; its ZeRO stage 3 is FULL_SHARD, "
+                "stage 2 SHARD_GRAD_OP.",
+                "MEGATRON_LM": "Write FSDP with an fsdp_config and a parallelism_config.",
+            },
+        )
+    ),
+    "mixed_precision": Field(
+        Choice(
+            ("no", "fp16", "bf16"),
+            refused={
+                "fp8": "Write bf16, and pass low-precision weights as tensor subclasses with "
+                "fsdp_pre_all_gather."
+            },
+        )
+    ),
+    "use_cpu": Field(Flag()),
+    "num_processes": Field(Number(1, (-1,))),
+    "num_machines": Field(Number(1)),
+    "machine_rank": Field(Number(0), "launcher"),
+    "gpu_ids": Field(Text(), "launcher"),
+    "main_process_ip": Field(Text(), "launcher"),
+    "main_process_port": Field(Number(0), "launcher"),
+    "rdzv_backend": Field(Text(), "launcher"),
+    "same_network": Field(Flag(), "launcher"),
+    "main_training_function": Field(Text(), "launcher"),
+    "enable_cpu_affinity": Field(Flag(), "launcher"),
+    "mpirun_config": Field(Anything(), "launcher"),
+    "tpu_name": Field(Text(), "launcher"),
+    "tpu_zone": Field(Text(), "launcher"),
+    "tpu_use_cluster": Field(Flag(), "launcher"),
+    "tpu_use_sudo": Field(Flag(), "launcher"),
+    "tpu_vm": Field(Anything(), "launcher"),
+    "tpu_env": Field(Anything(), "launcher"),
+    "command_file": Field(Text(), "noted", _TPU),
+    "commands": Field(Anything(), "noted", _TPU),
+    "debug": Field(
+        Flag(),
+        "noted",
+        "It checks collectives of Accelerate. Those of shardkit are compared by set_watch.",
+    ),
+    "downcast_bf16": Field(
+        Empty("Write mixed_precision: bf16 instead.", ("no", "false")),
+    ),
+    "fp16": Field(Empty("Write mixed_precision: fp16 instead.", ("false",))),
+    "dynamo_backend": Field(
+        Empty("Compile layers yourself, after apply: layer.compile().", ("no",)),
+    ),
+    "dynamo_config": Field(
+        Empty("Leave it out, and compile layers yourself, after apply: layer.compile().")
+    ),
+    "fp8_config": Field(Empty("Leave it out; mixed_precision may be no, fp16 or bf16.")),
+    "deepspeed_config": Field(Empty("Write distributed_type: FSDP and an fsdp_config.")),
+    "megatron_lm_config": Field(Empty("Write a parallelism_config, and leave this out.")),
+    "fsdp_config": Field(Anything()),
+    "parallelism_config": Field(Anything()),
+}
+
+FSDP = {
+    "fsdp_version": Field(Choice(("1", "2"))),
+    "fsdp_sharding_strategy": Field(Choice(tuple(STRATEGIES), from_1=True)),
+    "fsdp_reshard_after_forward": Field(Text()),
+    "fsdp_offload_params": Field(Flag()),
+    "fsdp_auto_wrap_policy": Field(Choice(WRAPS)),
+    "fsdp_transformer_layer_cls_to_wrap": Field(Names()),
+    "fsdp_min_num_params": Field(Number(1)),
+    "fsdp_backward_prefetch": Field(Choice(tuple(PREFETCHES), from_1=True)),
+    "fsdp_forward_prefetch": Field(Flag()),
+    "fsdp_state_dict_type": Field(Choice(STATE_DICTS, from_1=True)),
+    "fsdp_cpu_ram_efficient_loading": Field(Flag()),
+    "fsdp_sync_module_states": Field(Flag()),
+    "fsdp_activation_checkpointing": Field(Flag()),
+    "fsdp_activation_checkpointing_offload": Field(
+        Empty(
+            "Leave it out, and run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).",
+            ("false", "no"),
+        )
+    ),
+    "fsdp_ignored_modules": Field(Text()),
+    "fsdp_use_orig_params": Field(
+        Flag(), "noted", "Parameters are always the model's own, with their own names."
+    ),
+}
+
+_CONTEXT = "Leave it out, or 1. Shard over all ranks, and split sequences in the model."
+
+PARALLELISM = {
+    "parallelism_config_dp_replicate_size": Field(Number(1)),
+    "parallelism_config_dp_shard_size": Field(Number(1)),
+    "parallelism_config_tp_size": Field(Number(1)),
+    "parallelism_config_cp_size": Field(Empty(_CONTEXT, ("1",))),
+    "parallelism_config_sp_size": Field(Empty(_CONTEXT, ("1",))),
+    **{
+        f"parallelism_config_{name}": Field(
+            Anything(), "noted", "There is no axis of this kind: its size is 1."
+        )
+        for name in (
+            "cp_backend",
+            "cp_comm_strategy",
+            "sp_backend",
+            "sp_seq_length",
+            "sp_seq_length_is_variable",
+            "sp_attn_implementation",
+        )
+    },
+}
+
+SECTIONS = {"": TOP, "fsdp_config": FSDP, "parallelism_config": PARALLELISM}
+PREFIXES = {"": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
+"""What names of a section begin with; Accelerate takes those of fsdp_config without it, too."""

@@ -1,0 +1,291 @@
+"""From what was written to what is meant: names, kinds, defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardkit._errors import ConfigError
+from shardkit._wrapping.tree import nearest
+from shardkit.config._fields import DEVICES, PREFETCHES, PREFIXES, SECTIONS, STRATEGIES
+from shardkit.config._kinds import Flag, NotOfKindError
+from shardkit.config._source import Entry, Section
+
+if TYPE_CHECKING:
+    from shardkit.config._source import Place
+
+_MIN_NUM_PARAMS = 100_000_000  # What Accelerate takes where nothing is said.
+_FLAG = Flag()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Sizes of the axes of a mesh."""
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def total_size(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate_size * self.dp_shard_size * self.tp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a config means; names are those of its fields, values those of shardkit.
+
+    Attributes:
+        device_type: Of the mesh; None: that of the machine's accelerator, else the host's.
+        strategy: Name of a `shardkit.strategy`.
+        precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        is_fsdp: Whether there is an `fsdp_config` to apply; else the model is replicated.
+        parallelism: None: the strategy and the number of ranks say what the mesh is.
+        num_processes: None: not said.
+        min_num_params: Of a policy by size.
+        forward_prefetch: None: shardkit's default. So is `backward_prefetch`.
+        sync_module_states: Values of rank 0 are sent to the others.
+        notes: Fields that change nothing, and why.
+    """
+
+    distributed_type: str
+    device_type: str | None
+    strategy: str
+    precision: str
+    is_fsdp: bool
+    fsdp_version: int
+    parallelism: Parallelism | None
+    num_processes: int | None
+    num_machines: int
+    offload_params: bool
+    wrap: str
+    transformer_layer_cls_to_wrap: tuple[str, ...] | None
+    min_num_params: int
+    forward_prefetch: bool | None
+    backward_prefetch: Literal["pre", "post", "none"] | None
+    state_dict_type: str
+    sync_module_states: bool
+    activation_checkpointing: bool
+    ignored_modules: str | None
+    launcher: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Found:
+    """Fields that were written, with their values as they are meant, and all complaints.
+
+    Args:
+        document: As it was read.
+    """
+
+    def __init__(self, document: Section) -> None:
+        self.document = document
+        self.complaints: list[tuple[Place, str]] = []
+        self._values: dict[str, Any] = {}
+        self._entries: dict[str, Entry] = {}
+        for name in SECTIONS:
+            self._take(name)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field, by its whole name."""
+        return self._values.get(name, default)
+
+    def is_given(self, name: str) -> bool:
+        """Whether a field was written, and is not null."""
+        return name in self._values
+
+    def complain(self, name: str, text: str) -> None:
+        """Say that a field is wrong; `text` goes on from its name."""
+        entry = self._entries.get(name)
+        place = self.document.place if entry is None else entry.place
+        self.complaints.append((place, f"{name} {text}"))
+
+    def raise_complaints(self) -> None:
+        """Raise all complaints at once, by lines.
+
+        Raises:
+            ConfigError: There are some.
+        """
+        if self.complaints:
+            ordered = sorted(self.complaints, key=lambda item: item[0].line or 0)
+            raise ConfigError("\n".join(f"{place}: {text}" for place, text in ordered))
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what was written and changes nothing, with the reason."""
+        fields = {name: each for fields in SECTIONS.values() for name, each in fields.items()}
+        return tuple(
+            f"{self._entries[name].place}: {name} changes nothing. {fields[name].note}"
+            for name in self._values
+            if fields[name].use == "noted" and self._values[name] not in (None, False, [])
+        )
+
+    def launcher(self) -> dict[str, Any]:
+        """Return the fields that whoever starts the ranks uses."""
+        fields = SECTIONS[""]
+        return {n: v for n, v in self._values.items() if n in fields and fields[n].use != "applied"}
+
+    def _take(self, section: str) -> None:
+        document = self.document
+        if section:
+            entry = self.document.entries.get(section)
+            if entry is None or entry.value is None:
+                return
+            if not isinstance(entry.value, Section):
+                self.complaints.append((entry.place, f"{section} must hold fields (name: value)."))
+                return
+            document = entry.value
+        for key, entry in document.entries.items():
+            name = self._name_of(section, key, entry)
+            if name is None or entry.value is None:
+                continue
+            if name in self._values:
+                first = self._entries[name].place
+                self.complaints.append(
+                    (entry.place, f"{key} is {name}, which stands at {first}. Keep one of them.")
+                )
+                continue
+            self._entries[name] = entry
+            try:
+                self._values[name] = SECTIONS[section][name].kind.parse(entry.value)
+            except NotOfKindError as error:
+                got = f", got {entry.value!r}" if error.expected.startswith("must") else ""
+                end = "" if error.expected.endswith(".") else "."
+                self.complain(name, f"{error.expected}{got}{end} {error.hint}".rstrip())
+
+    def _name_of(self, section: str, key: str, entry: Entry) -> str | None:
+        """Return the whole name of a field; complain if there is none."""
+        fields, prefix = SECTIONS[section], PREFIXES[section]
+        for name in (key, prefix + key):
+            if name in fields:
+                return name
+        inside = f" of {section}" if section else ""
+        homes = [home for home in SECTIONS if PREFIXES[home] + key in SECTIONS[home]]
+        homes += [home for home in SECTIONS if key in SECTIONS[home]]
+        if homes:
+            where = (
+                f"It belongs in {homes[0]}." if homes[0] else "It stands at the outermost level."
+            )
+        else:
+            where = nearest(key, fields)
+        self.complaints.append((entry.place, f"there is no field {key!r}{inside}. {where}"))
+        return None
+
+
+def settings_of(found: Found) -> Settings:
+    """Return what fields mean that are free of contradictions."""
+    distributed_type = found.value("distributed_type", "NO")
+    version = int(found.value("fsdp_version", "1"))
+    is_fsdp = is_fsdp_type(found)
+    parallelism = parallelism_of(found)
+    return Settings(
+        distributed_type=distributed_type,
+        device_type="cpu" if found.value("use_cpu") else DEVICES.get(distributed_type),
+        strategy=_strategy_of(found, version, parallelism) if is_fsdp else "replicate",
+        precision=precision_of(found),
+        is_fsdp=is_fsdp,
+        fsdp_version=version,
+        parallelism=parallelism,
+        num_processes=num_processes_of(found),
+        num_machines=found.value("num_machines", 1),
+        offload_params=found.value("fsdp_offload_params", False),
+        wrap=found.value("fsdp_auto_wrap_policy", "NO_WRAP"),
+        transformer_layer_cls_to_wrap=found.value("fsdp_transformer_layer_cls_to_wrap"),
+        min_num_params=found.value("fsdp_min_num_params", _MIN_NUM_PARAMS),
+        forward_prefetch=_forward_prefetch_of(found, is_fsdp=is_fsdp, version=version),
+        backward_prefetch=_backward_prefetch_of(found, is_fsdp=is_fsdp, version=version),
+        state_dict_type=found.value(
+            "fsdp_state_dict_type",
+            "FULL_STATE_DICT" if version == 1 or not is_fsdp else "SHARDED_STATE_DICT",
+        ),
+        sync_module_states=_is_synced(found, parallelism) if is_fsdp else True,
+        activation_checkpointing=found.value("fsdp_activation_checkpointing", False),
+        ignored_modules=found.value("fsdp_ignored_modules"),
+        launcher=found.launcher(),
+        notes=found.notes(),
+    )
+
+
+def is_fsdp_type(found: Found) -> bool:
+    """Whether fsdp_config is meant; on XLA it is where it is there."""
+    written = found.document.entries.get("fsdp_config")
+    has_fields = written is not None and isinstance(written.value, Section)
+    kind = found.value("distributed_type")
+    on_xla = kind == "XLA" and has_fields and bool(written and written.value.entries)
+    return kind == "FSDP" or on_xla
+
+
+def strategy_name(found: Found) -> str | None:
+    """Return the sharding strategy that either field of version 1 names; None: no field does.
+
+    Raises:
+        NotOfKindError: fsdp_reshard_after_forward names none.
+    """
+    written = found.value("fsdp_reshard_after_forward")
+    if written is None:
+        name: str | None = found.value("fsdp_sharding_strategy")
+        return name
+    kind = SECTIONS["fsdp_config"]["fsdp_sharding_strategy"].kind
+    return str(kind.parse(written))
+
+
+def reshards(found: Found) -> bool:
+    """Return fsdp_reshard_after_forward of version 2.
+
+    Raises:
+        NotOfKindError: It is neither true nor false.
+    """
+    return _FLAG.parse(found.value("fsdp_reshard_after_forward", True))
+
+
+def precision_of(found: Found) -> str:
+    """Return mixed_precision."""
+    precision: str = found.value("mixed_precision", "no")
+    return precision
+
+
+def num_processes_of(found: Found) -> int | None:
+    """Return num_processes; None: not said, which -1 means."""
+    number: int = found.value("num_processes", -1)
+    return None if number == -1 else number
+
+
+def parallelism_of(found: Found) -> Parallelism | None:
+    """Return the sizes of axes, if any is said."""
+    prefix = PREFIXES["parallelism_config"]
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size")
+    given = {n: found.value(prefix + n) for n in names if found.is_given(prefix + n)}
+    return Parallelism(**given) if given else None
+
+
+def _strategy_of(found: Found, version: int, parallelism: Parallelism | None) -> str:
+    if version == 1:
+        return STRATEGIES[strategy_name(found) or "FULL_SHARD"]
+    kept = "" if reshards(found) else "_zero2"
+    if parallelism is None or parallelism.dp_replicate_size == 1:
+        return "zero2" if kept else "zero3"
+    return "replicate" if parallelism.dp_shard_size == 1 else f"hybrid{kept}"
+
+
+def _forward_prefetch_of(found: Found, *, is_fsdp: bool, version: int) -> bool | None:
+    default = False if is_fsdp and version == 1 else None
+    chosen: bool | None = found.value("fsdp_forward_prefetch", default)
+    return chosen
+
+
+def _backward_prefetch_of(
+    found: Found, *, is_fsdp: bool, version: int
+) -> Literal["pre", "post", "none"] | None:
+    default = "NO_PREFETCH" if is_fsdp and version == 1 else None
+    name = found.value("fsdp_backward_prefetch", default)
+    words: dict[str, Literal["pre", "post", "none"]] = PREFETCHES  # type: ignore[assignment]
+    return None if name is None else words[name]
+
+
+def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:
+    """Whether rank 0's values are everyone's; by default they are, as in accelerate launch."""
+    if parallelism is not None and parallelism.tp_size > 1:
+        return False
+    sync: bool = found.value("fsdp_sync_module_states", True)
+    efficient: bool = found.value("fsdp_cpu_ram_efficient_loading", sync)
+    return sync or efficient

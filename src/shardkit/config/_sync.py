@@ -1,0 +1,90 @@
+"""Rank 0's values of a model, for all ranks: no rank but it needs memory for the whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._errors import ConfigError
+from shardkit.backends.base import first_of_all
+from shardkit.backends.world import current_world_size
+
+if TYPE_CHECKING:
+    from shardkit._mesh import DeviceMesh
+
+
+class Values:
+    """What rank 0's model holds, kept while the model is sharded on meta.
+
+    Args:
+        mesh: All of its ranks make this object.
+        state: As of `state_dict`, on rank 0; on others its tensors are not looked at.
+        other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
+            dicts leave out.
+    """
+
+    def __init__(self, mesh: DeviceMesh, state: dict[str, Any], other: dict[str, Tensor]) -> None:
+        self._mesh = mesh
+        self._state = state
+        self._other = other
+
+    def send(self, model: nn.Module) -> None:
+        """Give all ranks rank 0's values. Collective."""
+        from shardkit.checkpoint import load_full
+        from shardkit.checkpoint._state.broadcast import FromRank0
+
+        load_full(self._state, model, broadcast_from_rank0=True, progress=False)
+        self._state = {}
+        device = self._mesh.backend.device
+        for name, value in FromRank0(self._other, device=device).receive():
+            _set(model, name, value.to(device))
+
+
+def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> Values | None:
+    """Take the values out of a model, whose parameters are on meta from then on.
+
+    Parameters stay the objects that they are, so optimizers and ties stay right.
+
+    Returns:
+        None: there is nothing to send: one rank, one process for all devices, or a model without
+        values on rank 0.
+
+    Raises:
+        ConfigError: Replicas of torch_xla, each a process.
+
+    Cost: one exchange of a flag per axis.
+    """
+    if mesh.backend.is_traced:
+        if (current_world_size() or 1) > 1:
+            msg = (
+                "rank 0's values cannot be sent to replicas on XLA. Write "
+                "fsdp_cpu_ram_efficient_loading: false and fsdp_sync_module_states: false, and "
+                "make the model with the same seed on all of them."
+            )
+            raise ConfigError(msg)
+        return None
+    if mesh.size() == 1:
+        return None
+    is_on_meta = any(param.is_meta for param in model.parameters())
+    axes = [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
+    if first_of_all(is_on_meta, axes):
+        return None
+    state = model.state_dict()
+    other = {n: b.detach() for n, b in model.named_buffers() if n not in state}
+    for param in set(model.parameters()) - ignored:
+        on_meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        if not param.is_meta:
+            torch.utils.swap_tensors(param, on_meta)
+    return Values(mesh, state, other)
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    current = getattr(module, own)
+    if current.is_meta:
+        setattr(module, own, value)
+    else:
+        current.data.copy_(value)

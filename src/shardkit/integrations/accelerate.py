@@ -1,0 +1,253 @@
+"""shardkit in the place of FSDP2 inside of Hugging Face Accelerate.
+
+    import shardkit.integrations.accelerate
+
+    shardkit.integrations.accelerate.use()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+`Accelerator.prepare` chooses the modules as it does for FSDP2, and calls shardkit's `fully_shard`.
+A model that is sharded already stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import accelerate.accelerator
+import accelerate.state
+import accelerate.utils.fsdp_utils
+from accelerate.utils import DistributedType
+from accelerate.utils.other import is_compiled_module
+from torch import nn
+
+from shardkit._after_import import AfterImport
+from shardkit._errors import IntegrationError
+from shardkit._install import Installed, install
+from shardkit._module.fsdp_module import FSDPModule
+from shardkit.checkpoint import load_full
+from shardkit.integrations._versions import check_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = ["use"]
+
+_FSDP2 = 2
+
+_in_use: list[Installed] = []
+
+
+def use() -> Installed:
+    """Let Accelerate shard by shardkit where its settings say ``fsdp_version: 2``.
+
+    Call it before `Accelerator` is made, or around everything: ``with use():``. It includes
+    `shardkit.install`. Also ranks of the CPU are sharded then, which Accelerate itself leaves to
+    DistributedDataParallel. A second call changes nothing.
+
+    Returns:
+        Its `undo()` gives Accelerate back as it was, as does the end of ``with use():``. Models
+        that are sharded stay sharded.
+
+    Raises:
+        IntegrationError: Accelerate's version is not known, or that of transformers, which is asked
+            when that is imported; or an `Accelerator` on the CPU was
+            made before. Later, when one is made: FSDP1 is asked for, or a device of XLA; when a
+            model is prepared: only parts of it are sharded; when transformers loads one: it is to
+            be sharded while it is loaded (``DistributedConfig(fsdp_size=n)``).
+    """
+    check_version("accelerate")
+    used = Installed()
+    if _in_use:
+        return used
+    _refuse_too_late()
+    try:
+        _replace_all(used)
+    except BaseException:
+        used.undo()
+        raise
+    return used
+
+
+def _replace_all(used: Installed) -> None:
+    _after_import(used, "transformers", lambda _: check_version("transformers"))
+    _in_use.append(used)
+    used.at_undo(_in_use.clear)
+    used.at_undo(install().undo)
+    state = accelerate.state.AcceleratorState
+    used.replace(state, "__init__", _also_on_cpu(state.__init__))
+    accelerator = accelerate.accelerator.Accelerator
+    used.replace(accelerator, "_prepare_fsdp2", _also_sharded(accelerator._prepare_fsdp2))
+    utils = accelerate.utils.fsdp_utils
+    used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
+    choose = utils.fsdp2_prepare_auto_wrap_policy
+    used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
+    _refuse_sharded_loading(used)
+
+
+def _refuse_too_late() -> None:
+    made = accelerate.state.AcceleratorState._shared_state
+    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if wanted and made.get("distributed_type") == DistributedType.MULTI_CPU:
+        msg = (
+            "an Accelerator was made before, which replicates models on the CPU instead of "
+            "sharding them. Call shardkit.integrations.accelerate.use() before Accelerator(...)."
+        )
+        raise IntegrationError(msg)
+
+
+def _refuse_sharded_loading(used: Installed) -> None:
+    """Refuse what transformers shards while it loads: it puts DTensors where parameters were."""
+
+    def refuse(model: nn.Module, *_: Any, **__: Any) -> None:
+        msg = (
+            f"from_pretrained(distributed_config=...) of {type(model).__name__} asks for FSDP2 "
+            f"while loading, which fills DTensors. Leave out fsdp_size, and shard the model after "
+            f"it was loaded: by Accelerator.prepare, by the Trainer with fsdp=True, or by "
+            f"shardkit.fully_shard and shardkit.checkpoint.load_full."
+        )
+        raise IntegrationError(msg)
+
+    def replace(module: Any) -> None:
+        used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
+
+    _after_import(used, "transformers.distributed.mixin", replace)
+
+
+def _after_import(used: Installed, name: str, then: Callable[[Any], None]) -> None:
+    """Call a function with a module: now if it is imported, else right after that."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+    finder = AfterImport(name, then)
+    sys.meta_path.insert(0, finder)
+    used.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+
+
+def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of Accelerate's state: ranks of the CPU are sharded, too."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - its name there
+        plugin = kwargs.get("fsdp_plugin")
+        is_first = not type(self)._shared_state
+        if plugin is not None and is_first and plugin.fsdp_version != _FSDP2:
+            msg = (
+                f"Accelerate is asked for fsdp_version={plugin.fsdp_version}, which wraps modules "
+                f"in FSDP1. shardkit takes the place of FSDP2: set fsdp_version=2 in the plugin, "
+                f"or in the file of `accelerate config`."
+            )
+            raise IntegrationError(msg)
+        original(self, *args, **kwargs)
+        if plugin is None or not is_first:
+            return
+        if self.distributed_type == DistributedType.XLA:
+            msg = (
+                "Accelerate shards models on XLA devices by torch_xla, not by FSDP2. Leave the "
+                "plugin out, and call shardkit.fully_shard on the model."
+            )
+            raise IntegrationError(msg)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            if self.mixed_precision != "no":
+                plugin.set_mixed_precision(self.mixed_precision)
+            self.fsdp_plugin = plugin
+            accelerate.state.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    return __init__
+
+
+def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what prepares a model: one that is sharded stays, and so do its optimizer's parameters.
+
+    Accelerate gives optimizers the new parameters by addresses of memory. Sharded ones have none.
+    """
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any) -> Any:
+        models = [each for each in args if isinstance(each, nn.Module)]
+        if not any(isinstance(m, FSDPModule) for model in models for m in model.modules()):
+            prepared = original(self, *args)
+            _note_for_transformers(prepared)
+            return prepared
+        [model] = models  # Accelerate has refused several.
+        whole: Any = model._orig_mod if is_compiled_module(model) else model
+        if not isinstance(whole, FSDPModule):
+            msg = (
+                f"parts of this {type(model).__name__} are sharded, and the whole is not. Call "
+                f"fully_shard on it, too, or leave all of it to Accelerator.prepare."
+            )
+            raise IntegrationError(msg)
+        if self.state.fsdp_plugin.activation_checkpointing:
+            msg = (
+                "Accelerate is asked for activation_checkpointing, and the model is sharded "
+                "already, too late for that. Leave out the setting, and call "
+                "shardkit.checkpoint_activations(model) before fully_shard."
+            )
+            raise IntegrationError(msg)
+        _note_for_transformers(models)
+        self._models.append(model)
+        for first_pass in (True, False):
+            args = tuple(
+                each if each is model else self._prepare_one(each, first_pass=first_pass)
+                for each in args
+            )
+        return args
+
+    return prepare
+
+
+def _note_for_transformers(prepared: Iterable[Any]) -> None:
+    """Let each rank run every layer and every step that another one runs, in transformers' models.
+
+    They ask this attribute before ranks stop generating one by one, or drop layers at random.
+    """
+    for model in prepared:
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            vars(module)["_is_fsdp_managed_module"] = True
+
+
+def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what chooses modules: some that Accelerate's policies choose cannot be groups.
+
+    Lists of modules are large, but not called. Embeddings, the head and the norm before it become
+    groups after all others, so no module around them can be one.
+    """
+
+    @functools.wraps(original)
+    def choose(plugin: Any, model: nn.Module) -> Any:
+        policy = original(plugin, model)
+        if policy is None:
+            return None
+        ends = {accelerate.utils.fsdp_utils._find_final_norm(model)}
+        for getter in ("get_input_embeddings", "get_output_embeddings"):
+            ends.add(getattr(model, getter, lambda: None)())
+
+        def is_group(module: nn.Module) -> bool:
+            if type(module).forward is nn.Module.forward or not policy(module):
+                return False
+            return module in ends or ends.isdisjoint(module.modules())
+
+        return is_group
+
+    return choose
+
+
+def _load_full_state_dict(
+    accelerator: Any,
+    model: nn.Module,
+    full_sd: Mapping[str, Any],
+    cpu_offload: bool = False,  # noqa: FBT001, FBT002 - Accelerate's signature
+) -> nn.Module:
+    """Send the first rank's whole tensors to a model on meta, in parts of 16 MiB."""
+    del cpu_offload  # The groups know it.
+    load_full(
+        full_sd if accelerator.is_main_process else None,
+        model,
+        broadcast_from_rank0=True,
+        progress=False,
+    )
+    return model

@@ -1,0 +1,239 @@
+"""What torchrun is told: the command line, a config file below it, and defaults below that."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.run import (
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
+
+from shardkit._errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_PORT = 29500
+_PLACE = ("master_addr", "master_port")
+_ABOUT = """Start the ranks of a script by torchrun.
+
+All options of torchrun are known, and the names of Accelerate for the most frequent ones. What is
+not given comes from the config file (--config), which `accelerate config` writes. Without one there
+is one host, with a rank for each card, or one rank where there is no card.
+"""
+# Accelerate's names; their values are what a config file has under the same name.
+_OF_CONFIG = {
+    "num_processes": (int, "ranks of all hosts together"),
+    "num_machines": (int, "hosts"),
+    "machine_rank": (int, "of this host, from 0"),
+    "main_process_ip": (str, "name or address of host 0, on a network that all share"),
+    "main_process_port": (int, f"a free port there ({_PORT})"),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A launch.
+
+    Attributes:
+        torchrun: What `torch.distributed.run.run` takes.
+        config: Path of the config file; None: there is none.
+        install: `fully_shard` of torch is to be shardkit's.
+        use_cpu: Cards are hidden from the ranks.
+        cards: Those that the ranks see, with commas between them; None: all.
+        color: ``"auto"``, ``"always"`` or ``"never"``.
+    """
+
+    torchrun: argparse.Namespace
+    config: str | None
+    install: bool
+    use_cpu: bool
+    cards: str | None
+    color: str
+
+    @property
+    def min_hosts(self) -> int:
+        """How many hosts it goes on with at the least."""
+        return int(parse_min_max_nnodes(self.torchrun.nnodes)[0])
+
+    @property
+    def max_hosts(self) -> int:
+        """How many hosts take part at the most."""
+        return int(parse_min_max_nnodes(self.torchrun.nnodes)[1])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return torchrun's own parser, with the options of `launch` added."""
+    result: argparse.ArgumentParser = get_args_parser()
+    result.prog = "python -m shardkit launch"
+    result.usage = "%(prog)s [options] script.py [arguments of the script]"
+    result.description = _ABOUT
+    result.formatter_class = argparse.RawDescriptionHelpFormatter
+    ours = result.add_argument_group("shardkit")
+    ours.add_argument("--config", "--config_file", help="YAML file of `accelerate config`")
+    ours.add_argument(
+        "--install",
+        action="store_true",
+        help="let the script's `from torch.distributed.fsdp import fully_shard` be shardkit's",
+    )
+    ours.add_argument("--cpu", action="store_true", help="hide the cards from the ranks")
+    ours.add_argument(
+        "--xla",
+        action="store_true",
+        help="one process, which computes for all XLA devices of this host",
+    )
+    ours.add_argument(
+        "--slurm",
+        action="store_true",
+        help="under srun: take hosts and ranks from SLURM's variables",
+    )
+    ours.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    for name, (kind, text) in _OF_CONFIG.items():
+        ours.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help=text)
+    return result
+
+
+def parse(argv: Sequence[str], read_config: Any) -> Arguments:
+    """Return what to launch.
+
+    Args:
+        argv: Without the program's name.
+        read_config: Takes the path of a config file, and returns its fields.
+
+    Raises:
+        LaunchError: Options, or fields of the config file, that contradict each other.
+        ConfigError: The config file cannot be read.
+    """
+    reader = parser()
+    first = reader.parse_args(argv)
+    written = read_config(first.config) if first.config else {}
+    fields = {name: value for name, value in dict(written).items() if value is not None}
+    fields |= {
+        name: getattr(first, name) for name in _OF_CONFIG if getattr(first, name) is not None
+    }
+    use_cpu = first.cpu or bool(fields.get("use_cpu"))
+    if first.xla or str(fields.get("distributed_type", "")).upper() == "XLA":
+        defaults = _xla_defaults(fields)
+    else:
+        defaults = _defaults(fields, use_cpu=use_cpu)
+    of_config = {name: value for name, value in defaults.items() if not _is_in_environment(name)}
+    # Those of torchrun itself would look like a choice.
+    of_config |= {name: None for name in _PLACE if not _is_in_environment(name)}
+    reader.set_defaults(**of_config)
+    torchrun = reader.parse_args(argv)
+    if torchrun.no_python or torchrun.run_path:
+        msg = "launch runs Python scripts and modules: leave out --no-python and --run-path."
+        raise LaunchError(msg)
+    try:
+        parse_min_max_nnodes(torchrun.nnodes)
+        determine_local_world_size(torchrun.nproc_per_node)
+    except ValueError as error:
+        msg = (
+            f"--nnodes {torchrun.nnodes} --nproc-per-node {torchrun.nproc_per_node}: {error}. The "
+            f"first is a number of hosts, or two as 2:4; the second is a number of ranks on this "
+            f"host, or cpu, gpu or auto."
+        )
+        raise LaunchError(msg) from None
+    result = Arguments(
+        torchrun,
+        first.config,
+        first.install,
+        use_cpu,
+        None if str(fields.get("gpu_ids", "all")) == "all" else str(fields["gpu_ids"]),
+        first.color,
+    )
+    if not first.slurm:
+        _choose_rendezvous(result, fields)
+    return result
+
+
+def _is_in_environment(name: str) -> bool:
+    """Say whether torchrun's own variable sets an option."""
+    return f"PET_{name.upper()}" in os.environ
+
+
+def _defaults(fields: Mapping[str, Any], *, use_cpu: bool) -> dict[str, Any]:
+    hosts = int(fields.get("num_machines") or 1)
+    ranks = fields.get("num_processes")
+    if ranks is None or int(ranks) < 0:  # Accelerate writes -1 for as many as there are cards.
+        chosen = str(fields.get("gpu_ids", "all"))
+        seen = torch.accelerator.device_count() if chosen == "all" else len(chosen.split(","))
+        per_host = 1 if use_cpu else max(seen, 1)
+    elif int(ranks) % hosts:
+        msg = (
+            f"num_processes counts the ranks of all hosts: {ranks} cannot be shared out evenly "
+            f"among num_machines {hosts}. Choose a multiple, or leave both out and give --nnodes "
+            f"and --nproc-per-node on each host."
+        )
+        raise LaunchError(msg)
+    else:
+        per_host = int(ranks) // hosts
+    backend = str(fields.get("rdzv_backend") or "static")
+    return {"nnodes": str(hosts), "nproc_per_node": str(per_host), "rdzv_backend": backend}
+
+
+def _xla_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if int(fields.get("num_machines") or 1) > 1:
+        msg = (
+            "on XLA shardkit trains on one host: num_machines must be 1. One process computes for "
+            "all devices of a host."
+        )
+        raise LaunchError(msg)
+    return {"nnodes": "1", "nproc_per_node": "1", "rdzv_backend": "static"}
+
+
+def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
+    """Say where the hosts meet, unless torchrun was told."""
+    torchrun = arguments.torchrun
+    if torchrun.standalone:
+        return
+    if torchrun.rdzv_endpoint:  # All as torchrun has it.
+        return
+    where = fields.get("main_process_ip")
+    port = fields.get("main_process_port") or torchrun.master_port
+    if arguments.max_hosts == 1 and where is None and port is None:
+        torchrun.standalone = True
+        return
+    where = where or torchrun.master_addr
+    if arguments.max_hosts > 1 and where is None:
+        msg = (
+            f"{arguments.max_hosts} hosts must know where to meet: give the address of the first "
+            f"one as --main_process_ip, and --machine_rank 0 there, 1 on the next host."
+        )
+        raise LaunchError(msg)
+    meet(
+        arguments,
+        host=str(where or "127.0.0.1"),
+        port=int(port or _PORT),
+        host_rank=int(fields.get("machine_rank", torchrun.node_rank)),
+    )
+
+
+def meet(arguments: Arguments, *, host: str, port: int, host_rank: int) -> None:
+    """Let the hosts meet at a port of the first one.
+
+    Args:
+        arguments: Changed.
+        host: Name or address of the first one.
+        port: There.
+        host_rank: Of this one.
+    """
+    torchrun = arguments.torchrun
+    if arguments.min_hosts < arguments.max_hosts and torchrun.rdzv_backend == "static":
+        torchrun.rdzv_backend = "c10d"  # A number of hosts that may change needs it.
+    if torchrun.rdzv_backend == "static":
+        torchrun.master_addr, torchrun.master_port = host, port
+        torchrun.node_rank = host_rank
+        return
+    torchrun.rdzv_endpoint = f"{host}:{port}"
+    torchrun.node_rank = 0  # Torchrun warns of others: it numbers hosts by itself.
+    if torchrun.rdzv_backend == "c10d" and "is_host" not in torchrun.rdzv_conf:
+        # Else torchrun guesses by names, which are not always known.
+        is_host = f"is_host={int(host_rank == 0)}"
+        torchrun.rdzv_conf = ",".join(filter(None, (torchrun.rdzv_conf, is_host)))

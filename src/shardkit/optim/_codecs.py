@@ -1,0 +1,231 @@
+"""How an optimizer's state of one 1-D tensor is shown: one number for each element, by names.
+
+Most optimizers keep it so. Some keep codes and the scales of blocks: torchao's in a tensor
+subclass, bitsandbytes' in three plain tensors. Those are shown as the numbers that they stand for,
+in fp32, and coded again when they are put back. Where the blocks are the same, so are the codes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from shardkit import _compat
+from shardkit._errors import OptimizerError
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.optim._blocks import decode, encode, pack_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.optim import Optimizer
+
+_MIN_CODED_NUMEL = 4096
+"""torchao and bitsandbytes code nothing smaller."""
+
+
+class Codec:
+    """Of optimizers that keep one number for each element, of the class `optimizer_class`.
+
+    Attributes:
+        block_numel: Elements that share a scale; None: nothing is coded.
+        min_numel: Smaller parameters are not coded.
+        is_known: Nothing needs to be tried to know what the state is made of.
+    """
+
+    block_numel: int | None = None
+    min_numel = 0
+
+    def __init__(self, probe: Optimizer) -> None:
+        self._name = type(probe).__name__
+        self.is_known = type(probe).__module__.startswith("torch.optim.")
+
+    def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """Return what stands for the state of `like`: tensors of its shape, and numbers.
+
+        Raises:
+            OptimizerError: See `check`.
+        """
+        self.check(entries, like)
+        return {
+            name: self._decoded(value) if _is_elementwise(value) else value
+            for name, value in entries.items()
+        }
+
+    def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
+        """Look at the state of a tensor.
+
+        Raises:
+            OptimizerError: There is state of another shape.
+        """
+        for name, value in entries.items():
+            if _is_elementwise(value) and value.shape != like.shape:
+                msg = (
+                    f"{self._name} keeps {name!r} of shape {tuple(value.shape)} for {like.numel()} "
+                    f"elements: not one number for each. It cannot run on pieces of parameters. "
+                    f"Give the optimizer the sharded parameters themselves."
+                )
+                raise OptimizerError(msg)
+
+    def put(
+        self, shown: Mapping[str, Any], fresh: Mapping[str, Any] | None, like: Tensor
+    ) -> dict[str, Any]:
+        """Return the state that `shown` stands for.
+
+        Args:
+            shown: As `show` returns it, of any dtype; taken over where it can be.
+            fresh: State of a first step, to be written to; None: there is no need for it.
+            like: What the state belongs to.
+        """
+        entries = {} if fresh is None else dict(fresh)
+        for name, value in shown.items():
+            target = entries.get(name)
+            if _is_elementwise(value):
+                entries[name] = self._coded(value, target, like)
+            else:
+                entries[name] = _number_like(value, target)
+        return entries
+
+    def _decoded(self, value: Tensor) -> Tensor:
+        if type(value) is Tensor:
+            return value if self.block_numel is None else value.float()
+        return torch.empty(value.shape, dtype=torch.float32, device=value.device).copy_(value)
+
+    def _coded(self, value: Tensor, target: Any, like: Tensor) -> Tensor:
+        if not isinstance(target, Tensor):
+            return value.to(like.dtype) if value.is_floating_point() else value
+        return value.to(target.dtype)
+
+
+class SubclassCodec(Codec):
+    """Of torchao's optimizers, whose state is a tensor subclass where it is coded."""
+
+    min_numel = _MIN_CODED_NUMEL
+
+    def __init__(self, probe: Any) -> None:
+        super().__init__(probe)
+        self.block_numel = int(probe.block_size)
+
+    def _coded(self, value: Tensor, target: Any, like: Tensor) -> Tensor:
+        if type(target) is Tensor or not isinstance(target, Tensor):
+            return super()._coded(value, target, like)
+        table = getattr(target, "qmap", None)
+        if table is None:  # fp8 has no table, and is symmetric.
+            return target.copy_(value)
+        coded: Any = target
+        codes, scales = encode(value, table, coded.block_size)
+        packed = pack_pairs(codes) if coded.codes.numel() < codes.numel() else codes
+        coded.codes.copy_(packed.view(coded.codes.shape))
+        coded.scale.copy_(scales)
+        return target
+
+
+class BitsAndBytesCodec(Codec):
+    """Of bitsandbytes' optimizers: ``state1``, and where it is coded ``qmap1`` and ``absmax1``.
+
+    They are shown by the names that torch's optimizers have for the same.
+    """
+
+    def __init__(self, probe: Any) -> None:
+        super().__init__(probe)
+        names = _NAMES.get(getattr(probe, "optimizer_name", ""), ("state1", "state2"))
+        self._names = dict(zip(names, ("state1", "state2"), strict=False))
+        if probe.args.optim_bits == 8:  # noqa: PLR2004 - the only other one is 32
+            self.block_numel = 256
+            self.min_numel = probe.args.min_8bit_size
+
+    def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """See `Codec.show`."""
+        plain = dict(entries)
+        for number in (1, 2):
+            qmap, absmax = plain.pop(f"qmap{number}", None), plain.pop(f"absmax{number}", None)
+            if absmax is not None and self.block_numel is not None:
+                codes = plain[f"state{number}"]
+                plain[f"state{number}"] = decode(codes, qmap, absmax, self.block_numel)
+        for name, own in self._names.items():
+            if own in plain:
+                plain[name] = plain.pop(own)
+        return super().show(plain, like)
+
+    def put(
+        self, shown: Mapping[str, Any], fresh: Mapping[str, Any] | None, like: Tensor
+    ) -> dict[str, Any]:
+        """See `Codec.put`."""
+        assert fresh is not None
+        plain: dict[str, Any] = {}
+        for name, value in shown.items():
+            own = self._names.get(name, name)
+            number = own.removeprefix("state")
+            if self.block_numel is None or f"absmax{number}" not in fresh:
+                plain[own] = value
+            else:
+                codes, scales = encode(value, fresh[f"qmap{number}"], self.block_numel)
+                fresh[own].copy_(codes.view(fresh[own].shape))
+                fresh[f"absmax{number}"].copy_(scales)
+        return super().put(plain, fresh, like)
+
+    def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
+        """See `Codec.check`; tables and scales are of other shapes."""
+        of_blocks = ("qmap", "absmax")
+        super().check({k: v for k, v in entries.items() if not k.startswith(of_blocks)}, like)
+
+
+_NAMES = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "momentum": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "rmsprop": ("square_avg",),
+    "adagrad": ("sum",),
+}
+
+
+def codec_of(probe: Optimizer) -> Codec:
+    """Return how the state of an optimizer like `probe` is coded."""
+    packages = {base.__module__.partition(".")[0] for base in type(probe).__mro__}
+    if "bitsandbytes" in packages:
+        return BitsAndBytesCodec(probe)
+    if "torchao" in packages and getattr(probe, "block_size", 0) not in (0, float("inf")):
+        return SubclassCodec(probe)
+    return Codec(probe)
+
+
+def fresh_state(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    like: Tensor,
+) -> dict[str, Any]:
+    """Return the state that the class makes for a tensor: of a step of zeros, with zero gradients.
+
+    Memory for two tensors like that, for the time of the step.
+    """
+    scratch = torch.nn.Parameter(torch.zeros_like(like))
+    scratch.grad = torch.zeros_like(like)
+    made = optimizer_class([{**settings, "params": [scratch]}], **options)
+    kind = like.device.type
+    devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+    with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+        _compat.step_without_global_hooks(made)
+    found: dict[str, Any] = made.state[scratch]
+    return found
+
+
+def is_number(value: object) -> bool:
+    """Whether an entry of state is one number for all elements, as a tensor or not."""
+    # A sharded tensor without dimensions is the state of a parameter without dimensions.
+    return not isinstance(value, Tensor) or (value.ndim == 0 and type(value) is not ShardedTensor)
+
+
+def _is_elementwise(value: object) -> TypeGuard[Tensor]:
+    return not is_number(value)
+
+
+def _number_like(value: Any, target: Any) -> Any:
+    """Return a number in the form that an optimizer keeps it in."""
+    if isinstance(target, Tensor):
+        return torch.as_tensor(value, dtype=target.dtype).to(target.device, copy=True)
+    if isinstance(value, Tensor):
+        return type(target)(value.item()) if isinstance(target, (int, float)) else value.clone()
+    return value

@@ -1,0 +1,134 @@
+"""torch's composable `replicate` around and inside sharded modules: each averages its own."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate  # Its only name, also in torch 2.13.
+
+from models import CASES
+from reference import (
+    LOSS_TOLERANCE,
+    STEPS,
+    Differences,
+    assert_within,
+    full_parameters,
+    global_batch,
+    make_mesh,
+    mean_over_ranks,
+    my_batch,
+)
+from shardkit import ShardedTensor, WrapError, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers import Spawn
+
+pytestmark = [
+    pytest.mark.helpers,
+    # DDP's own, of the streams of an accelerator that is not there.
+    pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream.*"),
+]
+
+TOLERANCE = 2e-6
+"""Sums over the batch and the ranks in another order; AdamW divides by small numbers."""
+
+
+def shard_inside(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
+    """Blocks are sharded; embeddings, the last norm and the tied head are plain."""
+    mesh = make_mesh(mesh_shape)
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    replicate(model)
+
+
+def shard_inside_later(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
+    mesh = make_mesh(mesh_shape)
+    replicate(model)
+    for block in model.blocks:
+        fully_shard(block, mesh)
+
+
+def shard_a_list_inside(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
+    fully_shard(list(model.blocks), make_mesh(mesh_shape))
+    replicate(model)
+
+
+def shard_around(model: nn.Module, mesh_shape: tuple[int, ...]) -> None:
+    """The other way round: one block is replicated, and all around it is sharded."""
+    mesh = make_mesh(mesh_shape)
+    replicate(model.blocks[0])
+    fully_shard(model.blocks[1], mesh)
+    fully_shard(model, mesh)
+
+
+def train(
+    put: Callable[[nn.Module, tuple[int, ...]], None], mesh_shape: tuple[int, ...], clip: bool
+) -> Differences:
+    case = CASES["gpt"]
+    reference = case.make()
+    model = copy.deepcopy(reference)
+    put(model, mesh_shape)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
+    differences = Differences()
+    for step in range(STEPS):
+        loss = case.loss(model, my_batch(case, step))
+        loss.backward()
+        expected = case.loss(reference, global_batch(case, step))
+        expected.backward()
+        differences.note("loss", mean_over_ranks(loss), expected.detach().double())
+        differences.note_grads(model, reference)
+        if clip:
+            norms = [
+                nn.utils.clip_grad_norm_(m.parameters(), 0.1).detach() for m in (model, reference)
+            ]
+            differences.note("norm", *[norm.as_subclass(Tensor) for norm in norms])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(model, reference)
+    kinds = {type(param) for param in model.parameters()}
+    assert kinds == {ShardedTensor, nn.Parameter}
+    gathered = full_parameters(model)
+    for value in gathered.values():  # What replicate trains is equal on all ranks.
+        low = value.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN)
+        differences.note("rank", low, value)
+    return differences
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "put", [shard_inside, shard_inside_later, shard_a_list_inside, shard_around]
+)
+def test_gradients_are_averaged_once(
+    spawn: Spawn, put: Callable[..., None], mesh_shape: tuple[int, ...]
+) -> None:
+    world_size = 2 if mesh_shape == (2,) else 4
+    found = spawn(train, world_size, put, mesh_shape, True)
+    assert_within(
+        found,
+        loss=LOSS_TOLERANCE,
+        grad=TOLERANCE,
+        parameter=TOLERANCE,
+        rank=0.0,
+        norm=TOLERANCE,
+    )
+
+
+def replicate_what_is_sharded() -> None:
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(fully_shard(nn.Linear(2, 2)))
+    module = replicate(nn.Linear(2, 2))
+    with pytest.raises(WrapError, match=r"replicate\(\) was called on this DDPLinear"):
+        fully_shard(module)
+
+
+def test_one_module_is_sharded_or_replicated(spawn: Spawn) -> None:
+    spawn(replicate_what_is_sharded, 2)

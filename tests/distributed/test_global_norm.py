@@ -1,0 +1,104 @@
+"""The norm of sharded gradients is a tensor like others, and answers to `full_tensor()`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import math
+import pickle
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit import fully_shard
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+MAX_NORM = 0.5
+
+
+def make() -> tuple[typing.Any, nn.Module]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    sharded = fully_shard(copy.deepcopy(plain))
+    for model in (plain, sharded):
+        model(torch.ones(2, 3)).square().sum().backward()
+    return sharded, plain
+
+
+def as_an_fsdp2_script_does(foreach: bool | None) -> None:
+    sharded, plain = make()
+    wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    total = nn.utils.get_total_norm([p.grad for p in sharded.parameters()], foreach=foreach)
+    nn.utils.clip_grads_with_norm_(sharded.parameters(), MAX_NORM, total, foreach=foreach)
+    clipped = nn.utils.clip_grad_norm_(sharded.parameters(), 1e9, foreach=foreach)
+    assert not isinstance(total, DTensor)
+    for norm, value in ((total, wanted.item()), (clipped, MAX_NORM)):
+        whole = norm.full_tensor()
+        assert type(whole) is Tensor
+        assert whole.item() == pytest.approx(value, rel=1e-5)
+    parts = sum(p.grad.norm().full_tensor() ** 2 for p in sharded.parameters())
+    assert math.sqrt(parts) == pytest.approx(MAX_NORM, rel=1e-5)
+    own = sharded.clip_grad_norm_(1e9)
+    assert own.full_tensor().item() == pytest.approx(MAX_NORM, rel=1e-5)
+    # As for pipeline stages: powers are summed over them.
+    total = total.full_tensor()
+    total **= 2.0
+    dist.all_reduce(total)
+    assert total.item() == pytest.approx(dist.get_world_size() * wanted.item() ** 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_fsdp2_scripts_find_full_tensor(spawn: Spawn, foreach: bool | None) -> None:
+    spawn(as_an_fsdp2_script_does, 2, foreach)
+
+
+def behave_as_a_plain_tensor() -> None:
+    sharded, _ = make()
+    norm: typing.Any = nn.utils.clip_grad_norm_(sharded.parameters(), 1e9)
+    plain = norm.full_tensor()
+    number = plain.item()
+    assert norm.item() == float(norm) == norm.tolist() == number
+    assert isinstance(norm, Tensor)
+    assert norm.shape == ()
+    assert norm.dtype is torch.float32
+    assert bool(norm > 0)
+    assert norm == plain
+    assert norm < torch.inf
+    assert torch.isfinite(norm)
+    assert max(norm, 0.0) is norm
+    for result in (norm * 2, 2 / norm, norm + plain, norm**2, norm.square(), -norm, norm.isnan()):
+        assert type(result) is Tensor
+    assert f"{norm:.3f} {norm}" == f"{plain:.3f} {plain}"
+    assert repr(norm) == repr(plain)
+    assert "%.2f" % norm == "%.2f" % plain  # noqa: UP031 - as loggers format
+    records = [
+        logging.LogRecord("", 0, "", 0, "norm %s %.1f", (value, value), None)
+        for value in (norm, plain)
+    ]
+    assert records[0].getMessage() == records[1].getMessage()
+    assert math.isclose(math.sqrt(norm), number**0.5)
+    assert norm.numpy() == plain.numpy()
+    assert torch.stack([norm, norm]).max() == number
+    for copied in (copy.deepcopy(norm), norm.clone(), norm.detach(), norm.to(torch.float64)):
+        assert copied.full_tensor().item() == number
+    assert type(pickle.loads(pickle.dumps(norm))) is Tensor
+    file = io.BytesIO()
+    torch.save({"norm": norm}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["norm"] == number
+    compiled = torch.compile(lambda value: value * 2 + 1, backend="eager", fullgraph=True)
+    assert compiled(norm).item() == pytest.approx(number * 2 + 1)
+    norm.div_(2)
+    dist.all_reduce(norm)
+    assert norm.item() == pytest.approx(number)
+
+
+def test_it_behaves_as_a_plain_tensor(spawn: Spawn) -> None:
+    spawn(behave_as_a_plain_tensor, 2)

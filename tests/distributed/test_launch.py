@@ -1,0 +1,89 @@
+"""`python -m shardkit launch`: real ranks, restarts, and the last word where they fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import typing
+
+import launched_training
+import pytest
+
+from launching import ASK_SOON
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.helpers
+
+SCRIPT = launched_training.__file__
+LIMIT_S = 400  # An idle machine takes a tenth.
+
+
+def launch(
+    folder: pathlib.Path, *options: str, what: str = "nothing"
+) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "shardkit", "launch", "--nproc-per-node", "2", *options)
+    environment = {**os.environ, **ASK_SOON, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, SCRIPT, what, str(folder)],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=folder.parent,
+    )
+
+
+def losses_of(output: str) -> dict[tuple[str, str], set[str]]:
+    """Return the losses of each rank and step, as often as it ran."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for rank, step, loss in re.findall(r"^\[rank (\d)\] loss (\d+) (\S+)$", output, re.MULTILINE):
+        found.setdefault((rank, step), set()).add(loss)
+    return found
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: pathlib.Path) -> None:
+    """The same script, unchanged, is sharded by shardkit."""
+    whole = launch(tmp_path / "whole", "--install")
+    killed = launch(tmp_path / "killed", "--install", "--max-restarts", "1", what="kill")
+    assert whole.returncode == killed.returncode == 0, whole.stderr + killed.stderr
+    assert "[rank 1] rank 1 begins at 3, attempt 1" in killed.stdout
+    assert "[rank 0] shardkit launch: restart 1 of 1, with 2 ranks" in killed.stderr
+    expected = losses_of(whole.stdout)
+    assert len(expected) == 2 * launched_training.STEPS
+    assert losses_of(killed.stdout) == expected
+    assert "shardkit._module.fsdp_module" in whole.stdout
+    assert whole.stderr.count("shardkit is in the place of FSDP2") == 1
+
+
+def test_the_first_failing_rank_comes_last(tmp_path: pathlib.Path) -> None:
+    found = launch(tmp_path / "x", "--install", "--log-dir", str(tmp_path / "logs"), what="raise")
+    assert found.returncode == 1
+    last = found.stderr.split("shardkit launch: ")[-1]
+    assert "first rank 1 at" in last
+    assert last.rstrip().endswith("ValueError: this batch is bad")
+    assert f'{SCRIPT}", line' in last
+    assert "worker.py" not in found.stderr
+    (kept,) = (tmp_path / "logs").iterdir()
+    assert list(kept.glob("*/attempt_0/1/error.json"))
+
+
+def test_a_verdict_comes_last_where_ranks_part(tmp_path: pathlib.Path) -> None:
+    found = launch(tmp_path / "x", "--install", what="part")
+    assert found.returncode == 1
+    last = found.stderr.split("shardkit launch: ")[-1]
+    assert "RankMismatchError: ranks parted" in last
+    assert "rank 1: " in last
+    assert "launched_training.py" in last
+    assert "`go_wrong`, in " in last
+
+
+def test_options_and_errors_are_told(tmp_path: pathlib.Path) -> None:
+    found = launch(tmp_path / "x", "--num_machines", "2")
+    assert found.returncode == 1
+    assert "2 hosts must know where to meet" in found.stderr
+    assert "Traceback" not in found.stderr

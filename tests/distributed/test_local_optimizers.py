@@ -1,0 +1,110 @@
+"""`LocalOptimizer` against the same optimizers on whole parameters."""
+
+from __future__ import annotations
+
+import math
+import typing
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference import (
+    Differences,
+    assert_within,
+    whole_and_sharded,
+)
+from shardkit import ShardedTensor
+from shardkit.optim import LocalOptimizer
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+pytestmark = pytest.mark.helpers
+
+STEPS = 6
+ELEMENTWISE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, typing.Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD plain": (torch.optim.SGD, {"lr": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-2}),
+    "Adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+}
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
+
+# torch's fused CPU kernels round differently in their vector loop and in its remainder.
+FUSED_TOLERANCE = 1e-6
+
+
+def take_steps(
+    mesh_shape: tuple[int, ...],
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, typing.Any],
+) -> Differences:
+    """Step whole and sharded parameters, given the same gradients; compare state as well."""
+    plain, sharded = whole_and_sharded(mesh_shape)
+    expected = optimizer_class(plain.parameters(), **options)
+    actual = LocalOptimizer(sharded.parameters(), optimizer_class, **options)
+    generator = torch.Generator()
+    differences = Differences()
+    for _ in range(STEPS):
+        slopes = plain.draw_slopes(generator)
+        for model, optimizer in ((plain, expected), (sharded, actual)):
+            model(slopes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    differences.note_parameters(sharded, plain)
+    note_state(differences, actual, expected)
+    return differences
+
+
+def note_state(
+    differences: Differences, actual: torch.optim.Optimizer, expected: torch.optim.Optimizer
+) -> None:
+    """Compare state dicts. Collective."""
+    found, wanted = actual.state_dict(), expected.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for number, entries in wanted["state"].items():
+        assert found["state"][number].keys() == entries.keys()
+        for name, value in entries.items():
+            have = found["state"][number][name]
+            if isinstance(have, ShardedTensor):
+                differences.note("state", have.full_tensor(), value, name)
+            else:
+                assert value.ndim == 0 if isinstance(value, Tensor) else True
+                assert have == value, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_classes_are_exact(spawn: Spawn, name: str, form: str) -> None:
+    optimizer_class, options = ELEMENTWISE[name]
+    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, **FORMS[form]})
+    has_state = name != "SGD plain"
+    assert_within(found, **({"state": 0.0} if has_state else {}), parameter=0.0)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
+def test_every_mesh(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
+    optimizer_class, options = ELEMENTWISE[name]
+    found = spawn(take_steps, math.prod(mesh_shape), mesh_shape, optimizer_class, options)
+    # A third of the sum of three equal gradients is not always that gradient.
+    tolerance = 1e-6 if mesh_shape == (3,) else 0.0
+    assert_within(found, state=tolerance, parameter=tolerance)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels(spawn: Spawn, name: str) -> None:
+    optimizer_class, options = ELEMENTWISE[name]
+    found = spawn(take_steps, 4, (4,), optimizer_class, {**options, "fused": True})
+    assert_within(found, state=FUSED_TOLERANCE, parameter=FUSED_TOLERANCE)

@@ -1,0 +1,191 @@
+"""State of `MatrixOptimizer` in checkpoints: for other ranks, plain optimizers, torch's own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+from matrix_cases import (
+    CLASSES,
+    compute_gradients,
+    optimizers_of,
+    step_both,
+    train_both,
+    whole,
+    worst_difference,
+)
+from models import CASES
+from reference import make_mesh, my_batch, shard
+from shardkit import ShardedTensor, checkpoint
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+    from torch import nn
+
+    from workers import Spawn
+
+    By = list[torch.optim.Optimizer]
+
+pytestmark = pytest.mark.helpers
+
+
+@pytest.fixture
+def spawn(spawn: Spawn) -> Spawn:
+    """Leave more time: the first optimizer of a process imports torch's compiler."""
+    return functools.partial(spawn, timeout_s=180)
+
+
+CASE = CASES["gpt"]
+
+
+def fresh(
+    name: str, mesh_shape: tuple[int, ...] | None, *, matrix: bool = True
+) -> tuple[nn.Module, By]:
+    """Make a model of other values, sharded or (None) plain, and its optimizers."""
+    torch.manual_seed(1)
+    model = CASE.make()
+    if mesh_shape is not None:
+        model = shard(CASE, model, make_mesh(mesh_shape))
+    return model, optimizers_of(model, name, matrix=matrix)
+
+
+def go_on(plain: nn.Module, model: nn.Module, plain_by: By, by: By) -> float:
+    """Train two more steps; return the difference that there was before, or is after them."""
+    before = worst_difference(plain, model)
+    for step in range(10, 12):
+        compute_gradients(CASE, model, [my_batch(CASE, step)])
+        step_both(plain, model, plain_by, by)
+    return max(before, worst_difference(plain, model))
+
+
+def save(name: str, mesh_shape: tuple[int, ...], folder: str, writer: str) -> None:
+    """Save a sharded run by either optimizer, and what an unsharded run has."""
+    plain, model, plain_by, by = train_both(name, mesh_shape, batch_bytes=8000)
+    if writer == "sharded":
+        checkpoint.save(f"{folder}/checkpoint", model, by)
+    elif dist.get_rank() == 0:
+        checkpoint.save(f"{folder}/checkpoint", plain, plain_by)
+    if dist.get_rank() == 0:
+        states = [plain.state_dict(), *(each.state_dict() for each in plain_by)]
+        torch.save(states, f"{folder}/plain.pt")
+
+
+def plain_of(name: str, folder: str) -> tuple[nn.Module, By]:
+    plain, plain_by = fresh(name, None, matrix=False)
+    for target, state in zip((plain, *plain_by), torch.load(f"{folder}/plain.pt"), strict=True):
+        target.load_state_dict(state)
+    return plain, plain_by
+
+
+def load_sharded(name: str, mesh_shape: tuple[int, ...], folder: str) -> float:
+    plain, plain_by = plain_of(name, folder)
+    model, by = fresh(name, mesh_shape)
+    checkpoint.load(f"{folder}/checkpoint", model, by)
+    return go_on(plain, model, plain_by, by)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((4,), (3,)), ((2,), (2, 2)), ((2, 2), (1,))], ids=str
+)
+def test_training_goes_on_with_other_ranks(
+    spawn: Spawn,
+    tmp_path: pathlib.Path,
+    name: str,
+    saved: tuple[int, ...],
+    loaded: tuple[int, ...],
+) -> None:
+    spawn(save, math.prod(saved), name, saved, str(tmp_path), "sharded")
+    found = spawn(load_sharded, math.prod(loaded), name, loaded, str(tmp_path))
+    assert found == [0.0] * len(found)
+
+
+def load_plain(name: str, folder: str) -> float:
+    """Load what a sharded run saved into an unsharded one."""
+    plain, plain_by = plain_of(name, folder)
+    model, by = fresh(name, None, matrix=False)
+    checkpoint.load(f"{folder}/checkpoint", model, by)
+    model.set_requires_gradient_sync = lambda _: None  # type: ignore[assignment]
+    return go_on(plain, model, plain_by, by)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_plain_run_goes_on(spawn: Spawn, tmp_path: pathlib.Path, name: str) -> None:
+    spawn(save, 3, name, (3,), str(tmp_path), "sharded")
+    assert spawn(load_plain, 1, name, str(tmp_path)) == [0.0]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_sharded_run_goes_on_from_a_plain_one(
+    spawn: Spawn, tmp_path: pathlib.Path, name: str
+) -> None:
+    spawn(save, 1, name, (1,), str(tmp_path), "plain")
+    assert spawn(load_sharded, 2, name, (2,), str(tmp_path)) == [0.0] * 2
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def by_state_dicts(name: str, mesh_shape: tuple[int, ...], how: str) -> float:
+    """Hand state over to a new run, by the functions of torch, or of the optimizer."""
+    plain, model, plain_by, by = train_both(name, mesh_shape)
+    other, other_by = fresh(name, mesh_shape)
+    other.load_state_dict(model.state_dict())
+    full = torch_state_dict.StateDictOptions(full_state_dict=True)
+    if how == "own":
+        for ours, theirs in zip(other_by, by, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+    elif how == "plain":
+        for ours, theirs in zip(other_by, plain_by, strict=True):
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    elif how == "full":
+        state = torch_state_dict.get_optimizer_state_dict(model, by, options=full)
+        torch_state_dict.set_optimizer_state_dict(other, other_by, state, options=full)
+    else:
+        state = torch_state_dict.get_optimizer_state_dict(model, by)
+        torch_state_dict.set_optimizer_state_dict(other, other_by, state)
+    return go_on(plain, other, plain_by, other_by)
+
+
+@pytest.mark.parametrize("how", ["own", "plain", "full", "sharded"])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
+def test_state_dicts(spawn: Spawn, name: str, how: str) -> None:
+    assert spawn(by_state_dicts, 3, name, (3,), how) == [0.0] * 3
+
+
+def shown_state(name: str) -> dict[str, typing.Any]:
+    """Return what a state dict shows of one parameter."""
+    _, _, plain_by, by = train_both(name, (2, 2))
+    mine, theirs = (each.state_dict()["state"] for each in (by[0], plain_by[0]))
+    assert mine.keys() == theirs.keys()
+    numel = 0
+    for number, entries in theirs.items():
+        assert mine[number].keys() == entries.keys()
+        for key, value in entries.items():
+            ours = mine[number][key]
+            if isinstance(value, torch.Tensor) and value.ndim:
+                assert isinstance(ours, ShardedTensor)
+                assert ours.shape == value.shape
+                assert torch.equal(whole(ours), value), key
+                numel += ours.to_local().numel()
+            elif not isinstance(value, list):
+                assert ours == value
+    return {
+        "numel": numel,
+        "whole": sum(p.numel() for g in by[0].param_groups for p in g["params"]),
+    }
+
+
+def test_state_belongs_to_owners(spawn: Spawn) -> None:
+    found = spawn(shown_state, 4, "muon")
+    assert sum(each["numel"] for each in found) == found[0]["whole"]
+    assert max(each["numel"] for each in found) < 0.5 * found[0]["whole"]
+    spawn(shown_state, 4, "soap")

@@ -1,0 +1,118 @@
+"""`MatrixOptimizer` against the same optimizers of an unsharded model."""
+
+from __future__ import annotations
+
+import functools
+import math
+import typing
+
+import pytest
+import torch
+
+from matrix_cases import (
+    CLASSES,
+    compute_gradients,
+    optimizers_of,
+    step_both,
+    train_both,
+    worst_difference,
+)
+from parallel_models import CASES as PARALLEL_CASES
+from parallel_models import batches_of, make
+from shardkit import MixedPrecisionPolicy
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+pytestmark = pytest.mark.helpers
+
+
+@pytest.fixture
+def spawn(spawn: Spawn) -> Spawn:
+    """Leave more time: the first optimizer of a process imports torch's compiler."""
+    return functools.partial(spawn, timeout_s=180)
+
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
+
+
+def difference_after(
+    name: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
+) -> float:
+    plain, model, _, _ = train_both(name, mesh_shape, **options)
+    return worst_difference(plain, model)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_the_result_is_that_of_whole_matrices(
+    spawn: Spawn, name: str, mesh_shape: tuple[int, ...]
+) -> None:
+    found = spawn(difference_after, math.prod(mesh_shape), name, mesh_shape, {})
+    assert found == [0.0] * len(found)
+
+
+@pytest.mark.parametrize("name", ["muon", "soap"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 3, "max_norm": 0.1},
+        {"batch_bytes": 1},  # A batch for each matrix.
+        {"batch_bytes": 20_000, "max_norm": 0.1},
+        {"cost": math.prod},
+        {"dtype": torch.float64},
+    ],
+    ids=" ".join,
+)
+def test_with_accumulation_clipping_and_many_batches(
+    spawn: Spawn, name: str, options: dict[str, typing.Any]
+) -> None:
+    assert spawn(difference_after, 3, name, (3,), options) == [0.0] * 3
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.bfloat16},
+        {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ],
+    ids=["bf16 parameters", "mixed precision"],
+)
+def test_in_bf16(spawn: Spawn, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]) -> None:
+    found = spawn(difference_after, math.prod(mesh_shape), "muon", mesh_shape, options)
+    assert found == [0.0] * len(found)
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------
+
+
+def train_tensor_parallel(case: str, name: str, mesh_shape: tuple[int, ...]) -> float:
+    torch.manual_seed(0)
+    plain, model = make(case, mesh_shape)
+    plain_by = optimizers_of(plain, name, matrix=False)
+    by = optimizers_of(model, name, matrix=True, batch_bytes=4000)
+    batches, _ = batches_of(case, mesh_shape, 3)
+    for batch in batches:
+        compute_gradients(PARALLEL_CASES[case].case, model, [batch])
+        step_both(plain, model, plain_by, by)
+    return worst_difference(plain, model)
+
+
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+@pytest.mark.parametrize(
+    ("case", "mesh_shape"),
+    [
+        ("mlp", (2, 2)),
+        ("mlp", (1, 3)),
+        ("mlp", (1, 2, 2)),
+        ("gpt", (2, 2)),
+        ("gpt", (1, 2, 2)),
+    ],
+    ids=str,
+)
+def test_with_tensor_parallelism(
+    spawn: Spawn, case: str, name: str, mesh_shape: tuple[int, ...]
+) -> None:
+    found = spawn(train_tensor_parallel, math.prod(mesh_shape), case, name, mesh_shape)
+    assert found == [0.0] * len(found)

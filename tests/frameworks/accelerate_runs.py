@@ -1,0 +1,112 @@
+"""Training by Accelerate, replicated by DDP or sharded by shardkit; runs inside of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import typing
+
+import torch
+import torch.distributed as dist
+from launched import forget_accelerate, set_launchers_variables
+from zoo import ZOO
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor, nn
+
+MICRO_BATCHES = 8
+ACCUMULATE = 2
+
+
+@dataclasses.dataclass
+class Run:
+    """One training.
+
+    Attributes:
+        accelerator: Accelerate's.
+        model: The prepared one.
+        optimizer: The prepared one.
+        losses: The mean over the ranks, by micro-batch.
+        norms: Of the gradients before they were clipped, by step.
+    """
+
+    accelerator: typing.Any
+    model: typing.Any
+    optimizer: typing.Any
+    losses: list[float]
+    norms: list[float]
+
+    def train(self, name: str, micro_batches: range) -> None:
+        """Train, with clipping, on this rank's batches."""
+        for number in micro_batches:
+            generator = torch.Generator().manual_seed(1_000 * number + dist.get_rank())
+            inputs, labels = ZOO[name].batch(generator)
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(inputs, labels=labels).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    self.norms.append(float(norm))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.losses.append(float(self.accelerator.reduce(loss.detach(), "mean")))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the whole parameters by name, on the first rank. Collective."""
+        return self.accelerator.get_state_dict(self.model)
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    plugin: dict[str, typing.Any] | None = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    learning_rate: float = 0.05,
+    before: Callable[[nn.Module], object] = lambda model: None,  # noqa: ARG005
+    **options: typing.Any,
+) -> Run:
+    """Prepare a model; with `plugin`, settings of FSDP2, it is sharded."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    given = None
+    if plugin is not None:
+        settings = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", **plugin}
+        given = FullyShardedDataParallelPlugin(**settings)
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=given, gradient_accumulation_steps=ACCUMULATE, **options
+    )
+    made = optimizer(model.parameters(), lr=learning_rate)
+    before(model)
+    prepared = accelerator.prepare(model, made)
+    return Run(accelerator, *prepared, losses=[], norms=[])
+
+
+@contextlib.contextmanager
+def accelerate_ranks() -> Iterator[None]:
+    """Let Accelerate use shardkit in the ``with`` block, and forget its state before and after."""
+    from shardkit.integrations import accelerate as integration
+
+    set_launchers_variables()
+    forget_accelerate()
+    try:
+        with integration.use():
+            yield
+    finally:
+        forget_accelerate()
+
+
+def make(name: str, seed: int = 0) -> nn.Module:
+    """Make a model in training mode."""
+    torch.manual_seed(seed)
+    return ZOO[name].make().train()
+
+
+def replicated(name: str) -> Run:
+    """Train by Accelerate's own way for ranks of the CPU, which is DDP."""
+    run = prepare(make(name))
+    run.train(name, range(MICRO_BATCHES))
+    forget_accelerate()
+    return run

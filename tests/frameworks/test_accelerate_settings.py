@@ -1,0 +1,143 @@
+"""What is refused of Accelerate's settings, and what is given back in the end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import typing
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from accelerate_runs import accelerate_ranks, make, prepare
+from launched import TIMEOUT_S, forget_accelerate, set_launchers_variables
+
+import shardkit
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+    from workers import Spawn
+
+pytestmark = pytest.mark.frameworks
+
+
+def refuse(plugin: dict[str, typing.Any], *, shards: str = "") -> None:
+    def before(model: typing.Any) -> None:
+        if shards:
+            shardkit.fully_shard(model.get_submodule(shards) if shards != "root" else model)
+
+    with accelerate_ranks():
+        prepare(make("llama"), plugin=plugin, before=before)
+
+
+REFUSED = {
+    "fsdp1": (
+        {"fsdp_version": 1, "auto_wrap_policy": "no_wrap"},
+        "",
+        "asked for fsdp_version=1, which wraps modules in FSDP1",
+    ),
+    "parts": ({}, "model", "parts of this LlamaForCausalLM are sharded, and the whole is not"),
+    "too late": ({"activation_checkpointing": True}, "root", "sharded already, too late for that"),
+}
+
+
+@pytest.mark.parametrize(("plugin", "shards", "message"), REFUSED.values(), ids=REFUSED)
+def test_settings_that_contradict(
+    spawn_errors: Spawn, plugin: dict[str, typing.Any], shards: str, message: str
+) -> None:
+    for error in spawn_errors(refuse_by_name, 2, plugin, shards, timeout_s=TIMEOUT_S):
+        assert error.type_name == "IntegrationError"
+        assert message in error.message
+
+
+def refuse_by_name(plugin: dict[str, typing.Any], shards: str) -> None:
+    refuse(plugin, shards=shards)
+
+
+def load_sharded(folder: str) -> None:
+    with accelerate_ranks():
+        from transformers.distributed import DistributedConfig
+
+        model = make("llama")
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        sizes = DistributedConfig(fsdp_size=dist.get_world_size())
+        type(model).from_pretrained(folder, distributed_config=sizes)
+
+
+def test_sharding_while_loading_is_refused(spawn_errors: Spawn, tmp_path: pathlib.Path) -> None:
+    for error in spawn_errors(load_sharded, 2, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert error.type_name == "IntegrationError"
+        assert "asks for FSDP2 while loading" in error.message
+
+
+def use_too_late() -> None:
+    from shardkit.integrations import accelerate as integration
+
+    set_launchers_variables()
+    forget_accelerate()
+    try:
+        prepare(make("llama"), plugin={})
+        integration.use()
+    finally:
+        forget_accelerate()
+
+
+def test_use_comes_before_the_accelerator(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(use_too_late, 2, timeout_s=TIMEOUT_S):
+        assert error.type_name == "IntegrationError"
+        assert "before Accelerator(...)" in error.message
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardkit.integrations import accelerate as integration
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.16.2")
+    with pytest.raises(shardkit.IntegrationError, match=r"accelerate 1\.16\.2 is installed"):
+        integration.use()
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is imported. Nothing stays replaced then."""
+    import accelerate.accelerator
+    import transformers  # noqa: F401
+
+    from shardkit.integrations import accelerate as integration
+
+    def version(package: str) -> str:
+        return {"accelerate": "1.15.0", "transformers": "5.24.0"}[package]
+
+    before = accelerate.accelerator.Accelerator._prepare_fsdp2, torch_fsdp.fully_shard
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(shardkit.IntegrationError, match=r"transformers 5\.24\.0 is installed"):
+        integration.use()
+    after = accelerate.accelerator.Accelerator._prepare_fsdp2, torch_fsdp.fully_shard
+    assert after == before
+    monkeypatch.undo()
+    with integration.use():
+        assert torch_fsdp.fully_shard is shardkit.fully_shard
+
+
+def test_everything_is_given_back() -> None:
+    import accelerate.accelerator
+    import accelerate.state
+    from accelerate.utils import fsdp_utils
+
+    from shardkit.integrations import accelerate as integration
+
+    def found() -> list[object]:
+        return [
+            accelerate.state.AcceleratorState.__init__,
+            accelerate.accelerator.Accelerator._prepare_fsdp2,
+            fsdp_utils.fsdp2_load_full_state_dict,
+            torch_fsdp.fully_shard,
+            torch_fsdp.FSDPModule,
+        ]
+
+    before = found()
+    with integration.use():
+        with integration.use():  # Changes nothing, and so gives nothing back.
+            pass
+        assert not any(now is then for now, then in zip(found(), before, strict=True))
+    assert found() == before

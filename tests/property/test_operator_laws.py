@@ -1,0 +1,358 @@
+"""Laws of operators on sharded tensors: the result is the whole tensor's, wherever cuts fall.
+
+Ranks are threads, so that many shapes, cuts and numbers of ranks are tried.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import strategies
+from shardkit import ShardedTensor, ShardedTensorError
+from threaded_ranks import run_ranks
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardkit._tensor.spec import ShardSpec
+
+# Sums over pieces are taken in another order, of numbers up to some tens.
+TOLERANCES = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
+world_sizes = st.integers(1, 4)
+shapes = strategies.shapes
+first_numels = st.integers(0, 9)
+"""Elements of a parameter in front of the one that is looked at: they shift its cuts."""
+
+ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], typing.Any]] = {
+    "add": lambda p, q: p + q,
+    "of a plain one": lambda p, q: q.sub(p, alpha=2),
+    "maximum": lambda p, q: torch.maximum(q, p),
+    "where": lambda p, q: torch.where(q > 0, p, -1.0),
+    "addcmul": lambda p, q: torch.addcmul(q, p, p, value=0.5),
+    "compare": lambda p, q: p >= q,
+    "clamp": lambda p, q: p.clamp(max=q),
+    "lerp": lambda p, q: p.lerp(q, 0.3),
+    "atan2": torch.atan2,
+    "in double": lambda p, q: p * q.double(),
+    "with whole numbers": lambda p, q: p * (q * 3).long(),
+    "of whole numbers": lambda p, q: (p * 3).long() + q,
+    "close": torch.isclose,
+}
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda p, q: p.add_(q, alpha=0.5),
+    "copy_": lambda p, q: p.copy_(q),
+    "mul_": lambda p, q: p.mul_(q.double()),
+    "out": lambda p, q: torch.mul(p, q, out=p),
+    "out of wholes": lambda p, q: torch.add(torch.zeros(p.shape), q, out=p),
+    "list": lambda p, q: torch._foreach_lerp_([p], [q], 0.25),
+    "addcdiv_": lambda p, q: p.addcdiv_(q, q.abs() + 1),
+    "masked_fill_": lambda p, q: p.masked_fill_(q > 0, 2.0),
+}
+REDUCTIONS: dict[str, Callable[..., typing.Any]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+    "any": lambda p, **kw: torch.any(p > 0.5, **kw),
+    "norm": lambda p, **kw: torch.linalg.vector_norm(p, 3, **kw),
+    "std": torch.std,
+    "logsumexp": torch.logsumexp,
+    "count": lambda p, dim, keepdim: (p > 0).sum(dim, keepdim=keepdim),
+}
+WHOLES: dict[str, Callable[[Tensor], typing.Any]] = {
+    "sort": lambda p: p.flatten().sort(),
+    "cumsum": lambda p: p.reshape(-1).cumsum(0),
+    "product": lambda p: p.flatten() @ p.flatten(),
+    "outer": lambda p: torch.outer(p.view(-1), p.view(-1)),
+    "stack": lambda p: torch.stack([p, p * 2]),
+    "flip": lambda p: p.flip(tuple(range(p.ndim))),
+    "list": lambda p: p.tolist(),
+    "std": torch.std,
+    "numbers": lambda p: [p.sum(), p.mean(), p.prod(), p.norm(), p.norm(1), torch.count_nonzero(p)],
+    "truth": lambda p: [(p > 0).all(), (p == p).any(), p.isnan().any()],  # noqa: PLR0124
+    "equal": lambda p: [torch.equal(p, p + 0), torch.allclose(p, p + 1)],
+    "norms of lists": lambda p: torch._foreach_norm([p, p * 2], 1),  # noqa: SLF001
+    "histogram": lambda p: torch.histc(p, 4, -1, 1),
+}
+
+
+REFUSED = -123456789
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def piece_of(whole: Tensor, spec: ShardSpec) -> ShardedTensor:
+    return ShardedTensor(spec.slice_full(whole).clone(), spec)
+
+
+def as_plain(result: typing.Any) -> typing.Any:
+    if isinstance(result, (list, tuple)):
+        return [as_plain(item) for item in result]
+    return result.full_tensor() if hasattr(result, "full_tensor") else result
+
+
+def outcome(fn: Callable[[], typing.Any]) -> typing.Any:
+    """Return what a call returns, or that it is refused."""
+    try:
+        return fn()
+    except (RuntimeError, IndexError, ValueError):
+        return REFUSED
+
+
+def check(
+    world_size: int, first: int, shape: tuple[int, ...], use: Callable[[Tensor], typing.Any]
+) -> None:
+    """Compare a use of a sharded tensor, and what it leaves there, with that of the whole one."""
+    whole = numbers(shape, 1)
+
+    def on_rank(specs: list[ShardSpec]) -> typing.Any:
+        tensor = piece_of(whole, specs[1])
+        with torch.no_grad():
+            return as_plain(outcome(lambda: use(tensor))), tensor.full_tensor()
+
+    expected_after = whole.clone()
+    with torch.no_grad():
+        expected = outcome(lambda: use(expected_after))
+    for result, after in run_ranks(world_size, [(first,), shape], on_rank):
+        torch.testing.assert_close(result, as_plain(expected), **TOLERANCES)
+        torch.testing.assert_close(after, expected_after, **TOLERANCES)
+
+
+@st.composite
+def operands(draw: st.DrawFn, *, may_enlarge: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw a shape, and one that broadcasts with it."""
+    shape = draw(shapes)
+    other = [size if draw(st.booleans()) else 1 for size in shape]
+    other = other[draw(st.integers(0, len(other))) :]
+    if may_enlarge and draw(st.booleans()):
+        other = [draw(st.integers(1, 3)), *[1] * (len(shape) - len(other)), *other]
+    return shape, tuple(other)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@settings(max_examples=25)
+@given(world_size=world_sizes, first=first_numels, both=operands(may_enlarge=True))
+def test_elementwise_operators_with_a_plain_operand(
+    name: str, world_size: int, first: int, both: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    other = numbers(both[1], 2)
+    check(world_size, first, both[0], lambda p: ELEMENTWISE[name](p, other))
+
+
+@pytest.mark.parametrize("name", WRITES)
+@settings(max_examples=25)
+@given(world_size=world_sizes, first=first_numels, both=operands(may_enlarge=False))
+def test_writes_of_a_plain_operand(
+    name: str, world_size: int, first: int, both: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    other = numbers(both[1], 2)
+    check(world_size, first, both[0], lambda p: (WRITES[name](p, other), None)[1])
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@settings(max_examples=25)
+@given(
+    world_size=world_sizes, first=first_numels, shape=shapes, keepdim=st.booleans(), data=st.data()
+)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0:UserWarning")
+def test_reductions_over_some_dims(
+    name: str,
+    world_size: int,
+    first: int,
+    shape: tuple[int, ...],
+    *,
+    keepdim: bool,
+    data: st.DataObject,
+) -> None:
+    every = range(-len(shape), len(shape))
+    dims = data.draw(st.lists(st.sampled_from(every or [0]), min_size=1, max_size=3))
+    dim = tuple({d % max(len(shape), 1): d for d in dims}.values())
+    check(world_size, first, shape, lambda p: REDUCTIONS[name](p, dim=dim, keepdim=keepdim))
+
+
+@pytest.mark.parametrize("name", WHOLES)
+@settings(max_examples=20)
+@given(world_size=world_sizes, first=first_numels, shape=shapes)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0:UserWarning")
+def test_operators_on_the_whole(
+    name: str, world_size: int, first: int, shape: tuple[int, ...]
+) -> None:
+    check(world_size, first, shape, WHOLES[name])
+
+
+def index_of(draw: st.DrawFn, size: int) -> typing.Any:
+    kinds: list[typing.Any] = [slice(None), slice(1, None, 2), slice(-2, None), [], None]
+    if size > 0:
+        kinds += [draw(st.integers(-size, size - 1)), [0, size - 1]]
+    return draw(st.sampled_from(kinds))
+
+
+@st.composite
+def indices(draw: st.DrawFn) -> tuple[tuple[int, ...], typing.Any]:
+    """Draw a shape, and what indexes a tensor of it."""
+    shape = draw(shapes)
+    count = draw(st.integers(0, len(shape)))
+    index = tuple(index_of(draw, size) for size in shape[:count])
+    return shape, (..., *index) if draw(st.booleans()) and len(index) == len(shape) else index
+
+
+@settings(max_examples=150)
+@given(world_size=world_sizes, first=first_numels, both=indices(), is_written=st.booleans())
+def test_indexing_reads_and_writes_as_in_the_whole(
+    world_size: int,
+    first: int,
+    both: tuple[tuple[int, ...], typing.Any],
+    *,
+    is_written: bool,
+) -> None:
+    def use(p: Tensor) -> typing.Any:
+        if is_written:
+            p[both[1]] = 7.0
+            return p.sum()
+        shown = p[both[1]]
+        return [shown + 1, shown, list(shown.shape)]
+
+    check(world_size, first, both[0], use)
+
+
+class Twice(torch.autograd.Function):
+    """A user's operator: what it calls is not recorded."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, p: Tensor, q: Tensor) -> Tensor:
+        ctx.save_for_backward(q)
+        return 2 * torch.dot(p.flatten(), q.flatten())
+
+    @staticmethod
+    def backward(ctx: typing.Any, grad: Tensor) -> tuple[Tensor, None]:
+        (q,) = ctx.saved_tensors
+        return 2 * grad * q, None
+
+
+class Fused(torch.autograd.Function):
+    """As fused losses do: the gradient is filled in forward, in what is made like the weight."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, p: Tensor, q: Tensor) -> Tensor:
+        made = torch.zeros_like(p)
+        made += q
+        ctx.save_for_backward(made)
+        return (p * q).sum()
+
+    @staticmethod
+    def backward(ctx: typing.Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * grad, None
+
+
+class FilledInBackward(torch.autograd.Function):
+    """As `Fused`, but the gradient is filled in backward."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, p: Tensor, q: Tensor) -> Tensor:
+        ctx.save_for_backward(p, q)
+        return (p * q).sum()
+
+    @staticmethod
+    def backward(ctx: typing.Any, grad: Tensor) -> tuple[Tensor, None]:
+        p, q = ctx.saved_tensors
+        return torch.empty_like(p).copy_(q).mul_(grad), None
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda p, q: p.square().sum() * q.sum(),
+    "product": lambda p, q: (p * q).sum(),
+    "of pieces": lambda p, q: ((p * 2).exp() * q).sum() + (p * 2).sin().sum(),
+    "view": lambda p, q: (p.view(-1) * q.view(-1)).square().sum(),
+    "mean": lambda p, q: (p - q).abs().sum() * p.sum(),
+    "norm": lambda p, q: (p + 3).norm() * q.sum(),
+    "sorted": lambda p, q: (p.flatten().sort().values * q.flatten()).sum(),
+    "by a function": lambda p, q: Twice.apply(p, q) * q.sum(),
+    "by a fused function": lambda p, q: Fused.apply(p, q) * q.sum(),
+    "filled in backward": lambda p, q: FilledInBackward.apply(p, q) * q.sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=25)
+@given(world_size=world_sizes, first=first_numels, shape=shapes)
+def test_gradients_are_those_of_the_mean_of_the_ranks_losses(
+    name: str, world_size: int, first: int, shape: tuple[int, ...]
+) -> None:
+    """Each rank has data of its own."""
+    loss = LOSSES[name]
+    whole = numbers(shape, 1)
+    data = [numbers(shape, 2 + rank) for rank in range(world_size)]
+
+    def on_rank(specs: list[ShardSpec]) -> Tensor:
+        tensor = piece_of(whole, specs[1]).requires_grad_()
+        loss(tensor, data[tensor.spec.axis.rank]).backward()
+        assert type(tensor.grad) is ShardedTensor
+        return tensor.grad.full_tensor()
+
+    plain = whole.clone().requires_grad_()
+    (sum(loss(plain, each) for each in data) / world_size).backward()
+    for grad in run_ranks(world_size, [(first,), shape], on_rank):
+        torch.testing.assert_close(grad, plain.grad, **TOLERANCES)
+
+
+def test_a_batch_of_one_sample_beside_a_larger_one() -> None:
+    """There autograd sends a number expanded to the shape, elsewhere all elements."""
+    whole = numbers((4, 3), 1)
+    data = [numbers((size, 4, 3), size) for size in (1, 3)]
+
+    def on_rank(specs: list[ShardSpec]) -> Tensor:
+        tensor = piece_of(whole, specs[1]).requires_grad_()
+        batch = data[tensor.spec.axis.rank]
+        (tensor[None] + batch).sum().backward()
+        (tensor.full_tensor()[None] + batch).sum().backward()
+        return tensor.grad.full_tensor()
+
+    for grad in run_ranks(2, [(2,), (4, 3)], on_rank):
+        torch.testing.assert_close(grad, torch.full((4, 3), 4.0))
+
+
+def test_a_function_cannot_write_its_own_data_into_a_sharded_tensor() -> None:
+    class Writes(Fused):
+        @staticmethod
+        def forward(ctx: typing.Any, p: Tensor, q: Tensor) -> Tensor:
+            del ctx
+            return p.clone().add_(q).sum()
+
+    def on_rank(specs: list[ShardSpec]) -> None:
+        tensor = piece_of(numbers((4, 3), 1), specs[1]).requires_grad_()
+        with pytest.raises(ShardedTensorError, match=r"autograd.Function writes.*zeros_like"):
+            Writes.apply(tensor, torch.ones(4, 3))
+
+    run_ranks(1, [(2,), (4, 3)], on_rank)
+
+
+@settings(max_examples=40)
+@given(world_size=world_sizes, first=first_numels, shape=shapes, is_alike=st.booleans())
+def test_gradients_of_gradients(
+    world_size: int, first: int, shape: tuple[int, ...], *, is_alike: bool
+) -> None:
+    """Of the loss that is the mean of the ranks'."""
+    whole = numbers(shape, 1)
+    data = [numbers(shape, 2 if is_alike else 2 + rank) for rank in range(world_size)]
+
+    def penalty(p: Tensor, losses: typing.Any) -> Tensor:
+        (grad,) = torch.autograd.grad(losses, p, create_graph=True)
+        return grad.square().sum() + (grad * p).sum()
+
+    def on_rank(specs: list[ShardSpec]) -> Tensor:
+        tensor = piece_of(whole, specs[1]).requires_grad_()
+        penalty(tensor, (tensor.exp() * data[tensor.spec.axis.rank]).sum()).backward()
+        return tensor.grad.full_tensor()
+
+    plain = whole.clone().requires_grad_()
+    penalty(plain, sum((plain.exp() * each).sum() for each in data) / world_size).backward()
+    for grad in run_ranks(world_size, [(first,), shape], on_rank):
+        torch.testing.assert_close(grad, plain.grad, **TOLERANCES)

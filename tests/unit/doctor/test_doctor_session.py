@@ -1,0 +1,179 @@
+"""Ranks that meet in threads, on machines that are healthy or sick, over a store in memory."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import typing
+
+import pytest
+import torch.distributed as dist
+from machines import FakeMachine
+
+from shardkit._doctor.facts import Checkup, Place
+from shardkit._doctor.report import as_json, lines_of
+from shardkit._doctor.rules_group import examine
+from shardkit._doctor.session import NoStoreError, Session, open_store, place_of
+
+TIMEOUT_S = 3.0
+
+
+def place(rank: int, world_size: int, **fields: typing.Any) -> Place:
+    values = {
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "master_addr": "node0",
+        "master_port": 1,
+        "hosts_store": False,
+    }
+    return Place(**{**values, **fields})
+
+
+def meet(machines: dict[int, FakeMachine], world_size: int) -> Checkup:
+    """Let ranks with these machines meet; return what rank 0 knows."""
+    store = dist.HashStore()
+    results: dict[int, typing.Any] = {}
+
+    def run(rank: int) -> None:
+        session = Session(
+            machines[rank],
+            place(rank, world_size),
+            store,
+            timeout_s=TIMEOUT_S,
+            times_collectives=False,
+        )
+        results[rank] = session.run()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in machines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(results) == sorted(machines)
+    assert all(results[rank] is None for rank in machines if rank != 0)
+    found: Checkup = results[0]
+    return found
+
+
+def hosts(number: int) -> dict[int, FakeMachine]:
+    return {rank: FakeMachine(f"node{rank}") for rank in range(number)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_healthy_machines_have_no_errors(world_size: int) -> None:
+    found = meet(hosts(world_size), world_size)
+    # Threads of one busy process may well differ in their speed.
+    names = {finding.check for finding in examine(found)} - {"slow-link"}
+    # All share an address, so names resolve to loopback: with several hosts that is an error.
+    assert names == ({"host-loopback"} if world_size > 1 else set())
+    assert [facts.rank for facts in found.ranks] == list(range(world_size))
+    partners = {(link.source, link.target) for link in found.links}
+    every = {(a, b) for a in range(world_size) for b in range(world_size) if a != b}
+    assert partners == every
+    assert all(link.error is None for link in found.links)
+
+
+def test_a_clock_that_is_off_is_measured() -> None:
+    machines = hosts(2)
+    machines[1].offset_s = 10.0
+    [finding] = [f for f in examine(meet(machines, 2)) if f.check == "clock"]
+    assert finding.where == "node1"
+    assert "10.0 s ahead of" in finding.what
+
+
+def test_a_firewall_is_found_from_the_side_that_it_stops() -> None:
+    machines = hosts(3)
+    machines[2].closed = True
+    found = [f for f in examine(meet(machines, 3)) if f.check == "unreachable"]
+    assert {f.where for f in found} == {
+        "rank 2 (node2) to rank 0 (node0)",
+        "rank 2 (node2) to rank 1 (node1)",
+    }
+    assert all("The way back is open." in f.what for f in found)
+
+
+def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+    machines = hosts(3)
+    del machines[1]
+    start = time.monotonic()
+    found = meet(machines, 3)
+    assert time.monotonic() - start < TIMEOUT_S + 5
+    assert found.missing == [1]
+
+
+def test_what_machines_say_is_what_is_reported() -> None:
+    machines = hosts(1)
+    machines[0].memory = (2**26, 2**20)
+    machines[0].known = {"torch": "2.8.0", "torch_xla": "2.8.0"}
+    machines[0].soft_limits["nofile"] = 256
+    found = meet(machines, 1)
+    findings = examine(found)
+    assert {f.check for f in findings} == {"shm-full", "torch-old", "nofile", "xla"}
+    text = "\n".join(lines_of(found, findings))
+    assert "ERROR shm-full: node0: " in text
+    assert "2 errors, 1 warnings" in text
+    assert '"healthy": false' in as_json(found, findings)
+
+
+# --- where ranks meet -----------------------------------------------------------------------------
+
+
+def refusal(machine: FakeMachine, at: Place) -> typing.Any:
+    start = time.monotonic()
+    with pytest.raises(NoStoreError) as caught:
+        open_store(machine, at, 1.0)
+    assert time.monotonic() - start < 10
+    return caught.value.finding
+
+
+def test_a_master_without_an_address_is_named() -> None:
+    finding = refusal(FakeMachine(names={"node0": []}), place(1, 2))
+    assert finding.check == "master-unknown"
+    assert "'node0' resolves to no address" in finding.what
+
+
+def test_a_master_that_cannot_be_reached_is_named_in_time() -> None:
+    finding = refusal(FakeMachine(closed=True), place(1, 2))
+    assert finding.check == "master-unreachable"
+    assert finding.where == "rank 1 on node0"
+    assert "MASTER_ADDR node0, port 1 (MASTER_PORT)" in finding.what
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        at = place(0, 1, master_addr="127.0.0.1", master_port=port, hosts_store=True)
+        finding = refusal(FakeMachine(), at)
+    assert finding.check == "master-port"
+
+
+def test_ranks_that_can_meet_get_a_store() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    known = {"master_addr": "127.0.0.1", "master_port": port}
+    mine = open_store(FakeMachine(), place(0, 2, hosts_store=True, **known), 5.0)
+    theirs = open_store(FakeMachine(), place(1, 2, **known), 5.0)
+    mine.set("word", "said")
+    assert theirs.get("word") == b"said"
+
+
+def test_a_launcher_says_where_a_rank_stands() -> None:
+    said = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "5"}
+    assert place_of({}) is None
+    assert place_of({**said, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == place(
+        3, 4, local_rank=1, local_world_size=2, master_addr="n", master_port=5
+    )
+    first = {**said, "RANK": "0"}
+    alone, under_agent = (
+        place_of(first),
+        place_of({**first, "TORCHELASTIC_USE_AGENT_STORE": "True"}),
+    )
+    assert alone is not None
+    assert under_agent is not None
+    assert (alone.hosts_store, under_agent.hosts_store) == (True, False)

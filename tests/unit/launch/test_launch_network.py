@@ -1,0 +1,48 @@
+"""By which address and interface other hosts reach this one."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from shardkit import MeshError
+from shardkit._errors import LaunchError
+from shardkit.backends.world import make_torch_mesh
+from shardkit.launch.network import Here, check_interface, here_towards
+
+
+def test_this_host_reaches_itself() -> None:
+    assert here_towards("127.0.0.1", 29500) == Here("127.0.0.1", "lo")
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(LaunchError, match=r"does not know 'nobody\.invalid', where"):
+        here_towards("nobody.invalid", 1)
+
+
+def test_interfaces_that_do_not_lead_to_others() -> None:
+    here = Here("10.0.0.2", "eth7")
+    with pytest.raises(LaunchError, match=r"X=lo: lo leads to no other host .* eth7 leads to the"):
+        check_interface("X", "lo", here)
+    with pytest.raises(LaunchError, match="nowhere is not on this host"):
+        check_interface("X", "nowhere", here)
+    check_interface("X", "", here)
+    check_interface("X", "lo", Here("127.0.0.1", "lo"))  # All "hosts" are this one.
+
+
+def test_gloo_without_a_way_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Gloo connectFullMesh failed with timed out connecting: remote=[127.0.0.1]:34193"
+
+    def start(_: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=rf"{socket.gethostname()}.*GLOO_SOCKET_IFNAME is lo"):
+        make_torch_mesh("cpu", (1,), None)
+    said = "something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        make_torch_mesh("cpu", (1,), None)

@@ -1,0 +1,219 @@
+"""What `LocalOptimizer` refuses, and how it behaves where nothing is sharded."""
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from models import Parameters
+from recording import recording_mesh
+from shardkit import OptimizerError, fully_shard
+from shardkit._compat import version_of
+from shardkit._tensor.spec import ShardSpec
+from shardkit.optim import LocalOptimizer
+
+Options = dict[str, typing.Any]
+
+
+def a_class(name: str) -> type[torch.optim.Optimizer]:
+    return type(name, (torch.optim.SGD,), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Muon", "matrices"),
+        ("Adafactor", "rows and columns"),
+        ("LBFGS", "all parameters"),
+        ("SparseAdam", "sparse"),
+    ],
+)
+def test_classes_of_torch_that_are_not_elementwise(name: str, reason: str) -> None:
+    params = [nn.Parameter(torch.ones(4, 4))]
+    with pytest.raises(OptimizerError, match=reason):
+        LocalOptimizer(params, getattr(torch.optim, name))
+
+
+@pytest.mark.parametrize(
+    "name", ["Lamb", "LAMB32bit", "LARS8bit", "DistributedShampoo", "SOAP", "Prodigy", "Lars",
+             "DAdaptAdam", "GaLoreAdamW8bit", "Adam_mini", "CAME", "AdamP", "FusedLAMB"]
+)  # fmt: skip
+def test_other_classes_by_name(name: str) -> None:
+    with pytest.raises(OptimizerError, match=f"{name} cannot run on pieces"):
+        LocalOptimizer([nn.Parameter(torch.ones(4))], a_class(name))
+    with pytest.raises(OptimizerError, match="Mine cannot run on pieces"):
+        LocalOptimizer([nn.Parameter(torch.ones(4))], type("Mine", (a_class(name),), {}))
+
+
+@pytest.mark.parametrize(
+    "name", ["Lion", "AdamWScheduleFree", "Adan", "Tiger", "Camel", "AdamWFp8"]
+)
+def test_elementwise_classes_by_name(name: str) -> None:
+    LocalOptimizer([nn.Parameter(torch.ones(4))], a_class(name))
+
+
+def test_what_is_no_class_of_optimizers() -> None:
+    made: typing.Any = torch.optim.SGD([nn.Parameter(torch.ones(4))])
+    for wrong in (made, nn.Linear, "adamw"):
+        with pytest.raises(OptimizerError, match="must be a class of optimizers"):
+            LocalOptimizer([nn.Parameter(torch.ones(4))], wrong)
+
+
+def test_wrong_options_raise_at_once() -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        LocalOptimizer([nn.Parameter(torch.ones(4))], torch.optim.AdamW, lr=-1.0)
+
+
+class Rows(torch.optim.SGD):
+    """Keeps state of another shape."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["rows"] = torch.zeros(3, 2)
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    model = Parameters()
+    optimizer = LocalOptimizer(model.parameters(), Rows)
+    model(model.draw_slopes(torch.Generator())).backward()
+    with pytest.raises(OptimizerError, match=r"'rows' of shape \(3, 2\)"):
+        optimizer.step()
+
+
+def test_parameters_on_meta_are_refused() -> None:
+    mesh, _ = recording_mesh((2,))
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    optimizer = LocalOptimizer(fully_shard(model, mesh).parameters(), torch.optim.SGD)
+    with pytest.raises(OptimizerError, match="'weight' is on the meta device"):
+        optimizer.step(lambda: None)  # Other tests' models may have gradients: no warning.
+
+
+def test_plain_parameters() -> None:
+    """Where nothing is sharded it is the class itself, masters aside."""
+    model = Parameters()
+    other = copy.deepcopy(model)
+    optimizers = [
+        torch.optim.NAdam(model.parameters(), lr=0.1),
+        LocalOptimizer(other.named_parameters(), torch.optim.NAdam, lr=0.1),
+    ]
+    generator = torch.Generator()
+    for _ in range(3):
+        slopes = model.draw_slopes(generator)
+        for m, optimizer in zip((model, other), optimizers, strict=True):
+            m(slopes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, mine in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, mine)
+    assert "LocalOptimizer of NAdam (" in repr(optimizers[1])
+
+
+def test_masters_follow_what_others_write() -> None:
+    mesh, _ = recording_mesh((1,))
+    model = fully_shard(Parameters({"weight": (4,)}, torch.bfloat16), mesh)
+    optimizer = LocalOptimizer(
+        model.parameters(), torch.optim.SGD, lr=1e-4, momentum=0.9, master_dtype=torch.float32
+    )
+    slopes = {"weight": torch.ones(4, dtype=torch.bfloat16)}
+
+    def step() -> torch.Tensor:
+        model(slopes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        master: torch.Tensor = optimizer.state[model.weight]["master"].to_local().clone()
+        return master
+
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    one = step()
+    assert torch.equal(one, torch.full((4,), 1 - 1e-4))
+    assert torch.equal(model.weight.to_local(), torch.ones(4).bfloat16())  # Rounded.
+    assert (step() < one).all()
+    with torch.no_grad():
+        model.weight.to_local()[1:2].fill_(3.0)
+    third = step()
+    assert third[1] == pytest.approx(3.0, abs=1e-3)
+    assert third[0] == pytest.approx(1.0, abs=1e-3)
+    assert third[0] != 1.0
+
+
+def test_hooks_of_all_optimizers_are_called_once() -> None:
+    called = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: called.append(optimizer))
+    try:
+        param = nn.Parameter(torch.ones(3))
+        optimizer = LocalOptimizer([param], torch.optim.SGD)
+        param.grad = torch.ones(3)
+        assert optimizer.step(lambda: 5.0) == 5.0
+        assert called == [optimizer]
+    finally:
+        handle.remove()
+
+
+def test_settings_that_a_class_counts_are_shown() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+
+    param = nn.Parameter(torch.ones(3))
+    optimizer = LocalOptimizer([param], Counting)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 3
+    other = LocalOptimizer([param], Counting)
+    other.load_state_dict(optimizer.state_dict())
+    other.step()
+    assert other.param_groups[0]["count"] == 4
+
+
+def test_gradients_are_not_kept() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(Parameters(), mesh)
+    optimizer = LocalOptimizer(model.parameters(), torch.optim.SGD)
+    model(model.draw_slopes(torch.Generator())).backward()
+    optimizer.step()
+    assert optimizer.inner is not None
+    assert all(p.grad is None for group in optimizer.inner.param_groups for p in group["params"])
+
+
+def test_traced_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(Parameters(), mesh)
+    optimizer = LocalOptimizer(model.parameters(), torch.optim.SGD)
+    monkeypatch.setattr(ShardSpec, "is_traced", True)
+    with pytest.raises(OptimizerError, match="'matrix' is on an XLA device"):
+        optimizer.step(lambda: None)  # Other tests' models may have gradients: no warning.
+
+
+class Unseen(torch.optim.SGD):
+    """Writes as kernels of other packages do: torch does not notice."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.detach().numpy()[:] = 7.0
+
+
+def test_writes_that_torch_does_not_notice_make_gathered_values_stale() -> None:
+    mesh, _ = recording_mesh((2,))
+    model = fully_shard(Parameters({"weight": (4, 4), "bias": (8,)}), mesh)
+    optimizer = LocalOptimizer(model.parameters(), Unseen)
+    model(model.draw_slopes(torch.Generator())).backward()
+    shard = model.weight.flat
+    before = version_of(shard)
+    optimizer.step()
+    assert (model.weight.to_local() == 7.0).all()
+    assert version_of(shard) > before

@@ -1,0 +1,75 @@
+"""Operators on sharded tensors where they are traced: as on the plain tensor."""
+
+# ruff: noqa: ARG005 - all uses take two tensors
+
+from __future__ import annotations
+
+import copy
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardkit import ShardedTensor, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardkit import DeviceMesh
+
+# 21 elements on four ranks: there is padding behind the last piece.
+ROWS, COLUMNS = 3, 7
+
+USES: dict[str, Callable[[Tensor, Tensor], typing.Any]] = {
+    "whole operands": lambda t, w: [t + w, w * t, t - w[0], t * w[:, :1], t + w[None]],
+    "writes": lambda t, w: (t.add_(w, alpha=2).mul_(w[0]), t)[1],
+    "copies": lambda t, w: (t.copy_(w * 2), t)[1],
+    "into plain tensors": lambda t, w: [w.clone().copy_(t), w.clone().add_(t)],
+    "products": lambda t, w: [t @ w.t(), w.t() @ t, torch.cat([w, t])],
+    "views": lambda t, w: [t[1], t.t() * 2, t.view(-1)[3:9], t[:, 2].sum()],
+    "reductions": lambda t, w: [t.sum(), t.sum(0), t.std(), t.amax(1), t.norm(), t.mean((0, 1))],
+    "comparison": lambda t, w: [torch.equal(t, w), torch.allclose(t, w + 1)],
+    "sort": lambda t, w: [*t.sort(1), t.cumsum(0), t.argmax()],
+    "written views": lambda t, w: (t[1].fill_(3.0), t[:, 2].add_(w[:, 0]), t)[2],
+    "written by wholes": lambda t, w: (t.cumsum_(0), t)[1],
+    "to the host": lambda t, w: [t.tolist(), t.cpu().sum()],
+}
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "square": lambda p, w: p.square().sum(),
+    "product": lambda p, w: (p @ w.t()).square().sum(),
+    "times a whole": lambda p, w: (p * w).sum() + p.std(),
+    "sort": lambda p, w: (p.sort(0).values * w).sum() + p[1].exp().sum(),
+}
+
+
+def as_plain(result: typing.Any) -> typing.Any:
+    if isinstance(result, (list, tuple)):
+        return [as_plain(item) for item in result]
+    if isinstance(result, Tensor):
+        return (result.full_tensor() if hasattr(result, "full_tensor") else result).detach().cpu()
+    return result
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_use_is_that_of_the_whole(name: str, mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(COLUMNS, ROWS)
+    weight = fully_shard(copy.deepcopy(plain).to("xla"), mesh).weight.data
+    whole = plain.weight.data.clone() + 0.5
+    result, expected = USES[name](weight, whole.to("xla")), USES[name](plain.weight.data, whole)
+    torch.testing.assert_close(as_plain(result), as_plain(expected))
+    torch.testing.assert_close(as_plain(weight), plain.weight.data)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gradient_is_that_of_the_whole(name: str, mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(COLUMNS, ROWS)
+    weight = fully_shard(copy.deepcopy(plain).to("xla"), mesh).weight
+    whole = plain.weight.data.clone() + 0.5
+    for param, other in ((weight, whole.to("xla")), (plain.weight, whole)):
+        for _ in range(2):
+            LOSSES[name](param, other).backward()
+    assert isinstance(weight.grad, ShardedTensor)
+    torch.testing.assert_close(as_plain(weight.grad), plain.weight.grad)
