@@ -47,6 +47,9 @@ _START_TIMEOUT_S = 120
 # little later.
 _GRACE_S = 6.0
 _STACK_DUMP_TIMEOUT_S = 3.0
+# Caches of torch keep process groups that were destroyed, each with threads that wake 100 times a
+# second. A rank with more threads than this slows all others down.
+_MAX_THREADS = 100
 
 
 class WorkerError(Exception):
@@ -192,10 +195,13 @@ _modules_frozen = 0
 def _collect_garbage() -> None:
     """Collect what the last call left; leave modules out, which have most objects by far."""
     global _modules_frozen  # noqa: PLW0603 - of this process
-    gc.collect()
     if len(sys.modules) > _modules_frozen:  # Not each time: what is frozen is never collected.
+        gc.unfreeze()
+        gc.collect()
         gc.freeze()
         _modules_frozen = len(sys.modules)
+    else:
+        gc.collect()
 
 
 def _reset_state(environment: dict[str, str]) -> None:
@@ -204,9 +210,9 @@ def _reset_state(environment: dict[str, str]) -> None:
     The old process group goes here and not when its call ends: then all ranks have answered, so
     that none closes a connection on which another still receives.
     """
-    _collect_garbage()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _collect_garbage()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -310,6 +316,12 @@ class Pool:
         """Process ids by rank."""
         return [worker.process.pid for worker in self._workers]
 
+    @property
+    def is_worn_out(self) -> bool:
+        """Whether a rank has gathered so many threads that new processes pay off."""
+        tasks = [pathlib.Path(f"/proc/{pid}/task") for pid in self.pids]
+        return any(len(list(path.iterdir())) > _MAX_THREADS for path in tasks if path.exists())
+
     def run(
         self, fn: Callable[..., object], args: Sequence[object], timeout_s: float
     ) -> tuple[list[Outcome], list[str]]:
@@ -374,7 +386,7 @@ class Pool:
 
 
 class Pools:
-    """Pools by world size, started when first used and again after one was killed."""
+    """Pools by world size, started when first used and again after one was killed or worn out."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
@@ -455,6 +467,8 @@ class Pools:
             raise
         if not all(isinstance(outcome, Returned | Raised) for outcome in outcomes):
             self._pools.pop(world_size).kill()
+        elif self._pools[world_size].is_worn_out:
+            self._pools.pop(world_size).close()
         if not all(isinstance(outcome, accepted) for outcome in outcomes):
             raise WorkerError(_report(fn, outcomes, outputs))
         return outcomes

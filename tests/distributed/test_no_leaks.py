@@ -9,9 +9,12 @@ import typing
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardkit import fully_shard
+from shardkit import fully_shard, init_device_mesh
+from shardkit._tensor.spec import ShardSpec
+from shardkit.backends.process_group import ProcessGroupAxis
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -19,6 +22,7 @@ if typing.TYPE_CHECKING:
 
 def train_and_drop(num_models: int) -> tuple[int, int]:
     """Return how many threads and modules of dropped models are left."""
+    init_device_mesh("cpu", (2,))  # Starts the threads that answer others, once in a process.
     before = threading.active_count()
     modules = []
     for _ in range(num_models):
@@ -36,3 +40,33 @@ def test_dropped_models_leave_no_threads_and_no_modules(spawn: Spawn) -> None:
     for threads, modules in spawn(train_and_drop, 2, 4):
         assert threads <= 0
         assert modules == 0
+
+
+def shard_in_new_worlds(num_worlds: int) -> list[tuple[int, int]]:
+    """Return which specs and communicators are alive after models in worlds of their own."""
+    store = dist.PrefixStore("worlds", dist.distributed_c10d._get_default_store())  # noqa: SLF001
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alive = []
+    for world in range(num_worlds):
+        dist.destroy_process_group()
+        there = dist.PrefixStore(str(world), store)
+        dist.init_process_group("gloo", store=there, rank=rank, world_size=size)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        del mesh, model, optimizer
+        gc.collect()
+        kept = [sum(isinstance(item, kind) for item in gc.get_objects()) for kind in _KEPT_KINDS]
+        alive.append(tuple(kept))
+    return alive
+
+
+_KEPT_KINDS = (ShardSpec, ProcessGroupAxis)
+
+
+def test_destroyed_worlds_are_not_kept(spawn: Spawn) -> None:
+    for alive in spawn(shard_in_new_worlds, 4, 4):
+        assert [specs for specs, _ in alive] == [0] * 4
+        assert len({axes for _, axes in alive}) == 1, alive

@@ -97,8 +97,18 @@ def test_ranks_communicate_and_get_arguments(spawn: Spawn) -> None:
     assert spawn(sum_of_ranks, 4, 10) == [60.0] * 4
 
 
-def test_the_pool_is_kept_between_calls(spawn: Spawn) -> None:
-    assert spawn(pid, 2) == spawn(pid, 2)
+def test_the_pool_is_kept_between_calls() -> None:
+    with workers.Pools() as pools:
+        assert pools.spawn(pid, 2) == pools.spawn(pid, 2)
+
+
+def test_a_pool_with_many_threads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers.Pools() as pools:
+        before = pools.spawn(pid, 2)
+        monkeypatch.setattr(workers, "_MAX_THREADS", 0)
+        pools.spawn(state, 2)
+        assert pools.pids(2) == []
+        assert not set(before) & set(pools.spawn(pid, 2))
 
 
 def test_every_call_starts_from_the_same_state(spawn: Spawn) -> None:

@@ -95,7 +95,7 @@ class FlatShard:
     """
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class ShardSpec:
     """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
 

@@ -137,9 +137,17 @@ def custom_reduce_scatter(
     return CustomCollective(comm, send, numel, async_op=async_op, **options)
 
 
-_split_axes: dict[tuple[ProcessGroupAxis, int], ProcessGroupAxis] = {}
-_axes: dict[tuple[str, type[ProcessGroupBackend]], ProcessGroupAxis] = {}
-_joint_axes: dict[tuple[Any, ...], ProcessGroupAxis] = {}
+_axes: dict[tuple[Any, ...], ProcessGroupAxis] = {}
+_axes_in: Any = None
+
+
+def _known_axes() -> dict[tuple[Any, ...], ProcessGroupAxis]:
+    """Return the communicators over process groups that have not been destroyed since."""
+    global _axes_in  # noqa: PLW0603 - to know that everything has begun anew
+    if _axes_in is not dist.group.WORLD:
+        _axes.clear()
+        _axes_in = dist.group.WORLD
+    return _axes
 
 
 class ProcessGroupBackend(Backend):
@@ -165,10 +173,10 @@ class ProcessGroupBackend(Backend):
         """Return the communicator of one axis; always the same object."""
         if axis not in self._comms:
             group = self.process_group(axis)
-            key = (group.group_name, type(self))
-            known = _axes.get(key)
-            if known is None or known.group is not group:  # After a restart names come again.
-                known = _axes[key] = self.make_axis(group)
+            axes, key = _known_axes(), (type(self), group.group_name)
+            known = axes.get(key)
+            if known is None or known.group is not group:  # One may be destroyed alone.
+                known = axes[key] = self.make_axis(group)
             self._comms[axis] = known
         return self._comms[axis]
 
@@ -178,21 +186,20 @@ class ProcessGroupBackend(Backend):
 
     def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
         """Return the communicator of several axes as one; always the same object. Collective."""
-        if any(of_world is not self._world for _, _, of_world in _joint_axes):
-            _joint_axes.clear()
-        key = (tuple(sorted(ranks)), type(self), self._world)
-        if key not in _joint_axes:
-            _joint_axes[key] = self.make_axis(group_of(ranks))
-        axis: Any = _joint_axes[key]
+        axes, key = _known_axes(), (type(self), tuple(sorted(ranks)))
+        if key not in axes:
+            axes[key] = self.make_axis(group_of(ranks))
+        axis: Any = axes[key]
         return axis  # type: ignore[no-any-return]
 
     def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
         """Return the communicator of `size` neighbours on one axis."""
         whole = self.axis(axis)
-        if (whole, size) not in _split_axes:
+        axes, key = _known_axes(), (whole, size)
+        if key not in axes:
             splits = [range(first, first + size) for first in range(0, whole.size, size)]
-            _split_axes[whole, size] = self.make_axis(sub_group(whole.group, splits))
-        return _split_axes[whole, size]
+            axes[key] = self.make_axis(sub_group(whole.group, splits))
+        return axes[key]
 
     def for_axes(self, axes: Sequence[int]) -> ProcessGroupBackend:
         """Return the backend of the submesh made of `axes`; it shares the communicators."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,18 +66,36 @@ def find_runs(args: tuple[Any, ...]) -> list[Run] | None:
     if set(map(type, first)) != {ShardedTensor}:
         return None
     specs = tuple([item.spec for item in first])
-    runs = _planned.get(specs)
-    if runs is None:
-        if len(_planned) >= _MAX_PLANS:
-            _planned.clear()
-        runs = _planned[specs] = _plan(specs)
+    key = tuple(map(id, specs))
+    known = _planned.get(key)
+    runs = _remember(key, specs) if known is None else known.runs
     if not runs or not all(_follows(items, specs, runs) for items in lists):
         return None
     return runs
 
 
-_planned: dict[tuple[ShardSpec, ...], list[Run]] = {}
+@dataclass(slots=True)
+class _Plan:
+    """The runs of some specs, which keeps none of them: with the first that goes, it goes."""
+
+    runs: list[Run]
+    specs: list[weakref.ref[ShardSpec]]
+
+
+_planned: dict[tuple[int, ...], _Plan] = {}  # By the ids of the specs.
 _MAX_PLANS = 16
+
+
+def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[Run]:
+    if len(_planned) >= _MAX_PLANS:
+        _planned.clear()
+
+    def forget(_: object) -> None:
+        _planned.pop(key, None)
+
+    runs = _plan(specs)
+    _planned[key] = _Plan(runs, [weakref.ref(spec, forget) for spec in specs])
+    return runs
 
 
 def _plan(specs: Sequence[ShardSpec]) -> list[Run]:
