@@ -246,21 +246,21 @@ def has_saved_tensors_hooks() -> bool:
 def track_views(tensor: Tensor) -> Tensor:
     """Return a tensor whose views follow when it is written, where the device has no storages.
 
-    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0). Where an
-    operator has plain operands, they came without what wraps them, and torch wraps the result.
+    XLA tensors are wrapped so when they are made, but not inside a dispatch (torch 2.9.0).
     """
-    if tensor.device.type != "xla":
+    if is_tracked(tensor) or tensor.device.type != "xla":
         return tensor
-    if _is_tracking_off():
-        return without_tracking(tensor)
-    return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
+    return torch._to_functional_tensor(tensor)
+
+
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether views of an XLA tensor follow when it is written; see `track_views`."""
+    return torch._is_functional_tensor(tensor)
 
 
 def without_tracking(tensor: Tensor) -> Tensor:
-    """Return a tensor as an operator is to see it that has plain operands; see `track_views`."""
-    if tensor.device.type != "xla" or not _is_tracking_off():
-        return tensor
-    if not torch._is_functional_tensor(tensor):
+    """Return a tensor as operators must see it inside a dispatch; see `track_views`."""
+    if tensor.device.type != "xla" or not _is_tracking_off() or not is_tracked(tensor):
         return tensor
     torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
     return torch._from_functional_tensor(tensor)

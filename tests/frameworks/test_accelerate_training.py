@@ -179,7 +179,9 @@ def prepare_compiled() -> None:
 
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        compiled = torch.compile(shardkit.auto_shard(make("llama")), backend="eager")
+        llama = make("llama")
+        shardkit.auto_shard(llama)
+        compiled = torch.compile(llama, backend="eager")
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.05)
         model, _ = accelerator.prepare(compiled, optimizer)
         assert model is compiled

@@ -43,6 +43,21 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "zeros_like": lambda t, w: torch.zeros_like(t),
+    "clone": lambda t, w: t.clone(),
+    "elementwise": lambda t, w: t + 1,
+    "whole operand": lambda t, w: t * w,
+    "product": lambda t, w: t @ t.t(),
+    "product with a whole": lambda t, w: t @ w.t(),
+    "list": lambda t, w: torch._foreach_add([t], 1)[0],  # noqa: SLF001 - what optimizers call
+    "joined": lambda t, w: torch.cat([t, t]),
+    "view": lambda t, w: t[1].clone(),
+    "like a view": lambda t, w: torch.zeros_like(t[1]),
+    "sum": lambda t, w: t.sum(0),
+}
+
+
 def as_plain(result: typing.Any) -> typing.Any:
     if isinstance(result, (list, tuple)):
         return [as_plain(item) for item in result]
@@ -73,3 +88,15 @@ def test_a_gradient_is_that_of_the_whole(name: str, mesh: DeviceMesh) -> None:
             LOSSES[name](param, other).backward()
     assert isinstance(weight.grad, ShardedTensor)
     torch.testing.assert_close(as_plain(weight.grad), plain.weight.grad)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_views_of_what_was_made_follow_writes(name: str, mesh: DeviceMesh) -> None:
+    weight = fully_shard(nn.Linear(COLUMNS, ROWS).to("xla"), mesh).weight.data
+    made = MADE[name](weight, torch.ones(ROWS, COLUMNS, device="xla"))
+    memory = made.local_piece if isinstance(made, ShardedTensor) else made
+    first = memory.view(-1)[:2]
+    first.copy_(torch.full((2,), 7.0))  # As what reads a checkpoint does.
+    assert memory.view(-1)[:2].tolist() == [7.0, 7.0]
+    memory.add_(1.0)
+    assert first.tolist() == [8.0, 8.0]

@@ -60,6 +60,8 @@ def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
     """
     if arg.ndim == 0 and spec.shape:
         return arg
+    if spec.is_traced:  # XLA gives a piece that one element is copied into the shape of that.
+        return spec.slice_full(arg.expand(spec.shape))
     if arg.numel() == 1:
         return arg.reshape(1)
     if arg.shape == spec.shape:
@@ -126,7 +128,7 @@ def all_reduce(value: Tensor, spec: ShardSpec, op: str) -> None:
 
 def wrap(result: Any, spec: ShardSpec) -> Any:
     if isinstance(result, Tensor):
-        return ShardedTensor(result, spec)
+        return ShardedTensor(_compat.track_views(result) if spec.is_traced else result, spec)
     if isinstance(result, (tuple, list)):
         return type(result)(wrap(item, spec) for item in result)
     return result

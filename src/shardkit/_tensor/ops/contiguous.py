@@ -63,7 +63,7 @@ def find_runs(args: tuple[Any, ...]) -> list[Run] | None:
     """Return how to run list operators on flats; None if entries are not such pieces at all."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     first = lists[0]
-    if set(map(type, first)) != {ShardedTensor}:
+    if set(map(type, first)) != {ShardedTensor} or first[0].spec.is_traced:
         return None
     specs = tuple([item.spec for item in first])
     key = tuple(map(id, specs))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._tensor.ops.common import note_write, slice_operand
+from shardkit._tensor.ops.common import note_write, slice_operand, wrap
 from shardkit._tensor.ops.contiguous import find_runs, join, pieces_of
 from shardkit._tensor.ops.reductions import extreme
 from shardkit._tensor.ops.wholes import gathered, whole
@@ -50,7 +50,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     if runs is None:
         return [
-            ShardedTensor(item, of.spec) if type(of) is ShardedTensor else item
+            wrap(item, of.spec) if type(of) is ShardedTensor else item
             for item, of in zip(result, first, strict=True)
         ]
     found = pieces_of(result, runs, [item.spec for item in first])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from shardkit._tensor.ops.common import (
     note_write,
     refuse,
     slice_operand,
+    wrap,
 )
 from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
-
-if TYPE_CHECKING:
-    from shardkit._tensor.spec import ShardSpec
 
 _aten = torch.ops.aten
 
@@ -30,7 +28,7 @@ def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _aten.empty_like.default and _compat.in_user_function():
         return _plain_like(func, args, kwargs)
     kwargs.pop("memory_format", None)
-    return _wrap_new(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
+    return wrap(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
 
 
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -40,10 +38,6 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     kwargs["memory_format"] = torch.contiguous_format
     result: Tensor = func(geometry, *args[1:], **kwargs)
     return result
-
-
-def _wrap_new(piece: Tensor, spec: ShardSpec) -> ShardedTensor:
-    return ShardedTensor(_compat.track_views(piece) if spec.is_traced else piece, spec)
 
 
 def same_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,7 +92,7 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if tuple(size) != tuple(tensor.shape) or _compat.in_user_function():
         return func(tensor.local_piece, size, *rest, **kwargs)
     piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
-    return _wrap_new(piece, tensor.spec)
+    return wrap(piece, tensor.spec)
 
 
 def plain_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -160,7 +154,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor.spec.annotate_sharding(local)
         note_write(tensor)
         return tensor
-    return ShardedTensor(tensor.spec.slice_full(result).clone(), tensor.spec)
+    return wrap(tensor.spec.slice_full(result).clone(), tensor.spec)
 
 
 DEPEND_ON_VALUES = (

@@ -22,7 +22,7 @@ from shardkit._tensor.ops.common import (
 )
 from shardkit._tensor.ops.shown import ShardedView, places_of
 from shardkit._tensor.ops.structural import DEPEND_ON_VALUES, reshape
-from shardkit._tensor.ops.wholes import gathered, whole
+from shardkit._tensor.ops.wholes import followed, gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import iter_tensors, map_tensors
 
@@ -92,6 +92,9 @@ def dispatcher_of_views(
         if not any(type(t) is ShardedView for t in iter_tensors([args, kwargs], depth=0)):
             return dispatch(func, args, kwargs)
         cut_gradients(args, kwargs)
+        return followed(run_on_views(func, args, kwargs), args, kwargs)
+
+    def run_on_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and type(args[0]) is ShardedView:
             handler = _handler_of_view(func)
             if handler is not None:

@@ -68,11 +68,11 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     in_place, by_name = _compat.written_arguments(func)
     changed = list(iter_tensors([_argument(args, kwargs, key) for key in in_place], depth=0))
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
-    written = [t for t in (*changed, *filled) if type(t) in (ShardedTensor, ShardedView)]
+    written = [t for t in (*changed, *filled) if _is_sharded(t)]
     for target in written:
         check_in_place(func, _base(target), args, kwargs)
     for target in filled:
-        if type(target) in (ShardedTensor, ShardedView):  # It gets the shape of what is put there.
+        if _is_sharded(target):  # It gets the shape of what is put there.
             outs[id(target)] = torch.empty(0, dtype=target.dtype, device=target.device)
 
     def to_whole(tensor: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = outs[id(target)] if id(target) in outs else wholes[id(target)]
         store(func, target, values)
         originals[id(values)] = target
-    return map_tensors(lambda t: originals.get(id(t), t), _followed(result, args, kwargs))
+    return map_tensors(lambda t: originals.get(id(t), t), followed(result, args, kwargs))
 
 
 def store(func: Any, target: Tensor, values: Tensor) -> None:
@@ -129,12 +129,23 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> 
     return args[key] if key < len(args) else None
 
 
-def _followed(result: Any, args: Any, kwargs: Any) -> Any:
-    """Have views of the results follow writes where operators are traced."""
-    sharded = iter_tensors([args, kwargs], depth=0)
-    if any(type(t) in (ShardedTensor, ShardedView) and _base(t).spec.is_traced for t in sharded):
-        return map_tensors(_compat.track_views, result)
-    return result
+def followed(result: Any, args: Any, kwargs: Any) -> Any:
+    """Have views of plain results follow writes where operators are traced.
+
+    If there are plain operands, torch took from those what views follow by, and gives the results
+    the same.
+    """
+    tensors = list(iter_tensors([args, kwargs], depth=0))
+    if not any(_is_sharded(tensor) and _base(tensor).spec.is_traced for tensor in tensors):
+        return result
+    plain = [tensor for tensor in tensors if not _is_sharded(tensor)]
+    if any(tensor.device.type == "xla" and not _compat.is_tracked(tensor) for tensor in plain):
+        return result
+    return map_tensors(lambda t: t if _is_sharded(t) else _compat.track_views(t), result)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return type(tensor) in (ShardedTensor, ShardedView)
 
 
 def _explain(error: RuntimeError, args: Any, kwargs: Any) -> None:
@@ -142,7 +153,7 @@ def _explain(error: RuntimeError, args: Any, kwargs: Any) -> None:
     named = [
         f"{_base(t).spec.name!r} ({str(t.dtype).removeprefix('torch.')}, {tuple(t.shape)})"
         for t in iter_tensors([args, kwargs], depth=0)
-        if type(t) in (ShardedTensor, ShardedView)
+        if _is_sharded(t)
     ]
     error.add_note(
         f"It ran on the whole of sharded {', '.join(named)}. Outside of its module's forward a "
