@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit._layout.exchange import (
-    Part,
-    Spread,
-    gradient_traffic,
-    sent_numel,
-    value_traffic,
-)
+from shardkit._layout.exchange import Part, Spread, Traffic, gradient_traffic, value_traffic
 from shardkit._layout.flat import FlatLayout
 from shardkit._layout.owned import (
     assign_owners,
-    least_load,
     loads_of,
     matrix_cost,
     owned_layout,
@@ -28,7 +21,7 @@ from shardkit._layout.owned import (
 )
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from shardkit._layout.boxes import Box
 
@@ -42,6 +35,22 @@ NUM_RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 # --- owners ---------------------------------------------------------------------------------------
+
+
+def least_load(costs: Sequence[float], num_ranks: int) -> float:
+    """Return a load that some rank has at least, however whole matrices are given out.
+
+    The largest of: the mean; the dearest matrix; and for each k what k + 1 of the k N + 1 dearest
+    ones cost at least, since some rank has so many of them.
+    """
+    if not costs:
+        return 0
+    best = max(sum(costs) / num_ranks, *costs) if len(costs) > 1 else costs[0]
+    dearest = sorted(costs, reverse=True)
+    for last in range(num_ranks, len(dearest), num_ranks):
+        together = last // num_ranks + 1
+        best = max(best, sum(dearest[last + 1 - together : last + 1]))
+    return best
 
 
 @given(costs=costs, num_ranks=st.integers(1, 40))
@@ -223,6 +232,15 @@ def test_owners_get_each_element_once_and_all_members_get_theirs(world: World) -
             assert len(list(elements(spread, member))) == spread.numel_of(member)
             has = index in values[member].gets[owner] or member == owner
             assert has or spread.numel_of(member) == 0
+
+
+def sent_numel(spreads: Sequence[Spread], traffic: Traffic, me: int, *, of_values: bool) -> int:
+    """Return how many elements `me` sends: its pieces of gradients, or others' of values."""
+    return sum(
+        spreads[index].numel_of(member if of_values else me)
+        for member, indices in enumerate(traffic.sends)
+        for index in indices
+    )
 
 
 @given(world=worlds())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
 import threading
@@ -94,7 +95,14 @@ def _measure(
     is_primary: bool,
 ) -> Link:
     names = [name for name, found in target.interfaces.items() if found == address]
-    interface = names[0] if names else "?"
+    link = functools.partial(
+        Link,
+        source=own.rank,
+        target=target.rank,
+        interface=names[0] if names else "?",
+        address=address,
+        is_primary=is_primary,
+    )
     try:
         with machine.connect(address, target.port, timeout_s) as connection:
             connection.settimeout(timeout_s)
@@ -102,24 +110,8 @@ def _measure(
             latency_s, offset_s = _ask_clock(machine, connection)
             bytes_per_s = _send(connection) if is_primary else None
     except OSError as error:
-        return Link(
-            source=own.rank,
-            target=target.rank,
-            interface=interface,
-            address=address,
-            is_primary=is_primary,
-            error=str(error) or type(error).__name__,
-        )
-    return Link(
-        source=own.rank,
-        target=target.rank,
-        interface=interface,
-        address=address,
-        is_primary=is_primary,
-        latency_s=latency_s,
-        bytes_per_s=bytes_per_s,
-        clock_offset_s=offset_s,
-    )
+        return link(error=str(error) or type(error).__name__)
+    return link(latency_s=latency_s, bytes_per_s=bytes_per_s, clock_offset_s=offset_s)
 
 
 def _ask_clock(machine: Machine, connection: socket.socket) -> tuple[float, float]:

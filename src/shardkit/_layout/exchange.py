@@ -155,12 +155,3 @@ def value_traffic(
         elif spread.numel_of(me):
             gets[owner].append(index)
     return Traffic(tuple(map(tuple, sends)), tuple(map(tuple, gets)))
-
-
-def sent_numel(spreads: Sequence[Spread], traffic: Traffic, me: int, *, of_values: bool) -> int:
-    """Return how many elements `me` sends: its pieces of gradients, or others' of values."""
-    return sum(
-        spreads[index].numel_of(member if of_values else me)
-        for member, indices in enumerate(traffic.sends)
-        for index in indices
-    )

@@ -78,22 +78,6 @@ def loads_of(costs: Sequence[float], owners: Sequence[int], num_ranks: int) -> l
     return loads
 
 
-def least_load(costs: Sequence[float], num_ranks: int) -> float:
-    """Return a load that some rank has at least, however whole matrices are given out.
-
-    The largest of: the mean; the dearest matrix; and for each k what k + 1 of the k N + 1 dearest
-    ones cost at least, since some rank has so many of them.
-    """
-    if not costs:
-        return 0
-    best = max(sum(costs) / num_ranks, *costs) if len(costs) > 1 else costs[0]
-    dearest = sorted(costs, reverse=True)
-    for last in range(num_ranks, len(dearest), num_ranks):
-        together = last // num_ranks + 1
-        best = max(best, sum(dearest[last + 1 - together : last + 1]))
-    return best
-
-
 def plan_batches(
     costs: Sequence[float],
     nbytes: Sequence[int],
