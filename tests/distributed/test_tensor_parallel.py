@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from models import WIDTHS, cross_entropy
 from parallel_models import CASES, MLP, batches_of, make, make_meshes, mlp_plan, parallelize
 from reference import Differences, assert_within, full_grads, mean_over_ranks, train
-from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, fully_shard
+from shardkit import (
+    MixedPrecisionPolicy,
+    ShardedTensor,
+    WrapError,
+    fully_shard,
+    init_device_mesh,
+)
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -322,6 +328,17 @@ def test_meshes_that_overlap_are_refused(spawn_errors: Spawn, call: Callable[[],
         assert error.type_name == "MeshError"
         assert "parameter 'up.weight' is a DTensor on the mesh of ranks" in error.message
         assert "Pass another axis of the same mesh" in error.message
+
+
+def parallelize_on_a_mesh_of_shardkit() -> None:
+    mesh: typing.Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    fully_shard(parallelize_module(MLP(), mesh["tp"], mlp_plan()), mesh["dp"])
+
+
+def test_a_dtensor_on_a_mesh_of_shardkit_is_refused(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(parallelize_on_a_mesh_of_shardkit, RANKS):
+        assert error.type_name == "MeshError"
+        assert "Make the mesh by torch's init_device_mesh" in error.message
 
 
 def shard_partial() -> None:

@@ -98,8 +98,16 @@ class TensorParallel:
         """Read a DTensor; `mesh` is its mesh, as ours.
 
         Raises:
-            MeshError: This rank is not in it.
+            MeshError: This rank is not in it, or the DTensor has no mesh of torch.
         """
+        if isinstance(param.device_mesh, DeviceMesh):
+            msg = (
+                f"a parameter of shape {tuple(param.shape)} is a DTensor on a mesh of shardkit, "
+                f"which torch cannot use. Make the mesh by torch's init_device_mesh (of "
+                f"torch.distributed.device_mesh), and give one axis of it to parallelize_module, "
+                f"another to fully_shard."
+            )
+            raise MeshError(msg)
         if mesh.get_coordinate() is None:
             msg = (
                 f"a parameter of shape {tuple(param.shape)} is a DTensor on the mesh of ranks "
