@@ -9,12 +9,12 @@ import typing
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardkit import fully_shard, init_device_mesh
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends.process_group import ProcessGroupAxis
+from worlds import begin_new_world
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -44,13 +44,9 @@ def test_dropped_models_leave_no_threads_and_no_modules(spawn: Spawn) -> None:
 
 def shard_in_new_worlds(num_worlds: int) -> list[tuple[int, int]]:
     """Return which specs and communicators are alive after models in worlds of their own."""
-    store = dist.PrefixStore("worlds", dist.distributed_c10d._get_default_store())  # noqa: SLF001
-    rank, size = dist.get_rank(), dist.get_world_size()
     alive = []
     for world in range(num_worlds):
-        dist.destroy_process_group()
-        there = dist.PrefixStore(str(world), store)
-        dist.init_process_group("gloo", store=there, rank=rank, world_size=size)
+        begin_new_world(str(world))
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

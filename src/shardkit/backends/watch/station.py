@@ -250,7 +250,8 @@ class Station:
         self.verdict = verdict.text
         if self._rounds is not None and self._rounds.answers:
             runs.keep_verdict(self._run, verdict.text, self._rounds.answers)
-        is_blocked = place_of(main_frame()).waits
+        world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
+        is_blocked = self._is_in_use() and place_of(main_frame()).waits
         cannot_go_on = is_blocked or bool(self._all_waits())
         if not self._waits:  # Else whoever waits raises it.
             logger.error("rank %d: %s", self.rank, verdict.text)
@@ -261,8 +262,8 @@ class Station:
             end_if_stuck(self.rank, verdict.text)
         for channel in list(self.channels.values()):  # Whoever ends clears them meanwhile.
             break_off(channel.group)
-        if is_blocked and dist.is_initialized():
-            break_off(dist.group.WORLD)
+        if is_blocked:
+            break_off(world)
 
     # --- answering ---
 
