@@ -30,7 +30,7 @@ from shardkit import fully_shard
 from shardkit.optim import MatrixOptimizer
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from workers import Spawn
 
@@ -141,6 +141,43 @@ def test_each_step_sends_gradients_once_and_values_once(
 # --- writes of others -----------------------------------------------------------------------------
 
 
+def write_by_view(ours: typing.Any, values: torch.Tensor) -> None:
+    ours.view(-1).copy_(values.view(-1))
+
+
+def write_by_transpose(ours: typing.Any, values: torch.Tensor) -> None:
+    ours.t().copy_(values.t())
+
+
+def write_by_rows(ours: typing.Any, values: torch.Tensor) -> None:
+    for row in range(len(values)):
+        ours[row] = values[row]
+
+
+def write_by_data(ours: typing.Any, values: torch.Tensor) -> None:
+    ours.data = values
+
+
+def write_by_list(ours: typing.Any, values: torch.Tensor) -> None:
+    torch._foreach_copy_([ours], [torch.zeros_like(ours).copy_(values)])
+
+
+def write_by_piece(ours: typing.Any, values: torch.Tensor) -> None:
+    ours.to_local().copy_(values.view(-1)[ours.spec.start : ours.spec.stop])
+
+
+WRITES: dict[str, Callable[[typing.Any, torch.Tensor], object] | None] = {
+    "load_state_dict": None,
+    "copy_": lambda ours, values: ours.copy_(values),
+    "data": write_by_data,
+    "view": write_by_view,
+    "transpose": write_by_transpose,
+    "rows": write_by_rows,
+    "list": write_by_list,
+    "to_local": write_by_piece,
+}
+
+
 def write_between(how: str) -> float:
     """Write parameters between two steps, to both models."""
     plain, model, plain_by, by = train_both("muon", (2,), steps=2)
@@ -149,31 +186,21 @@ def write_between(how: str) -> float:
         name: torch.randn(param.shape, generator=generator)
         for name, param in plain.named_parameters()
     }
-    chosen = ["blocks.1.fc1.weight", "tokens.weight"]
-    if how == "load_state_dict":
+    write = WRITES[how]
+    if write is None:
         for each in (plain, model):
             each.load_state_dict({**each.state_dict(), **values})
-    for name in chosen if how != "load_state_dict" else ():
-        ours, theirs = model.get_parameter(name), plain.get_parameter(name)
+    for name in ["blocks.1.fc1.weight", "tokens.weight"] if write is not None else ():
         with torch.no_grad():
-            theirs.copy_(values[name])
-            if how == "copy_":
-                ours.copy_(values[name])
-            elif how == "data":
-                ours.data = values[name]
-            elif how == "list":
-                others = [torch.zeros_like(ours).copy_(values[name])]
-                torch._foreach_copy_([ours], others)
-            else:
-                start, stop = ours.spec.start, ours.spec.stop
-                ours.to_local().copy_(values[name].view(-1)[start:stop])
+            plain.get_parameter(name).copy_(values[name])
+            write(model.get_parameter(name), values[name])
     for step in range(5, 7):
         compute_gradients(CASE, model, [my_batch(CASE, step)])
         step_both(plain, model, plain_by, by)
     return worst_difference(plain, model)
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "data", "list", "to_local"])
+@pytest.mark.parametrize("how", WRITES)
 def test_owners_notice_that_others_wrote(spawn: Spawn, how: str) -> None:
     assert spawn(write_between, 2, how) == [0.0] * 2
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._tensor.ops.common import note_write, slice_operand, wrap
+from shardkit._tensor.ops.common import note_write, runs_on_wholes, slice_operand, wrap
 from shardkit._tensor.ops.contiguous import find_runs, join, pieces_of
 from shardkit._tensor.ops.reductions import extreme
 from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {key: _number(func, arg) for key, arg in kwargs.items()}
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
     runs = find_runs(args)
+    if _has_data(func, args, runs):
+        return _one_by_one(func, args, kwargs)
     if runs is None:
         lists = [_local_list(func, arg, first) for arg in args]
         if any(items is None for items in lists):
@@ -58,6 +61,17 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ShardedTensor(piece, item.spec, flat, start)
         for item, (piece, flat, start) in zip(first, found, strict=True)
     ]
+
+
+def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
+    """Whether the result depends on plain tensors that may be other ones on each rank."""
+    if _compat.is_mutable_op(func):  # Optimizers write in backward, by numbers that are tensors.
+        return False
+    if runs is not None and not any(isinstance(arg, Tensor) for arg in args):
+        return False
+    if not runs_on_wholes(args):
+        return False
+    return any(type(tensor) is not ShardedTensor for tensor in iter_tensors(args, depth=0))
 
 
 def _number(func: Any, arg: Any) -> Any:
