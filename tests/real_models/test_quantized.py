@@ -120,6 +120,10 @@ def make_base(kind: str, **sizes: int) -> nn.Module:
     QUANTIZERS[kind](model)
     # As `from_pretrained` sets it: peft asks which layers its adapters are for.
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = "nf4" in kind, kind == "bnb int8"
+    for module in model.modules():
+        # On CPUs with AVX512-BF16 its evaluation would compute by another kernel, in bf16.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model.requires_grad_(requires_grad=False)
 
 
