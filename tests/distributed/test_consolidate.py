@@ -42,6 +42,9 @@ if typing.TYPE_CHECKING:
 StateDict = dict[str, Tensor]
 
 
+pytestmark = pytest.mark.helpers
+
+
 def save_trained(name: str, mesh_shape: tuple[int, ...], folder: str) -> dict[str, typing.Any]:
     """Return the whole state that was saved."""
     case = CASES[name]

@@ -13,6 +13,8 @@ import torch.distributed.fsdp as torch_fsdp
 
 import shardkit
 
+pytestmark = pytest.mark.helpers
+
 NAMES = [
     "FSDPModule",
     "MixedPrecisionPolicy",
