@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from shardkit._layout.boxes import Box, boxes_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._layout.flat import FlatLayout
 
@@ -82,14 +82,14 @@ class Spread:
         part = self.parts[member]
         return self.shape, boxes_of_range(part.shape, start, stop, origin=part.offsets)
 
-    def senders(self, owner: int) -> list[int]:
-        """Return the members from which an owner gets pieces: those of its replica that hold any.
+    def sends_to(self, owner: int, member: int) -> bool:
+        """Whether an owner gets a piece from a member: one of its replica, maybe itself."""
+        return self.replicas[member] == self.replicas[owner] and self.numel_of(member) > 0
 
-        The owner itself may be among them.
-        """
-        mine = self.replicas[owner]
-        members = range(len(self.replicas))
-        return [m for m in members if self.replicas[m] == mine and self.numel_of(m)]
+    def gets_from(self, owner: int, member: int) -> bool:
+        """Whether an owner has a piece for a member, maybe itself."""
+        del owner  # It has the whole.
+        return self.numel_of(member) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +118,8 @@ def gradient_traffic(
         indices: The matrices of this exchange, in the same order on all members.
         me: This member.
     """
-    if not spreads:
-        return Traffic((), ())
-    num_members = len(spreads[0].replicas)
-    sends: list[list[int]] = [[] for _ in range(num_members)]
-    gets: list[list[int]] = [[] for _ in range(num_members)]
-    for index in indices:
-        spread, owner = spreads[index], owners[index]
-        if owner == me:
-            for member in spread.senders(me):
-                if member != me:
-                    gets[member].append(index)
-        elif spread.replicas[me] == spread.replicas[owner] and spread.numel_of(me):
-            sends[owner].append(index)
-    return Traffic(tuple(map(tuple, sends)), tuple(map(tuple, gets)))
+    mine, others = _by_member(spreads, owners, indices, me, Spread.sends_to)
+    return Traffic(sends=others, gets=mine)
 
 
 def value_traffic(
@@ -141,17 +129,35 @@ def value_traffic(
 
     See `gradient_traffic`; here all replicas get something.
     """
-    if not spreads:
-        return Traffic((), ())
-    num_members = len(spreads[0].replicas)
-    sends: list[list[int]] = [[] for _ in range(num_members)]
-    gets: list[list[int]] = [[] for _ in range(num_members)]
+    mine, others = _by_member(spreads, owners, indices, me, Spread.gets_from)
+    return Traffic(sends=mine, gets=others)
+
+
+def _by_member(
+    spreads: Sequence[Spread],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    me: int,
+    takes_part: Callable[[Spread, int, int], bool],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Return the matrices of `me` by the other members that take part, and those of the others.
+
+    Args:
+        spreads: Of all matrices.
+        owners: Of all matrices.
+        indices: The matrices of the exchange.
+        me: This member.
+        takes_part: Whether a member, the last argument, exchanges a matrix with its owner.
+    """
+    num_members = len(spreads[0].replicas) if spreads else 0
+    mine: list[list[int]] = [[] for _ in range(num_members)]
+    others: list[list[int]] = [[] for _ in range(num_members)]
     for index in indices:
         spread, owner = spreads[index], owners[index]
         if owner == me:
             for member in range(num_members):
-                if member != me and spread.numel_of(member):
-                    sends[member].append(index)
-        elif spread.numel_of(me):
-            gets[owner].append(index)
-    return Traffic(tuple(map(tuple, sends)), tuple(map(tuple, gets)))
+                if member != me and takes_part(spread, owner, member):
+                    mine[member].append(index)
+        elif takes_part(spread, owner, me):
+            others[owner].append(index)
+    return tuple(map(tuple, mine)), tuple(map(tuple, others))
