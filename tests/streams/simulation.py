@@ -84,7 +84,9 @@ def simulation(
         stack.enter_context(
             _replaced(shardkit.backends, "_backend_class", lambda _: SimulatedBackend)
         )
-        stack.enter_context(_replaced(process_group, "_axes", {}))  # They hold their device.
+        stack.enter_context(
+            _replaced(process_group, "_axes", groups.OfWorld())
+        )  # They hold their device.
         stack.enter_context(_replaced(SimulatedBackend, "batches_small_groups", batches))
         # What takes no notice of modes for speed is to be watched as well.
         stack.enter_context(_watched_pool(sim, keeps_memory=keeps_memory))

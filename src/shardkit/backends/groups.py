@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -13,8 +13,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-_num_made: dict[tuple[int, ...], int] = {}
-_made_in: Any = None
+Value = TypeVar("Value")
+
+
+class OfWorld(Generic[Value]):
+    """Values by key, which are forgotten when the default process group is another one."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Any, ...], Value] = {}
+        self._world: Any = None
+
+    def now(self) -> dict[tuple[Any, ...], Value]:
+        """Return the values of the default process group of now, to read and to write."""
+        if self._world is not dist.group.WORLD:
+            self._values.clear()
+            self._world = dist.group.WORLD
+        return self._values
+
+
+_num_made: OfWorld[int] = OfWorld()
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -32,12 +49,8 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
 
 def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
     """Give the next process group a name that all of its ranks give it."""
-    global _made_in  # noqa: PLW0603 - to know that everything has begun anew
-    if _made_in is not dist.group.WORLD:
-        _num_made.clear()
-        _made_in = dist.group.WORLD
-    members = tuple(ranks)
-    number = _num_made[members] = _num_made.get(members, 0) + 1
+    members, counts = tuple(ranks), _num_made.now()
+    number = counts[members] = counts.get(members, 0) + 1
     return _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}")
 
 

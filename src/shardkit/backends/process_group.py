@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit._mesh import DeviceMesh
 from shardkit.backends.base import Backend, CommStreams
-from shardkit.backends.groups import exchange, group_of, sub_group
+from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
 from shardkit.backends.watch.channel import channel_of
 from shardkit.backends.watch.current import current_station
 
@@ -137,17 +137,7 @@ def custom_reduce_scatter(
     return CustomCollective(comm, send, numel, async_op=async_op, **options)
 
 
-_axes: dict[tuple[Any, ...], ProcessGroupAxis] = {}
-_axes_in: Any = None
-
-
-def _known_axes() -> dict[tuple[Any, ...], ProcessGroupAxis]:
-    """Return the communicators over process groups that have not been destroyed since."""
-    global _axes_in  # noqa: PLW0603 - to know that everything has begun anew
-    if _axes_in is not dist.group.WORLD:
-        _axes.clear()
-        _axes_in = dist.group.WORLD
-    return _axes
+_axes: OfWorld[ProcessGroupAxis] = OfWorld()
 
 
 class ProcessGroupBackend(Backend):
@@ -173,7 +163,7 @@ class ProcessGroupBackend(Backend):
         """Return the communicator of one axis; always the same object."""
         if axis not in self._comms:
             group = self.process_group(axis)
-            axes, key = _known_axes(), (type(self), group.group_name)
+            axes, key = _axes.now(), (type(self), group.group_name)
             known = axes.get(key)
             if known is None or known.group is not group:  # One may be destroyed alone.
                 known = axes[key] = self.make_axis(group)
@@ -186,7 +176,7 @@ class ProcessGroupBackend(Backend):
 
     def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
         """Return the communicator of several axes as one; always the same object. Collective."""
-        axes, key = _known_axes(), (type(self), tuple(sorted(ranks)))
+        axes, key = _axes.now(), (type(self), tuple(sorted(ranks)))
         if key not in axes:
             axes[key] = self.make_axis(group_of(ranks))
         axis: Any = axes[key]
@@ -195,7 +185,7 @@ class ProcessGroupBackend(Backend):
     def split_axis(self, axis: int, size: int) -> ProcessGroupAxis:
         """Return the communicator of `size` neighbours on one axis."""
         whole = self.axis(axis)
-        axes, key = _known_axes(), (whole, size)
+        axes, key = _axes.now(), (whole, size)
         if key not in axes:
             splits = [range(first, first + size) for first in range(0, whole.size, size)]
             axes[key] = self.make_axis(sub_group(whole.group, splits))

@@ -249,8 +249,7 @@ class Groups:
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda parent: parent.ranks)
         monkeypatch.setattr(dist, "new_group", self._new_group)
         monkeypatch.setattr(dist, "split_group", self._split_group)
-        monkeypatch.setattr(process_groups, "_num_made", {})
-        monkeypatch.setattr(process_groups, "_made_in", None)
+        monkeypatch.setattr(process_groups, "_num_made", process_groups.OfWorld())
 
     def play(self, rank: int, *, bound: bool, splits: bool = True) -> typing.Any:
         """Become a fresh process that is this rank; return its parent group."""
