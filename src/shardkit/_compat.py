@@ -158,6 +158,51 @@ def is_profiling() -> bool:
     return bool(_autograd_profiler._is_profiler_enabled)
 
 
+_capturing = threading.Lock()
+_num_captures = 0
+
+
+@contextlib.contextmanager
+def unless_capturing() -> Iterator[bool]:
+    """Give whether no CUDA graph is being captured; none begins while the context is open.
+
+    A thread that asks for an event makes a capture of another thread fail. Torch (2.9 to 2.13)
+    tells each thread of its own stream only.
+    """
+    _note_captures()
+    with _capturing:
+        yield _num_captures == 0
+
+
+@functools.cache
+def _note_captures() -> None:
+    cls: Any = torch.cuda.CUDAGraph
+    begin, end = cls.capture_begin, cls.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _num_captures  # noqa: PLW0603 - of the process, as captures are
+        with _capturing:
+            _num_captures += 1
+        try:
+            begin(self, *args, **kwargs)
+        except BaseException:
+            with _capturing:
+                _num_captures -= 1
+            raise
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> None:
+        global _num_captures  # noqa: PLW0603
+        try:
+            end(self)
+        finally:
+            with _capturing:
+                _num_captures = max(_num_captures - 1, 0)
+
+    cls.capture_begin, cls.capture_end = capture_begin, capture_end
+
+
 def nccl_flight_record() -> str | None:
     """Return torch's record of NCCL collectives that are not done, in JSON; None: it has none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
@@ -170,6 +215,11 @@ def nccl_flight_record() -> str | None:
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
+
+
+def ranks_are_threads() -> bool:
+    """Whether the ranks are threads of this process, as torch's `MultiThreadedTestCase` has them."""
+    return type(c10d._world).__name__ == "ThreadLocalWorld"
 
 
 def separate_attempts() -> None:

@@ -1,36 +1,93 @@
-"""What users choose of the watch over ranks."""
+"""What users choose of the watch over ranks: all of its times, and what it compares."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from shardkit._errors import StateError
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(slots=True)
 class WatchSettings:
-    """What holds in this process.
+    """Settings of this process; `set_watch` says what they mean.
 
     Attributes:
-        ask_after_s: A rank that has waited so many seconds asks the others where they are.
-        compare_values: At the first forward, compare the values that parameters had when they were
-            sharded.
-        check_gradients: In each backward, note whether this rank's own gradients are finite.
+        ask_after_s: Seconds of a wait after which a rank asks the others where they are.
+        ask_unexpected_after_s: The same for a collective that the last steps did not foretell.
+        answer_s: Seconds that a rank which asks waits for the answers of the others.
+        silent_after_s: Seconds without an answer after which a rank, of whose host nobody answers,
+            counts as lost.
+        timeout_s: Seconds after which torch ends a collective of a process group of shardkit's.
+        compare_values: Compare samples of the parameters' values at the first forward.
+        check_gradients: Note in each backward whether this rank's own gradients are finite.
     """
 
     ask_after_s: float = 10.0
+    ask_unexpected_after_s: float = 2.0
+    answer_s: float = 4.0
+    silent_after_s: float = 60.0
+    timeout_s: float = 1800.0
     compare_values: bool = True
     check_gradients: bool = False
 
+    def update(self, changes: dict[str, Any], names: dict[str, str]) -> None:
+        """Take over settings; none if one of them is refused.
+
+        Args:
+            changes: Values by field. Texts are read as the environment writes them.
+            names: What the user calls a field, for errors.
+
+        Raises:
+            StateError: A value that cannot be meant.
+        """
+        found = {
+            field.name: _value(names.get(field.name, field.name), changes[field.name], field.type)
+            for field in dataclasses.fields(self)
+            if field.name in changes
+        }
+        for name, value in found.items():
+            setattr(self, name, value)
+
     @classmethod
     def of_environment(cls) -> WatchSettings:
-        """Return what the environment says."""
-        return cls(
-            ask_after_s=float(os.environ.get("SHARDKIT_ASK_AFTER_S", "10")),
-            compare_values=os.environ.get("SHARDKIT_COMPARE_VALUES", "1") != "0",
-            check_gradients=os.environ.get("SHARDKIT_CHECK_GRADIENTS", "0") != "0",
-        )
+        """Return what the environment says: ``SHARDKIT_ASK_AFTER_S``, and so on.
+
+        Raises:
+            StateError: A variable has a value that cannot be meant.
+        """
+        names = {field.name: f"SHARDKIT_{field.name.upper()}" for field in dataclasses.fields(cls)}
+        settings = cls()
+        given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
+        settings.update(given, names)
+        return settings
+
+
+def _value(name: str, value: Any, kind: Any) -> bool | float:
+    """Return a setting, also from its text.
+
+    Raises:
+        StateError: It cannot be meant.
+    """
+    if kind == "bool":
+        text = str(value).strip().lower()
+        if text in (*_TRUE, *_FALSE):
+            return text in _TRUE
+        msg = f"{name} must be one of {', '.join((*_TRUE, *_FALSE))}, got {value!r}."
+        raise StateError(msg)
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        msg = f"{name} must be a positive number of seconds (inf: never), got {value!r}."
+        raise StateError(msg)
+    return seconds
 
 
 watch_settings = WatchSettings.of_environment()
@@ -39,33 +96,37 @@ watch_settings = WatchSettings.of_environment()
 def set_watch(
     *,
     ask_after_s: float | None = None,
+    ask_unexpected_after_s: float | None = None,
+    answer_s: float | None = None,
+    silent_after_s: float | None = None,
+    timeout_s: float | None = None,
     compare_values: bool | None = None,
     check_gradients: bool | None = None,
 ) -> None:
     """Choose how the ranks watch each other; the same on every rank.
 
-    A wait that ends is never cut short: whoever has waited long asks, and is told. Only what cannot
-    end, because a rank is gone or does something else, ends in a `RankMismatchError`.
+    A rank that has waited long asks the others where they are, and one of them logs who is awaited.
+    A run ends in a `RankMismatchError` only where it is proved that it cannot go on. Each setting
+    has a variable of the environment: ``SHARDKIT_ASK_AFTER_S`` for `ask_after_s`, and so on.
 
     Args:
-        ask_after_s: Seconds of a wait after which a rank asks the others where they are. 10 by
-            default, or what the environment's SHARDKIT_ASK_AFTER_S says. Longer is better with many
-            ranks, for all of them answer.
-        compare_values: Compare, at the first forward, samples of the values that parameters had
-            when they were sharded. Yes by default, unless SHARDKIT_COMPARE_VALUES is 0.
-        check_gradients: In each backward, note which of this rank's own gradients are not finite,
-            for `FSDPModule.check_gradients`. Reads each gradient once more. No by default, unless
-            SHARDKIT_CHECK_GRADIENTS is 1.
+        ask_after_s: Seconds of a wait after which a rank asks. 10 by default. Longer is better with
+            many ranks, for all of them answer.
+        ask_unexpected_after_s: Seconds of a wait after which a rank asks if the steps before did
+            not foretell the collective, or if it met an exception. 2 by default.
+        answer_s: Seconds that a rank which asks waits for answers. 4 by default.
+        silent_after_s: Seconds of one wait in which a rank has not answered, after which it counts
+            as lost if nobody of its host answers either. 60 by default; ``math.inf``: never.
+        timeout_s: Seconds after which torch itself ends a collective, of process groups that
+            shardkit makes from now on. 1800 by default.
+        compare_values: Whether samples of the values that parameters had when they were sharded
+            are compared at the first forward. True by default.
+        check_gradients: Whether each backward notes which of this rank's own gradients are not
+            finite, for `FSDPModule.check_gradients`. Reads each gradient once more. False by
+            default.
 
     Raises:
-        StateError: A time that is not positive.
+        StateError: A value that cannot be meant. No setting has changed then.
     """
-    if ask_after_s is not None:
-        if not ask_after_s > 0:
-            msg = f"ask_after_s must be a positive number of seconds, got {ask_after_s}."
-            raise StateError(msg)
-        watch_settings.ask_after_s = float(ask_after_s)
-    if compare_values is not None:
-        watch_settings.compare_values = compare_values
-    if check_gradients is not None:
-        watch_settings.check_gradients = check_gradients
+    given = dict(locals())
+    watch_settings.update({name: v for name, v in given.items() if v is not None}, {})

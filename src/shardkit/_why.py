@@ -8,21 +8,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist  # noqa: TID251 - it asks the ranks of another process group
-from torch.distributed import distributed_c10d as c10d  # noqa: TID251
 
 from shardkit._errors import StateError
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.answer import Answer
-from shardkit.backends.watch.connections import prefix_of
+from shardkit.backends.watch.diagnosis import describe
 from shardkit.backends.watch.rounds import Rounds
-from shardkit.backends.watch.verdict import describe
+from shardkit.backends.watch.status import RankStatus
+from shardkit.backends.watch.store import connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONNECT = timedelta(seconds=10)
 _ASKER = -1
-_connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own list lacks it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Report:
 
     title: str
     verdict: str | None
-    answers: Sequence[Answer]
+    answers: Sequence[RankStatus]
 
     def lines(self, *, stacks: bool) -> list[str]:
         """Return it as text: the verdict, then each rank, with its stack if that is wanted.
@@ -61,7 +59,7 @@ def report(pid: int | None = None) -> Report:
     running = [run for run in runs.running() if pid in (None, run.pid)]
     if running:
         return _ask(running[0])
-    found = runs.last_verdict() if pid is None else None
+    found = runs.last_diagnosis() if pid is None else None
     if found is None:
         msg = (
             "no run of shardkit is on this host, and no verdict on an earlier one. A rank is found "
@@ -69,16 +67,16 @@ def report(pid: int | None = None) -> Report:
         )
         raise StateError(msg)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["at"]))
-    answers = [Answer.load(text) for text in found["answers"]]
+    answers = [RankStatus.load(text) for text in found["answers"]]
     return Report(f"The last verdict on this host, of {when}:", found["text"], answers)
 
 
 def _ask(run: runs.Run) -> Report:
     title = f"Run {run.name}: {run.world_size} ranks, store on {run.host}:{run.port}."
     try:
-        bottom = _connect(run.host, run.port, is_master=False, timeout=_CONNECT)
-        rounds = Rounds(c10d.PrefixStore(prefix_of(run.name), bottom), run.world_size, _ASKER)
-        verdict = rounds.ask()
+        store = connect(run.name, run.host, run.port, _CONNECT)
+        rounds = Rounds(store, run.world_size, _ASKER)
+        diagnosis = rounds.ask()
     except dist.DistError as error:
         return Report(title, f"Its store does not answer: {error}", [])
-    return Report(title, None if verdict is None else verdict.text, rounds.answers)
+    return Report(title, None if diagnosis is None else diagnosis.text, rounds.statuses)

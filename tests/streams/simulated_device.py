@@ -343,7 +343,7 @@ class SimulatedDevice:
     def synchronize(self, event: SimulatedEvent) -> None:
         event.synchronize()
 
-    def is_done(self, event: SimulatedEvent) -> bool:
+    def has_passed(self, event: SimulatedEvent) -> bool:
         return event.query()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import init_device_mesh
-from shardkit.backends.watch.current import current_station
+from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.backends.watch.verdict import Verdict
 from worlds import begin_new_world
 
@@ -21,7 +21,7 @@ if typing.TYPE_CHECKING:
 def hear_late() -> float:
     """Rank 0 hears of a verdict on a world that is no more while it waits in the next one."""
     init_device_mesh("cpu", (2,))
-    old = current_station()
+    old = current_watchdog()
     begin_new_world("next")
     late = threading.Timer(0.3, old._apply, [Verdict(is_final=True, text="late")])  # noqa: SLF001
     total = torch.ones(1)

@@ -8,7 +8,7 @@ import torch
 from parting_cases import SMALL, Run
 from torch import nn
 
-from shardkit.backends.watch.current import current_station
+from shardkit.backends.watch.watchdog import current_watchdog
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -18,7 +18,7 @@ def count_requests(mesh_shape: tuple[int, ...]) -> dict[str, int]:
     """Return how often ranks had to agree, in each part of a training."""
     run = Run(-1, mesh_shape, SMALL)
     run.shard()
-    station = current_station()
+    station = current_watchdog()
     counts, before = {}, 0
 
     def note(name: str) -> None:
@@ -84,7 +84,7 @@ def drop_layers(num_steps: int) -> tuple[int, list[int]]:
         kept = torch.rand(4, generator=numbers) < 0.7
         run.model.order = [i for i in range(4) if kept[i]]
         run.step()
-    return current_station().num_counted_in, run.model.order
+    return current_watchdog().num_counted_in, run.model.order
 
 
 def test_layers_that_all_ranks_drop_alike_are_agreed_on(spawn: Spawn) -> None:

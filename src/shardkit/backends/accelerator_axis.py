@@ -112,7 +112,7 @@ class AcceleratorAxis(ProcessGroupAxis):
                 dist.all_to_all_single(receive, send, *splits, group=self.group)
         event = self.device.record(stream)
         if issued is not None:
-            issued.started(functools.partial(self.device.is_done, event))
+            issued.started(functools.partial(self.device.has_passed, event))
         back = (job.receive, receive) if is_on_host else None
         return PeerHandle(self.device, event, (send, receive), back)
 
@@ -148,7 +148,7 @@ class AcceleratorAxis(ProcessGroupAxis):
             issued = channel_of(self.group).issue(f"all-reduce ({op})", "", tensor.nbytes)
             dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
             event = self.device.record(self.device.current_stream())
-            issued.started(functools.partial(self.device.is_done, event))
+            issued.started(functools.partial(self.device.has_passed, event))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See `AxisComm.broadcast`."""

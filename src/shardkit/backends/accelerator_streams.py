@@ -74,7 +74,7 @@ class ReduceEventHandle:
         """Note the event after the send buffers' last use, and those after all results."""
         self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
         for issued in self._issued:
-            issued.started(functools.partial(self._device.is_done, ends[-1]))
+            issued.started(functools.partial(self._device.has_passed, ends[-1]))
 
     def wait_sent(self) -> None:
         """Let the compute stream wait until the send buffers are free; the host goes on."""
@@ -242,7 +242,7 @@ class AcceleratorStreams(WatchedStreams):
                 _gather_all(gathers, axis)
         event = self._device.record(self._gather)
         if issued is not None:
-            issued.started(functools.partial(self._device.is_done, event))
+            issued.started(functools.partial(self._device.has_passed, event))
         if any(gather.is_on_host for gather in gathers):
             self._host_read = event
         return EventHandle(self._device, event)

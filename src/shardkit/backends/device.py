@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkit import _compat
 from shardkit._errors import MeshError
 
 if TYPE_CHECKING:
@@ -74,9 +75,16 @@ class AcceleratorDevice:
         """Block the host until `event`."""
         event.synchronize()
 
-    def is_done(self, event: Event) -> bool:
-        """Whether `synchronize` would return at once."""
-        return event.query()
+    def has_passed(self, event: Event) -> bool | None:
+        """Whether an event has passed; None: a graph is being captured, so nobody may ask.
+
+        For threads beside the user's: one that has chosen no device would wake device 0.
+        """
+        with _compat.unless_capturing() as may_ask:
+            if not may_ask:
+                return None
+            with self._module.device(self.device.index):
+                return event.query()
 
     # --- memory ---
 

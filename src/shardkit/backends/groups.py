@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from shardkit import _compat
+from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
@@ -17,21 +22,33 @@ Value = TypeVar("Value")
 
 
 class OfWorld(Generic[Value]):
-    """Values by key, which are forgotten when the default process group is another one."""
+    """Values by key, which are forgotten when the default process group is another one.
+
+    Ranks that are threads have a default process group, and values, each.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[tuple[Any, ...], Value] = {}
-        self._world: Any = None
+        self._by_rank: dict[int, tuple[Any, dict[tuple[Any, ...], Value]]] = {}
 
     def now(self) -> dict[tuple[Any, ...], Value]:
         """Return the values of the default process group of now, to read and to write."""
-        if self._world is not dist.group.WORLD:
-            self._values.clear()
-            self._world = dist.group.WORLD
-        return self._values
+        rank = threading.get_ident() if _compat.ranks_are_threads() else 0
+        world, values = self._by_rank.get(rank, (None, {}))
+        if world is not dist.group.WORLD:
+            if rank == 0:
+                self._by_rank.clear()
+            values = {}
+            self._by_rank[rank] = (dist.group.WORLD, values)
+        return values
 
 
 _num_made: OfWorld[int] = OfWorld()
+
+
+def collective_timeout() -> timedelta | None:
+    """Return after which time torch ends collectives of a new process group; None: its own."""
+    seconds = watch_settings.timeout_s
+    return None if math.isinf(seconds) else timedelta(seconds=seconds)
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -42,7 +59,10 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     """
     with _named_group(ranks):
         group: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend=backend, use_local_synchronization=True
+            list(ranks),
+            timeout=collective_timeout(),
+            backend=backend,
+            use_local_synchronization=True,
         )
     return group
 
@@ -51,7 +71,9 @@ def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
     """Give the next process group a name that all of its ranks give it."""
     members, counts = tuple(ranks), _num_made.now()
     number = counts[members] = counts.get(members, 0) + 1
-    return _compat.named_group(f"shardkit_{'_'.join(map(str, members))}_{number}")
+    # Short, however many they are: each rank tells others the names of its groups.
+    digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+    return _compat.named_group(f"shardkit_{digest}_{number}")
 
 
 def sub_group(
@@ -71,7 +93,9 @@ def sub_group(
         # its ranks to call.
         with _named_group(ranks):
             all_splits = [list(split) for split in splits]
-            made = dist.split_group(parent_pg=parent, split_ranks=all_splits)
+            made = dist.split_group(
+                parent_pg=parent, split_ranks=all_splits, timeout=collective_timeout()
+            )
         assert made is not None, "every rank is in one of the splits"
         return made
     return new_group(ranks, backend)

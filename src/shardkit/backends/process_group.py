@@ -13,7 +13,7 @@ from shardkit._mesh import DeviceMesh
 from shardkit.backends.base import Backend, CommStreams
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
 from shardkit.backends.watch.channel import channel_of
-from shardkit.backends.watch.current import current_station
+from shardkit.backends.watch.watchdog import current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,11 +84,11 @@ class WatchedStreams(CommStreams):
 
     def note_step(self) -> None:
         """Count it."""
-        current_station().step += 1
+        current_watchdog().step += 1
 
     def note_error(self, error: BaseException) -> None:
         """Remember it."""
-        current_station().note_error(error)
+        current_watchdog().note_error(error)
 
 
 class CustomCollective:
@@ -202,7 +202,7 @@ def from_torch_mesh(
     mesh: torch_mesh.DeviceMesh, backend_class: type[ProcessGroupBackend]
 ) -> DeviceMesh:
     """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
-    current_station()  # From now on this process answers others.
+    current_watchdog()  # From now on this process answers others.
     return DeviceMesh(
         device_type=mesh.device_type,
         shape=tuple(mesh.shape),

@@ -14,6 +14,7 @@ from torch.distributed import device_mesh as torch_mesh
 
 from shardkit import _compat
 from shardkit._errors import MeshError
+from shardkit.backends.groups import collective_timeout
 
 _NO_PROCESS_GROUP = (
     "no process group: this process was not started by a launcher. Start the script by\n"
@@ -72,7 +73,7 @@ def _start(device_type: str) -> None:
     """
     global _started_for_host  # noqa: PLW0603 - the default process group is of the process, too
     try:
-        dist.init_process_group(_engines_for(device_type))
+        dist.init_process_group(_engines_for(device_type), timeout=collective_timeout())
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
             raise

@@ -143,7 +143,7 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Me
     planner = SavePlanner(make_state, meter.expect)
     try:
         if dist.is_initialized():
-            with channel_of(group).run("saving", "a checkpoint", 0):
+            with channel_of(group).section("saving", "a checkpoint"):
                 dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
         else:
             _write_alone(writer, planner)

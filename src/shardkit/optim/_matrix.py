@@ -10,7 +10,7 @@ from torch import nn
 from shardkit._errors import OptimizerError
 from shardkit._layout.owned import matrix_cost
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.watch.current import current_station
+from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._share import Batch, Share
 from shardkit.optim._stepper import Stepper
@@ -186,7 +186,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         try:
             self._step_all(inner)
         except BaseException as error:
-            current_station().note_error(error)  # Others wait for what this rank does not send.
+            current_watchdog().note_error(error)  # Others wait for what this rank does not send.
             for share in self._shares:
                 share.doubt()
             raise

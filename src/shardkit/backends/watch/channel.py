@@ -4,21 +4,130 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
+import time
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from shardkit import _compat
 from shardkit._errors import RankMismatchError
-from shardkit.backends.watch.answer import ChannelState
-from shardkit.backends.watch.current import current_station
-from shardkit.backends.watch.in_flight import InFlight
+from shardkit._watch_settings import watch_settings
+from shardkit.backends.watch.place import is_in_backward, main_frame
 from shardkit.backends.watch.sequence import Collective, CollectiveSequence
-from shardkit.backends.watch.wait import Wait
+from shardkit.backends.watch.status import GroupStatus, WaitStatus
+from shardkit.backends.watch.watchdog import Watchdog, current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardkit.backends.watch.station import Station
+_NOTE_S = 0.2
+
+
+def is_main_thread() -> bool:
+    """Whether this thread is the main one, or autograd's while the main one waits for it."""
+    if threading.current_thread() is threading.main_thread():
+        return True
+    return _compat.in_backward() and is_in_backward(main_frame())
+
+
+class Wait:
+    """A wait of a thread of this process, or of a device.
+
+    Attributes:
+        group: Name of the process group.
+        position: Place of the collective in the sequence of its group.
+        what: The collective.
+        is_main: The main thread waits, or what runs in its place.
+        is_issued: This rank has issued the collective; else it asks whether the others agree.
+        since: When it began, of `time.monotonic`.
+        next_look: When to ask the others (again).
+        next_word: How many seconds of it are told next.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        position: int,
+        what: Collective,
+        *,
+        is_main: bool | None = None,
+        is_issued: bool = True,
+    ) -> None:
+        self.group = group
+        self.position = position
+        self.what = what
+        self.is_main = is_main_thread() if is_main is None else is_main
+        self.is_issued = is_issued
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin now."""
+        self.since = time.monotonic()
+        self.next_look = self.since + watch_settings.ask_after_s
+        self.next_word = watch_settings.ask_after_s
+
+    def status(self) -> WaitStatus:
+        """Return what others are told of it."""
+        for_s = time.monotonic() - self.since
+        return WaitStatus(
+            self.group, self.position, str(self.what), for_s, self.is_main, self.is_issued
+        )
+
+
+class InFlight:
+    """What was started on one process group, in the order in which a device runs it.
+
+    Not all of it: one collective in 0.2 s is noted, for what comes later is done later. Whoever
+    notes one asks the device which of those before are done. So the thread that watches has to ask
+    only where nothing was started for long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Wait, Callable[[], bool | None]]] = deque()
+        self._last_noted = 0.0
+
+    def note(self, wait: Wait, is_done: Callable[[], bool | None]) -> None:
+        """Note a collective that was started; called by the thread that starts them.
+
+        Args:
+            wait: The wait for it.
+            is_done: Returns whether it is; None where the device must not be asked now.
+        """
+        if wait.since - self._last_noted < _NOTE_S:
+            return
+        self._last_noted = wait.since
+        with self._lock:
+            if is_done() is not None and self._pop_done() is not None:
+                self._queue.append((wait, is_done))
+
+    def oldest(self, after_s: float = 0.0) -> Wait | None:
+        """Return what the device has not done; its wait began when all before it was done.
+
+        Args:
+            after_s: Seconds that it must have been waited for. The device is not asked before.
+        """
+        with self._lock:
+            if not self._queue or time.monotonic() - self._queue[0][0].since < after_s:
+                return None
+            if not self._pop_done():
+                return None
+            return self._queue[0][0] if self._queue else None
+
+    def _pop_done(self) -> bool | None:
+        """Forget what is done; return None if the device must not be asked."""
+        while self._queue:
+            is_done = self._queue[0][1]()
+            if is_done is None:
+                return None
+            if not is_done:
+                break
+            self._queue.popleft()
+            if self._queue:
+                self._queue[0][0].restart()
+        return True
 
 
 class Waitable(Protocol):
@@ -33,7 +142,7 @@ class Issued(NamedTuple):
 
     Attributes:
         channel: On which process group.
-        position: In its sequence.
+        position: Place in its sequence.
         what: Which one it is.
     """
 
@@ -51,10 +160,9 @@ class Issued(NamedTuple):
             for work in works:
                 work.wait()
 
-    def started(self, is_done: Callable[[], bool]) -> None:
-        """Watch it while a device runs it."""
-        wait = Wait(self.channel.name, self.position, self.what)
-        wait.is_main = True  # All that follows on the device waits.
+    def started(self, is_done: Callable[[], bool | None]) -> None:
+        """Watch it while a device runs it: all that follows on the device waits."""
+        wait = Wait(self.channel.name, self.position, self.what, is_main=True)
         self.channel.in_flight.note(wait, is_done)
 
     @contextlib.contextmanager
@@ -64,17 +172,8 @@ class Issued(NamedTuple):
         Raises:
             RankMismatchError: Other ranks have parted from this one, or do not come.
         """
-        station = self.channel.station
-        with station.waiting(Wait(self.channel.name, self.position, self.what)):
-            try:
-                yield
-            except RankMismatchError:
-                raise
-            except RuntimeError as error:
-                text = station.explain()
-                if text is None:
-                    raise
-                raise RankMismatchError(text) from error
+        with self.channel.watchdog.watching(Wait(self.channel.name, self.position, self.what)):
+            yield
 
 
 class Channel:
@@ -82,27 +181,29 @@ class Channel:
 
     Args:
         group: Torch's.
-        station: This process' end.
+        watchdog: That of this process.
 
     Attributes:
         sequence: What was issued here.
         in_flight: What a device runs of it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, station: Station) -> None:
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
         self.group = group
         self.name = group.group_name
-        self.station = station
+        self.watchdog = watchdog
         self.sequence = CollectiveSequence()
         self.in_flight = InFlight()
         self._ranks = dist.get_process_group_ranks(group)
         self._wish: Collective | None = None
         self._last_agreed = ""
+        self._is_main = True
 
-    def state(self) -> ChannelState:
-        """Return what this rank did here."""
+    def status(self, *, details: bool = True) -> GroupStatus:
+        """Return what this rank did here. Called with the watchdog's lock."""
         wish = str(self._wish) if self._wish is not None else None
-        return ChannelState(self._ranks, self.sequence.position, self.sequence.recent(), wish)
+        recent = self.sequence.recent() if details else []
+        return GroupStatus(self._ranks, self.sequence.position, wish, self._is_main, recent)
 
     def issue(self, kind: str, of: str, nbytes: int) -> Issued:
         """Note a collective that is about to be issued; ask the others if it was not foretold.
@@ -110,16 +211,19 @@ class Channel:
         Raises:
             RankMismatchError: They are about to issue another one, or do not come.
 
-        Cost: nothing where the last two collectives were followed by this one before; else
-            three requests to the store, and a wait for the slowest rank.
+        Cost: nothing where the steps before did the same; else three requests to the store, and a
+            wait for the slowest rank.
         """
         sequence, collective = self.sequence, Collective(kind, of, nbytes)
         issued = Issued(self, sequence.position, collective)
         if sequence.foretold != collective:
             self._agree(issued)
-        elif self.station.verdict is not None:
-            raise RankMismatchError(self.station.verdict)
-        sequence.append(collective)
+        elif self.watchdog.verdict is not None:
+            raise RankMismatchError(self.watchdog.verdict)
+        with self.watchdog.lock:
+            self._wish = None
+            self._is_main = is_main_thread()
+            sequence.append(collective)
         return issued
 
     @contextlib.contextmanager
@@ -132,27 +236,45 @@ class Channel:
         with self.issue(kind, of, nbytes).watched():
             yield
 
+    @contextlib.contextmanager
+    def section(self, kind: str, of: str) -> Iterator[None]:
+        """Begin something on all ranks together that mixes local work with collectives of torch.
+
+        It is no wait: a rank may work in it for as long as it likes.
+
+        Raises:
+            RankMismatchError: As `issue`; or an error in it was caused by ranks that are lost.
+        """
+        self.issue(kind, of, 0)
+        with self.watchdog.explaining():
+            yield
+
     def _agree(self, issued: Issued) -> None:
         """Return when all ranks of the group are about to issue the same."""
         what = str(issued.what)
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-        key = f"next/{self.name}/{issued.position}"
-        self._wish = issued.what
+        key = f"next/{self.name}/{issued.position}/{digest}"
+        wait = Wait(self.name, issued.position, issued.what, is_issued=False)
+        wait.next_look = wait.since + watch_settings.ask_unexpected_after_s
         try:
-            with self.station.waiting(Wait(self.name, issued.position, issued.what)):
-                size = min(len(self._ranks), self.station.world_size)
-                self.station.count_in(f"{key}/{digest}", size, self._last_agreed)
-        finally:
-            self._wish = None
-        self._last_agreed = f"{key}/{digest}"
+            with self.watchdog.watching(wait):
+                with self.watchdog.lock:
+                    self._wish = issued.what
+                size = min(len(self._ranks), self.watchdog.world_size)
+                self.watchdog.count_in(key, size, self._last_agreed)
+        except BaseException:
+            with self.watchdog.lock:
+                self._wish = None
+            raise
+        self._last_agreed = key
 
 
 def channel_of(group: dist.ProcessGroup | None) -> Channel:
     """Return the channel of a process group, None the default one; always the same object."""
     group = group or dist.group.WORLD
     assert group is not None, "there is a process group"
-    station = current_station()
-    channel = station.channels.get(group.group_name)
+    watchdog = current_watchdog()
+    channel = watchdog.channels.get(group.group_name)
     if not isinstance(channel, Channel) or channel.group is not group:
-        channel = station.channels[group.group_name] = Channel(group, station)
+        channel = watchdog.channels[group.group_name] = Channel(group, watchdog)
     return channel

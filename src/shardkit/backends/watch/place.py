@@ -8,16 +8,19 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import CodeType, FrameType
 
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = str(Path(_TORCH, "distributed", "distributed_c10d.py"))
+_ENGINE = str(Path(_TORCH, "autograd", "graph.py"))
 _LIBRARIES = (_OURS, _TORCH, *{sysconfig.get_path(name) for name in ("stdlib", "purelib")})
 _NAMES = {"Module._wrapped_call_impl": "forward", "Module._call_impl": "forward"}
 
@@ -31,14 +34,12 @@ class Place:
         line: In it, from 1.
         function: In it.
         inside: What the user's code called there: ``"Tensor.backward"``, ``"barrier"``, or empty.
-        waits: It is inside a collective of torch.distributed, and not in what that calls.
     """
 
     file: str = "?"
     line: int = 0
     function: str = "?"
     inside: str = ""
-    waits: bool = False
 
     def __str__(self) -> str:
         inside = f", in {self.inside}" if self.inside else ""
@@ -59,11 +60,9 @@ def place_of(frame: FrameType | None) -> Place:
         called.append(frame.f_code)
         frame = frame.f_back
     if frame is None:
-        return Place(waits=_waits(called))
+        return Place()
     code = frame.f_code
-    return Place(
-        Path(code.co_filename).name, frame.f_lineno, code.co_name, _inside(called), _waits(called)
-    )
+    return Place(Path(code.co_filename).name, frame.f_lineno, code.co_name, _inside(called))
 
 
 def stack_of(frame: FrameType | None) -> str:
@@ -75,11 +74,6 @@ def _is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or file.startswith("<")
 
 
-def _waits(called: list[CodeType]) -> bool:
-    """Whether the innermost function is a collective: to write a checkpoint is none."""
-    return bool(called) and called[0].co_filename == _COLLECTIVES
-
-
 def _inside(called: list[CodeType]) -> str:
     """Return the function that the user's line called, by the name that users know."""
     for code in reversed(called):
@@ -87,6 +81,52 @@ def _inside(called: list[CodeType]) -> str:
         if "<locals>" not in name:  # Else a decorator's.
             return _NAMES.get(name, name)
     return ""
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Whether a thread is inside a function of torch.distributed itself.
+
+    What that function calls does not count: to write a checkpoint is no collective.
+    """
+    return frame is not None and frame.f_code.co_filename == _COLLECTIVES
+
+
+class Call(NamedTuple):
+    """A function of torch.distributed that a thread is inside of.
+
+    Attributes:
+        name: What the user called, or what called torch.distributed for the user.
+        group: Name of the process group.
+        ranks: Members of the group, ranks of the world.
+    """
+
+    name: str
+    group: str
+    ranks: Sequence[int]
+
+
+def call_of(frame: FrameType | None) -> Call | None:
+    """Return the collective that a thread is inside of; None if its group cannot be told."""
+    name, group, is_known = "", None, False
+    while is_in_collective(frame):
+        assert frame is not None
+        if not is_known and "group" in frame.f_locals:
+            group, is_known = frame.f_locals["group"], True
+        if "wrapper" not in frame.f_code.co_name:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    group = group or dist.group.WORLD
+    if not is_known or not isinstance(group, dist.ProcessGroup):
+        return None
+    try:
+        return Call(name, group.group_name, dist.get_process_group_ranks(group))
+    except (KeyError, RuntimeError, ValueError):  # It has been destroyed meanwhile.
+        return None
+
+
+def is_in_backward(frame: FrameType | None) -> bool:
+    """Whether a thread waits for autograd, which may compute in a thread of its own."""
+    return frame is not None and frame.f_code.co_filename == _ENGINE
 
 
 def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:

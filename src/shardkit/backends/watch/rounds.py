@@ -1,116 +1,345 @@
-"""A round of questions over the store: all ranks are woken, each answers, who asked judges."""
+"""A round of questions over the store: all ranks are woken, each answers, who asked diagnoses.
+
+The keys of round `n`, each below those of the run:
+
+| key | written by | holds |
+| --- | --- | --- |
+| ``rounds`` | who asks | ``n``, the number of rounds so far |
+| ``asks/n`` | who asks: the first that comes | its rank |
+| ``wake/RANK/n`` | who asks, for all ranks at once | nothing; each rank waits for its own |
+| ``answer/n/RANK`` | each rank | its status, without details |
+| ``details/RANK`` | each rank, after its answer | the same with details; of the last round only |
+| ``result/n`` | who asked | `Result`: what follows |
+| ``looked/n/RANK`` | a rank that was asked for it | what silent processes of its machine do |
+| ``hello/RANK`` | each rank, once | host, process, machine |
+| ``end/RANK`` | each rank, once, at its end | its last status |
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
 import time
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from shardkit._watch_settings import watch_settings
-from shardkit.backends.watch.answer import Answer
-from shardkit.backends.watch.machine import machine_id
-from shardkit.backends.watch.verdict import Verdict, judge
+from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
+from shardkit.backends.watch.machine import machine_id, process_state
+from shardkit.backends.watch.status import UNHEARD, RankStatus
 
-_ANSWER_S = 4.0
-VERDICT_S = timedelta(seconds=2 * _ANSWER_S)
-"""How long a verdict takes at the most, once a round has begun."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardkit.backends.watch.store import RunStore
+
+_CONFIRM_S = 1.0
+_DETAILS_S = 1.0
+_RESULT_S = 15.0  # An asker that takes longer has died.
+_LOOK_S = 2.0
+_MAX_ROUNDS = 3
+_MAX_WITH_ALL_DETAILS = 16
+
+
+@dataclass(slots=True)
+class Result:
+    """What a round has found.
+
+    Attributes:
+        diagnosis: What follows; None: nobody waits.
+        silent: Ranks that did not answer.
+        look: Processes to be looked at, by the rank that shall do it: ranks and process ids.
+    """
+
+    diagnosis: Diagnosis | None = None
+    silent: list[int] = field(default_factory=list)
+    look: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        """Return it as text."""
+        found = self.diagnosis.dump() if self.diagnosis is not None else ""
+        content = {"diagnosis": found, "silent": self.silent, "look": self.look}
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Result:
+        """Return what was dumped; an empty one if it is no result."""
+        try:
+            found: dict[str, Any] = json.loads(text)
+            silent = [int(rank) for rank in found["silent"]]
+            look = {str(r): [[int(a), int(b)] for a, b in of] for r, of in found["look"].items()}
+            return cls(Diagnosis.load(found["diagnosis"]), silent, look)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            return cls()
 
 
 class Rounds:
     """Asks all ranks of a run where they are.
 
     Args:
-        store: For this alone: requests to it block others of the same object.
+        store: Keys of the run, over a connection for this alone.
         world_size: Number of ranks.
-        rank: Who asks; -1 for one that is not of the run.
+        rank: Rank that asks; -1 for one that is not of the run, which ends nothing.
 
     Attributes:
-        store: As given.
-        answers: Of the last round that was asked here.
+        statuses: Status of each rank in the last round that was asked here.
+        num_rounds: How many rounds were asked here.
     """
 
-    def __init__(self, store: Any, world_size: int, rank: int) -> None:
-        self.answers: list[Answer] = []
+    def __init__(self, store: RunStore, world_size: int, rank: int) -> None:
+        self.statuses: list[RankStatus] = []
+        self.num_rounds = 0
         self.store = store
         self._world_size = world_size
         self._rank = rank
+        self._hello: dict[int, tuple[str, int, str]] = {}
         self._silent_since: dict[int, float] = {}
+        self._known: dict[int, str] = {}  # What the hosts of silent ranks said of them.
+        self._suspicion = ""
 
-    def ask(self) -> Verdict | None:
+    def forget(self) -> None:
+        """Begin anew with another wait: silence counts within one."""
+        self._silent_since.clear()
+        self._known.clear()
+        self._suspicion = ""
+
+    def ask(self) -> Diagnosis | None:
         """Have all ranks answer; return what follows. Of several that ask at once, one does.
 
+        What is suspected is looked at again at once, and silent processes are looked at by others
+        of their machine: up to three rounds.
+
         Raises:
-            RuntimeError: The store does not answer.
+            RuntimeError: The store does not answer, or is gone.
         """
-        store = self.store
-        number = int(store.add("rounds", 0)) + 1
-        if number > 1 and not store.check([f"verdict/{number - 1}"]):
-            with contextlib.suppress(dist.DistStoreError):  # Else who asked is gone.
-                return read_verdict(store, number - 1)
-        if int(store.compare_set(f"asks/{number}", "", str(self._rank))) != self._rank:
-            try:
-                return read_verdict(store, number)
-            except dist.DistStoreError:  # Who asked is gone.
-                if int(store.add("rounds", 0)) < number:
-                    store.add("rounds", 1)
-                return None
-        store.add("rounds", 1)
+        diagnosis = None
+        self._known = {rank: state for rank, state in self._known.items() if state == "gone"}
+        for _ in range(_MAX_ROUNDS):
+            number = self.store.add("rounds", 0) + 1
+            if not self.store.claim(f"asks/{number}", str(self._rank)):
+                return self._result_of(number)
+            result = self._ask_round(number)
+            diagnosis = result.diagnosis
+            if diagnosis is None or diagnosis.is_final:
+                break
+            if diagnosis.suspicion:
+                time.sleep(_CONFIRM_S)
+            elif not result.look:
+                break
+        return diagnosis
+
+    def _result_of(self, number: int) -> Diagnosis | None:
+        """Return what another one finds out in a round."""
+        if not self.store.await_keys([f"result/{number}"], _RESULT_S):
+            # Who asked is gone. Whoever comes next begins another round.
+            if self.store.add("rounds", 0) < number:
+                self.store.add("rounds", 1)
+                self._wake(number)
+            return None
+        result = Result.load(self.store.get(f"result/{number}"))
+        self._suspicion = ""
         for rank in range(self._world_size):
-            store.set(f"wake/{rank}", "")
-        self.answers = self._collect(number)
-        verdict = judge(self.answers, watch_settings.ask_after_s)
-        text = "" if verdict is None else json.dumps(dataclasses.asdict(verdict))
-        store.set(f"verdict/{number}", text)
-        for name in ("asks", "verdict", *(f"answer/{rank}" for rank in range(self._world_size))):
-            store.delete_key(f"{name}/{number - 2}")
-        return verdict
-
-    def _collect(self, number: int) -> list[Answer]:
-        """Return the answers of all ranks; of those that do not answer what is known of them."""
-        keys = [f"answer/{rank}/{number}" for rank in range(self._world_size)]
-        with contextlib.suppress(dist.DistStoreError):
-            self.store.wait(keys, timedelta(seconds=_ANSWER_S))
-        return [self._answer_of(rank, key) for rank, key in enumerate(keys)]
-
-    def _answer_of(self, rank: int, key: str) -> Answer:
-        for known in (key, f"end/{rank}"):
-            if self.store.check([known]):
+            if rank in result.silent:
+                self._silent_since.setdefault(rank, time.monotonic())
+            else:
                 self._silent_since.pop(rank, None)
-                return Answer.load(self.store.get(known))
-        since = self._silent_since.setdefault(rank, time.monotonic() - _ANSWER_S)
-        if not self.store.check([f"hello/{rank}"]):
-            return Answer(rank, state="unborn")
-        host, pid, machine = json.loads(self.store.get(f"hello/{rank}"))
-        state = _process_state(pid) if machine == machine_id() else "silent"
-        return Answer(rank, host, pid, state, silent_s=time.monotonic() - since)
+        return result.diagnosis
+
+    def _ask_round(self, number: int) -> Result:
+        store = self.store
+        self.num_rounds += 1
+        store.add("rounds", 1)
+        self._wake(number)
+        self.statuses = self._collect(number)
+        diagnosis = self._diagnose()
+        wanted = diagnosis.details_of if diagnosis is not None else []
+        if self._rank < 0 or self._world_size <= _MAX_WITH_ALL_DETAILS:
+            wanted = range(self._world_size)
+        elif diagnosis is not None and diagnosis.is_final:
+            wanted = [*wanted, *map(int, diagnosis.doomed)][:_MAX_WITH_ALL_DETAILS]
+        if wanted and self._add_details(number, wanted):
+            diagnosis = self._diagnose()
+        self._suspicion = diagnosis.suspicion if diagnosis is not None else ""
+        silent = [status.rank for status in self.statuses if status.state in UNHEARD]
+        result = Result(diagnosis, silent, self._who_shall_look())
+        told = result
+        if self._rank < 0 and diagnosis is not None:
+            # Who only looks on ends nothing.
+            told = Result(None, silent, result.look)
+        store.set(f"result/{number}", told.dump())
+        self._await_looks(number, result)
+        for key in (f"asks/{number - 2}", f"result/{number - 2}"):
+            store.delete(key)
+        return result
+
+    def _diagnose(self) -> Diagnosis | None:
+        limit = watch_settings.silent_after_s
+        return diagnose(self.statuses, silent_after_s=limit, suspicion=self._suspicion)
+
+    def _wake(self, number: int) -> None:
+        """Wake all ranks, by one request."""
+        self.store.set_all({f"wake/{rank}/{number}": "" for rank in range(self._world_size)})
+
+    # --- answers ---
+
+    def _collect(self, number: int) -> list[RankStatus]:
+        """Return the answers of all ranks; of those that do not answer what is known of them."""
+        keys = [f"answer/{number}/{rank}" for rank in range(self._world_size)]
+        self.store.await_keys(keys, watch_settings.answer_s)
+        missing = set(self.store.missing(keys))
+        there = [rank for rank, key in enumerate(keys) if key not in missing]
+        texts = self.store.get_all([keys[rank] for rank in there]) if there else []
+        by_rank: dict[int, RankStatus] = {}
+        for rank, text in zip(there, texts, strict=True):
+            status = _read(text, rank)
+            if status is not None:
+                by_rank[rank] = status
+                self._silent_since.pop(rank, None)
+                self._known.pop(rank, None)
+        return [by_rank.get(rank) or self._unheard(rank) for rank in range(self._world_size)]
+
+    def _unheard(self, rank: int) -> RankStatus:
+        """Return what is known of a rank that has not answered."""
+        if self.store.has(f"end/{rank}"):
+            status = _read(self.store.get(f"end/{rank}"), rank)
+            if status is not None:
+                return status
+        since = self._silent_since.setdefault(rank, time.monotonic() - watch_settings.answer_s)
+        if rank not in self._hello and self.store.has(f"hello/{rank}"):
+            self._hello[rank] = _read_hello(self.store.get(f"hello/{rank}"))
+        if rank not in self._hello:
+            return RankStatus(rank, state="unborn")
+        host, pid, machine = self._hello[rank]
+        is_here = machine == machine_id()
+        state = process_state(pid) if is_here else self._known.get(rank, "silent")
+        return RankStatus(rank, host, pid, state, silent_s=time.monotonic() - since)
+
+    def _add_details(self, number: int, ranks: Sequence[int]) -> bool:
+        """Fill in the details of ranks that have answered; return whether there are any."""
+        ranks = [rank for rank in ranks if self.statuses[rank].state not in UNHEARD]
+        ranks = [rank for rank in ranks if not self.statuses[rank].stack]
+        keys = [f"details/{rank}" for rank in ranks]
+        self.store.await_keys(keys, _DETAILS_S)
+        found = False
+        for rank, key in zip(ranks, keys, strict=True):
+            if not self.store.has(key):
+                continue
+            round_of, _, text = self.store.get(key).partition(b" ")
+            status = _read(text, rank)
+            if status is not None and round_of == str(number).encode():
+                self.statuses[rank] = status
+                found = True
+        return found
+
+    # --- what hosts say of their processes ---
+
+    def _who_shall_look(self) -> dict[str, list[list[int]]]:
+        """Return silent processes of other machines, each by a rank that has answered from there.
+
+        The machine of that rank is the same, and so are process ids.
+        """
+        silent = [s for s in self.statuses if s.state == "silent" and s.rank not in self._known]
+        look: dict[str, list[list[int]]] = {}
+        if not silent:
+            return look
+        awake = [s.rank for s in self.statuses if s.state not in UNHEARD]
+        unknown = [rank for rank in awake if rank not in self._hello]
+        texts = self.store.get_all([f"hello/{rank}" for rank in unknown]) if unknown else []
+        self._hello |= dict(zip(unknown, map(_read_hello, texts), strict=True))
+        by_machine = {self._hello[rank][2]: rank for rank in reversed(awake)}
+        for status in silent:
+            looker = by_machine.get(self._hello[status.rank][2])
+            if looker is not None:
+                look.setdefault(str(looker), []).append([status.rank, status.pid])
+        return look
+
+    def _await_looks(self, number: int, result: Result) -> None:
+        """Take up what others see of the processes of their machines."""
+        for looker in result.look:
+            key = f"looked/{number}/{looker}"
+            if self.store.await_keys([key], _LOOK_S):
+                self._known |= _read_looked(self.store.get(key))
+                self.store.delete(key)
+        if not set(self._known).intersection(result.silent):
+            result.look = {}  # Nobody has said anything: to ask again does not help.
 
 
-def read_verdict(store: Any, number: int) -> Verdict | None:
-    """Return what follows from a round, when it is there.
+class Answering:
+    """Answers the rounds of a run, as one of its ranks.
 
-    Raises:
-        DistStoreError: It does not come.
+    Args:
+        store: Keys of the run, over a connection for this alone.
+        rank: This rank.
+        status: Returns where this process is.
     """
-    key = f"verdict/{number}"
-    store.wait([key], VERDICT_S)
-    content = store.get(key)
-    return Verdict(**json.loads(content)) if content else None
+
+    def __init__(self, store: RunStore, rank: int, status: Callable[[], RankStatus]) -> None:
+        self.store = store
+        self._rank = rank
+        self._status = status
+        self._number = store.add("rounds", 0)
+        self._answered = 0
+
+    @property
+    def wake_key(self) -> str:
+        """Key that wakes this rank next, also to end."""
+        return f"wake/{self._rank}/{self._number + 1}"
+
+    def answer(self, is_over: Callable[[], bool]) -> Result:
+        """Answer the round of the `wake_key`, which is there; return what it finds.
+
+        Args:
+            is_over: Whether this rank does not want to know any more.
+
+        Raises:
+            RuntimeError: The store does not answer, or is gone.
+        """
+        store, rank = self.store, self._rank
+        store.delete(self.wake_key)
+        self._number = number = self._number + 1
+        if is_over() or store.has(self.wake_key):  # Then a later round has begun meanwhile.
+            return Result()
+        status = self._status()
+        store.set(f"answer/{number}/{rank}", status.dump(details=False))
+        store.set(f"details/{rank}", f"{number} {status.dump()}")
+        if self._answered:
+            store.delete(f"answer/{self._answered}/{rank}")
+        self._answered = number
+        if not store.await_keys([f"result/{number}"], _RESULT_S, is_over):
+            return Result()
+        result = Result.load(store.get(f"result/{number}"))
+        if asked := result.look.get(str(rank)):
+            seen = {str(other): process_state(pid) for other, pid in asked}
+            store.set(f"looked/{number}/{rank}", json.dumps(seen))
+        return result
 
 
-def _process_state(pid: int) -> str:
-    """Return what a silent process of this host does, as `Answer.state`."""
+def hello(host: str, pid: int) -> str:
+    """Return what a rank says of itself once."""
+    return json.dumps([host, pid, machine_id()])
+
+
+def _read_hello(text: bytes) -> tuple[str, int, str]:
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "gone" if sys.platform.startswith("linux") else "silent"
-    letter = status.rsplit(")", 1)[1].split()[0]
-    if letter in "ZXx":
-        return "gone"
-    return "stopped" if letter == "T" else "busy"
+        host, pid, machine = json.loads(text)
+        return str(host), int(pid), str(machine)
+    except (TypeError, ValueError, RecursionError):
+        return "?", 0, "?"
+
+
+def _read(text: bytes, rank: int) -> RankStatus | None:
+    """Return a rank's status; None if it cannot be read."""
+    try:
+        status = RankStatus.load(text)
+    except ValueError:
+        return None
+    return dataclasses.replace(status, rank=rank)
+
+
+def _read_looked(text: bytes) -> dict[int, str]:
+    """Return what processes do by rank, as somebody on their machine sees them."""
+    try:
+        found = {int(rank): str(state) for rank, state in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        return {}
+    return {rank: state for rank, state in found.items() if state in UNHEARD}

@@ -1,28 +1,32 @@
 """Where the stores of runs on this host are, for who looks from another terminal.
 
-Each rank leaves a small file in the temporary folder of its user while it runs. A final verdict
-leaves one that stays.
+Each rank leaves a small file in a folder of its user while it runs. A diagnosis that ended a run
+leaves one that stays. Nothing depends on these files: where there is no place for them, as on a
+read-only disk, there are none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import json
 import os
+import stat
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardkit.backends.watch.machine import machine_id, process_state
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit.backends.watch.answer import Answer
+    from shardkit.backends.watch.status import RankStatus
 
-_MAX_VERDICTS = 20
+_MAX_DIAGNOSES = 20
+_MAX_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +34,14 @@ class Run:
     """One rank of a run, on this host.
 
     Attributes:
-        name: Of the run.
-        host: Of the store.
-        port: Of the store.
+        name: Name of the run.
+        host: Host of the store.
+        port: Port of the store.
         world_size: Number of ranks.
-        rank: This one.
-        pid: Of its process.
+        rank: This rank.
+        pid: Id of its process.
         started: Seconds since 1970.
+        machine: Where the process id means something.
     """
 
     name: str
@@ -46,18 +51,38 @@ class Run:
     rank: int
     pid: int
     started: float
+    machine: str = ""
 
 
 def folder() -> Path:
-    """Return where the files are."""
-    return Path(tempfile.gettempdir(), f"shardkit-{getpass.getuser()}")
+    """Return where the files are. By number: not each user has a name."""
+    return Path(tempfile.gettempdir(), f"shardkit-{os.getuid()}")
+
+
+def _own_folder(*, make: bool = False) -> Path | None:
+    """Return the folder if it is this user's alone; None: it is another's, or a link, or missing.
+
+    Others may make folders and links of this name where all users write.
+    """
+    path = folder()
+    try:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        found = path.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return path if is_own and not found.st_mode & 0o077 else None
 
 
 def register(run: Run) -> Path | None:
     """Leave a file about a rank; return it. None: this host has no place for it."""
-    path = folder() / f"{run.name}-{run.rank}.run"
+    own = _own_folder(make=True)
+    if own is None:
+        return None
+    path = own / f"{run.name}-{run.rank}.run"
     try:
-        folder().mkdir(mode=0o700, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(run)))
     except OSError:
         return None
@@ -67,44 +92,74 @@ def register(run: Run) -> Path | None:
 def running() -> list[Run]:
     """Return the ranks on this host, the latest first; files of processes that are gone go."""
     found = []
-    for path in folder().glob("*.run"):
+    for path in _files("*.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            run = Run(**json.loads(path.read_text()))
-            if _is_alive(run.pid):
+            run = Run(**json.loads(_read(path)))
+            if _is_alive(run):
                 found.append(run)
             else:
                 path.unlink()
     return sorted(found, key=lambda run: (-run.started, run.rank))
 
 
-def keep_verdict(name: str, text: str, answers: Sequence[Answer]) -> None:
-    """Leave a file with the verdict on a run, and what the ranks answered."""
-    content = {"text": text, "answers": [answer.dump() for answer in answers], "at": time.time()}
+def process_of(name: str, rank: int) -> int | None:
+    """Return the process of a rank of a run if it is on this machine, though it may be gone."""
+    for path in _files(f"{name}-{rank}.run"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            run = Run(**json.loads(_read(path)))
+            return run.pid if run.machine == machine_id() else None
+    return None
+
+
+def keep_diagnosis(name: str, text: str, statuses: Sequence[RankStatus]) -> None:
+    """Leave a file with what ended a run, and what the ranks answered."""
+    own = _own_folder(make=True)
+    if own is None:
+        return
+    content = {"text": text, "answers": [status.dump() for status in statuses], "at": time.time()}
     with contextlib.suppress(OSError):
-        folder().mkdir(mode=0o700, exist_ok=True)
-        (folder() / f"{name}.verdict").write_text(json.dumps(content))
-        for old in _verdicts()[_MAX_VERDICTS:]:
+        (own / f"{name}.verdict").write_text(json.dumps(content))
+        for old in _diagnoses()[_MAX_DIAGNOSES:]:
             old.unlink()
 
 
-def last_verdict() -> dict[str, Any] | None:
-    """Return the latest verdict on this host: its text, its answers and its time."""
-    for path in _verdicts():
+def last_diagnosis() -> dict[str, Any] | None:
+    """Return what ended the last run on this host: its text, its answers and its time."""
+    for path in _diagnoses():
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads(path.read_text())
+            found: dict[str, Any] = json.loads(_read(path))
             return found
     return None
 
 
-def _verdicts() -> list[Path]:
-    return sorted(folder().glob("*.verdict"), key=lambda path: -path.stat().st_mtime)
+def _files(pattern: str) -> list[Path]:
+    own = _own_folder()
+    return [*own.glob(pattern)] if own is not None else []
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _read(path: Path) -> str:
+    """Return the text of a file of sensible size.
+
+    Raises:
+        OSError: It cannot be read, or is no such file.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_NBYTES:
+        msg = f"{path} is no file of a run"
+        raise OSError(msg)
+    return path.read_text()
+
+
+def _diagnoses() -> list[Path]:
+    def age(path: Path) -> float:
+        try:
+            return -path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    return sorted(_files("*.verdict"), key=age)
+
+
+def _is_alive(run: Run) -> bool:
+    """Whether a process may still live; of other machines nobody can tell."""
+    return run.machine not in ("", machine_id()) or process_state(run.pid) != "gone"

@@ -6,11 +6,9 @@ foretold needs to ask nobody.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from typing import NamedTuple
 
-_NUM_RECENT = 128
+NUM_RECENT = 128
 _MAX_KNOWN = 1 << 16
 
 
@@ -35,8 +33,10 @@ class Collective(NamedTuple):
 class CollectiveSequence:
     """The collectives of one process group, in the order of issue.
 
-    The next one is foretold from the last two: it is what followed them the last time. Training
-    repeats itself, so steps without news cost two look-ups for each collective.
+    The next one is read off the history: a mark runs through it beside the present, and what comes
+    after the mark is foretold. As long as that is right the mark goes on, so that a step of any
+    length, with any number of micro-batches, is known from the step before it. After a surprise the
+    mark jumps to where the last two collectives came one after the other before.
 
     Attributes:
         position: Number of collectives so far.
@@ -46,29 +46,44 @@ class CollectiveSequence:
     def __init__(self) -> None:
         self.position = 0
         self.num_surprises = 0
-        self._last: tuple[Collective | None, Collective | None] = (None, None)
-        self._next: dict[tuple[Collective | None, Collective | None], Collective] = {}
-        self._recent: deque[Collective] = deque(maxlen=_NUM_RECENT)
+        self._history: list[Collective] = []  # A ring, once it is full.
+        self._mark: int | None = None
+        self._after: dict[tuple[Collective, Collective], int] = {}
+        self._last: Collective | None = None
 
     @property
     def foretold(self) -> Collective | None:
         """What comes next if all is as it was; None where nothing is known."""
-        return self._next.get(self._last)
+        mark = self._mark
+        return None if mark is None else self._history[mark % _MAX_KNOWN]
 
     def append(self, collective: Collective) -> None:
         """Note that a collective is being issued."""
-        last = self._last
-        if self._next.get(last) != collective:
+        mark, position, history = self._mark, self.position, self._history
+        is_foretold = mark is not None and history[mark % _MAX_KNOWN] == collective
+        if len(history) < _MAX_KNOWN:
+            history.append(collective)
+        else:
+            history[position % _MAX_KNOWN] = collective
+        self.position = position = position + 1
+        last, self._last = self._last, collective
+        if is_foretold:
+            assert mark is not None
+            self._mark = mark + 1
+        else:
             self.num_surprises += 1
-            if len(self._next) >= _MAX_KNOWN:  # On all ranks at once: they have the same history.
-                self._next.clear()
-            self._next[last] = collective
-        self._last = (last[1], collective)
-        self._recent.append(collective)
-        self.position += 1
+            self._mark = None if last is None else self._after.get((last, collective))
+        if last is not None:
+            if len(self._after) >= _MAX_KNOWN:  # On all ranks at once: they have one history.
+                self._after.clear()
+            self._after[last, collective] = position
+        mark = self._mark
+        # What lies after it has not been issued yet, or is overwritten by now.
+        if mark is not None and not position - _MAX_KNOWN < mark < position:
+            self._mark = None
 
-    def recent(self, number: int = _NUM_RECENT) -> list[tuple[int, str]]:
-        """Return the last collectives with their positions, which count from 0."""
-        kept = list(itertools.islice(reversed(self._recent), number))[::-1]
-        first = self.position - len(kept)
-        return [(first + i, str(collective)) for i, collective in enumerate(kept)]
+    def recent(self, number: int = NUM_RECENT) -> list[str]:
+        """Return the last collectives."""
+        number = min(number, len(self._history))
+        first = self.position - number
+        return [str(self._history[i % _MAX_KNOWN]) for i in range(first, self.position)]

@@ -7,7 +7,7 @@ import typing
 import torch.distributed as dist
 
 from shardkit.backends.watch.channel import channel_of
-from shardkit.backends.watch.current import current_station
+from shardkit.backends.watch.watchdog import current_watchdog
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -23,7 +23,7 @@ def issue_in_a_fake_group(world_size: int) -> list[int]:
         for layer in ("first", "second"):
             with channel_of(None).run("all-gather", layer, 64):
                 pass
-    station = current_station()
+    station = current_watchdog()
     found = [station.num_counted_in, station.world_size]
     dist.destroy_process_group()
     return found
@@ -37,8 +37,8 @@ def test_a_rank_of_a_fake_group_waits_for_nobody(spawn: Spawn) -> None:
 
 def issue_alone() -> bool:
     """Return whether the station is the same as long as the process group is."""
-    first = current_station()
-    return current_station() is first
+    first = current_watchdog()
+    return current_watchdog() is first
 
 
 def test_a_process_group_has_one_station(spawn: Spawn) -> None:

@@ -1,0 +1,388 @@
+"""What follows from what all ranks tell of themselves. Nothing here communicates.
+
+Time proves nothing: a rank may compute, load or save for as long as it likes. A run ends only on
+proof that some ranks can never go on:
+
+- A rank has ended, and another one waits for it.
+- Ranks wait for each other in a circle: each waits for a collective that the next one has not
+  issued, and can not issue, for it waits itself.
+
+Where the proof takes the user's own collectives into account, of which the watch sees no more than
+where they are called, or where ranks were seen in the moment between two states, the same must be
+seen in two rounds in a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardkit.backends.watch.status import RankStatus, WaitStatus
+
+_MAX_NAMED = 8
+_MAX_DETAILS = 16
+
+_SAME_ORDER = (
+    "Run the same modules in the same order on all ranks, as often, and put modules that ranks "
+    "choose among (experts) in one group."
+)
+_ALL_CALL = (
+    "What communicates must be called on all ranks: forward, backward, optimizer steps with "
+    "clipping, norms, full_tensor, saving and loading; not under `if rank == 0`. Ranks with less "
+    "data than others have to stop, or go on, together."
+)
+_LOST = "Look at that rank's own output. The others cannot go on; start again from a checkpoint."
+_GOES_ON = "The run goes on."
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What is known about the waits of a run.
+
+    Attributes:
+        is_final: They will never end.
+        text: Who waits for whom, where they are, and what to do.
+        key: Names the wait that the text is about; the same for each look at the same one.
+        told_by: Rank that tells it, where it is not an error of each that waits.
+        doomed: What each rank that cannot go on waits for, by rank: it believes the diagnosis only
+            if it does.
+        suspicion: What has to be seen in the next round, too, for the end of the run.
+        details_of: Ranks whose details would make the text better.
+    """
+
+    is_final: bool
+    text: str
+    key: str = ""
+    told_by: int = 0
+    doomed: dict[str, str] = field(default_factory=dict)
+    suspicion: str = ""
+    details_of: list[int] = field(default_factory=list)
+
+    def dump(self) -> str:
+        """Return it as text."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Diagnosis | None:
+        """Return what was dumped; None if that is no diagnosis, or an empty text."""
+        try:
+            found = cls(**json.loads(text)) if text else None
+        except (ValueError, TypeError, RecursionError):
+            return None
+        if found is None or not isinstance(found.text, str) or not isinstance(found.doomed, dict):
+            return None
+        return found
+
+
+def what_is_awaited(status: RankStatus) -> str | None:
+    """Return a name for the wait, or the call, of a rank; None: it goes on."""
+    if status.wait is not None:
+        kind = "issued" if status.wait.is_issued else "agreed"
+        return f"{status.wait.group} {status.wait.position} {kind}"
+    return f"{status.call.group} {status.call.name}" if status.call is not None else None
+
+
+def diagnose(
+    statuses: Sequence[RankStatus], *, silent_after_s: float, suspicion: str = ""
+) -> Diagnosis | None:
+    """Return what follows from the status of all ranks; None: nobody waits.
+
+    Args:
+        statuses: Status of each rank, in rank order.
+        silent_after_s: Seconds after which a rank of a silent host counts as lost.
+        suspicion: That of the round before.
+    """
+    lost = {s.rank for s in statuses if _is_lost(s, silent_after_s)}
+    lacking = {s.rank: _lacking(s, statuses) for s in statuses if what_is_awaited(s) is not None}
+    if not lacking:
+        return None
+    # By what shardkit itself knows, at one look.
+    sure = {rank: them for rank, them in lacking.items() if statuses[rank].wait is not None}
+    doomed = _doomed(statuses, sure, lost)
+    if doomed:
+        return _final(statuses, doomed, lacking, lost)
+    # By the user's own collectives as well, and by ranks that passed what another one asks about.
+    passed = {s.rank: _passed_by(s, statuses) for s in statuses}
+    doomed = _doomed(statuses, lacking, lost | {r for r, by in passed.items() if by})
+    doomed |= {rank for rank, by in passed.items() if by}
+    if not doomed:
+        return _passing(statuses, lacking)
+    for rank, by in passed.items():
+        lacking[rank] = sorted({*lacking.get(rank, ()), *by})
+    key = ";".join(f"{rank} {_exactly(statuses[rank])}" for rank in sorted(doomed))
+    found = _final(statuses, doomed, lacking, lost)
+    if key == suspicion:
+        return found
+    passing = _passing(statuses, lacking)
+    return dataclasses.replace(passing, suspicion=key, details_of=found.details_of)
+
+
+def _exactly(status: RankStatus) -> str:
+    number = f" {status.call.number}" if status.call is not None else ""
+    return f"{what_is_awaited(status)}{number}"
+
+
+def explain_error(statuses: Sequence[RankStatus], rank: int, silent_after_s: float) -> str | None:
+    """Return why a wait of a rank has ended in an error; None if no other rank is the cause."""
+    lost = [s.rank for s in statuses if s.rank != rank and _is_lost(s, silent_after_s)]
+    known = next((s.gave_up for s in statuses if s.gave_up is not None), None)
+    if known is not None or not lost:
+        return known
+    own = statuses[rank]
+    waited = f"{_waiting(statuses, [rank])}, " if what_is_awaited(own) is not None else ""
+    return "\n".join([f"{waited}and these ranks are lost:", *_described(statuses, lost), _LOST])
+
+
+# --- who can go on --------------------------------------------------------------------------------
+
+
+def _is_lost(status: RankStatus, silent_after_s: float) -> bool:
+    """Whether a rank comes no more."""
+    if status.state == "silent":
+        return status.silent_s >= silent_after_s
+    return status.gave_up is not None or status.state in ("gone", "ended", "raised", "destroyed")
+
+
+def _lacking(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
+    """Return the ranks that have not issued what a rank waits for."""
+    wait, call = status.wait, status.call
+    if wait is not None:
+        members = status.groups[wait.group].ranks if wait.group in status.groups else ()
+        return [
+            rank for rank in members if rank != status.rank and not _has_come(statuses[rank], wait)
+        ]
+    assert call is not None
+    here = (call.name, call.group)
+    calls = ((rank, statuses[rank].call) for rank in call.ranks if rank != status.rank)
+    return [rank for rank, other in calls if other is None or (other.name, other.group) != here]
+
+
+def _has_come(other: RankStatus, wait: WaitStatus) -> bool:
+    """Whether a rank has issued a collective, or is about to, where that is what is awaited."""
+    theirs = other.groups.get(wait.group)
+    if theirs is None or theirs.position < wait.position:
+        return False
+    is_asking = not wait.is_issued and theirs.wish == wait.of
+    return theirs.position > wait.position or is_asking
+
+
+def _passed_by(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
+    """Return ranks that issued another collective where this one asks to issue its own."""
+    wait = status.wait
+    if wait is None or wait.is_issued or wait.group not in status.groups:
+        return []
+    found = []
+    for rank in status.groups[wait.group].ranks:
+        theirs = statuses[rank].groups.get(wait.group)
+        if rank != status.rank and theirs is not None and theirs.position > wait.position:
+            found.append(rank)
+    return found
+
+
+def _doomed(
+    statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]], lost: set[int]
+) -> set[int]:
+    """Return the ranks that can never go on.
+
+    A rank that is seen to go on may issue what others wait for; so may one that waits for such
+    ranks only. All others wait for lost ones, or in a circle.
+    """
+    blocked = {rank for rank in lacking if rank not in lost and _is_blocked(statuses[rank])}
+    live = {status.rank for status in statuses} - blocked - lost
+    while True:
+        freed = {
+            rank
+            for rank in blocked
+            if all(
+                other in live or (other not in lost and _may_come(statuses[other], statuses[rank]))
+                for other in lacking[rank]
+            )
+        }
+        if not freed:
+            break
+        live |= freed
+        blocked -= freed
+    # A thread beside the main one waits in vain, too, if who it waits for is lost.
+    beside = {rank for rank, them in lacking.items() if rank in live and not lost.isdisjoint(them)}
+    return blocked | {rank for rank in beside if statuses[rank].wait is not None}
+
+
+def _is_blocked(status: RankStatus) -> bool:
+    """Whether the main thread of a rank goes on only when others have come.
+
+    A collective of the user's that carries data may be under way for long, with ranks that have
+    started it and gone on.
+    """
+    if status.wait is not None:
+        return status.wait.is_main
+    return status.call is not None and ("barrier" in status.call.name or "obj" in status.call.name)
+
+
+def _may_come(other: RankStatus, status: RankStatus) -> bool:
+    """Whether a rank that waits itself may still issue what another waits for."""
+    if status.wait is not None:  # By a thread beside the main one.
+        theirs = other.groups.get(status.wait.group)
+        return theirs is not None and not theirs.is_main
+    # Of the user's collectives in one group, one may come after the other.
+    assert status.call is not None
+    return other.wait is None and other.call is not None and other.call.group == status.call.group
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def _final(
+    statuses: Sequence[RankStatus],
+    doomed: set[int],
+    lacking: Mapping[int, Sequence[int]],
+    lost: set[int],
+) -> Diagnosis:
+    known = next((s.gave_up for s in statuses if s.gave_up is not None), None)
+    text, details = (known, []) if known is not None else _parted(statuses, doomed)
+    if text is None:
+        text = _missing(statuses, sorted(doomed), lacking, lost)
+    first = min(doomed)
+    return Diagnosis(
+        is_final=True,
+        text=text,
+        key=f"{first} {what_is_awaited(statuses[first])}",
+        told_by=first,
+        doomed={str(rank): what_is_awaited(statuses[rank]) or "" for rank in sorted(doomed)},
+        details_of=details,
+    )
+
+
+def _parted(statuses: Sequence[RankStatus], doomed: set[int]) -> tuple[str | None, list[int]]:
+    """Find the first place at which ranks issued, or are about to issue, different collectives.
+
+    Returns:
+        What is said of it, if it is known; and whose details have to be known for that.
+    """
+    names = dict.fromkeys(
+        status.wait.group for status in statuses if status.rank in doomed and status.wait
+    )
+    for name in names:
+        members = [status for status in statuses if name in status.groups]
+        known: dict[int, list[tuple[str, RankStatus]]] = {}
+        for status in members:
+            theirs = status.groups[name]
+            issued = [*theirs.recent, *([theirs.wish] if theirs.wish is not None else [])]
+            for position, what in enumerate(issued, theirs.position - len(theirs.recent)):
+                known.setdefault(position, []).append((what, status))
+        for position, told in sorted(known.items()):
+            if len({what for what, _ in told}) > 1:
+                ranks = _ranks(status.rank for status in members)
+                title = f"ranks parted. Of the collectives of {ranks}, number {position + 1} is"
+                return "\n".join([title, *_by_collective(told), _SAME_ORDER]), []
+        asking = [s.groups[name].position for s in members if s.groups[name].wish is not None]
+        passed = [s.rank for s in members if asking and s.groups[name].position > min(asking)]
+        if passed and not any(statuses[rank].groups[name].recent for rank in passed):
+            return None, passed[:_MAX_DETAILS]
+    return None, []
+
+
+def _by_collective(told: Sequence[tuple[str, RankStatus]]) -> list[str]:
+    """Return one line per collective: who issues it, and where the first of them is."""
+    by_text: dict[str, list[RankStatus]] = {}
+    for what, status in told:
+        by_text.setdefault(what, []).append(status)
+    lines = []
+    for what, whose in by_text.items():
+        first = whose[0]
+        error = f"; before that it met {first.error}" if first.error else ""
+        ranks = _ranks(s.rank for s in whose)
+        lines.append(f"  {ranks}: {what}, step {first.step}, at {first.place}{error}")
+    return lines
+
+
+def _waiting(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> str:
+    """Say who waits for what, and where the first of them is."""
+    first = statuses[ranks[0]]
+    for_s = max((s.wait or s.call).for_s for s in map(statuses.__getitem__, ranks))  # type: ignore[union-attr]
+    what = first.wait.of if first.wait is not None else f"its {first.call.name}"  # type: ignore[union-attr]
+    whose = f", rank {first.rank}" if len(ranks) > 1 else ""
+    return (
+        f"{_ranks(ranks)} waited {for_s:.0f} s{whose} for {what}, step {first.step}, at "
+        f"{first.place}"
+    )
+
+
+def _missing(
+    statuses: Sequence[RankStatus],
+    waiting: Sequence[int],
+    lacking: Mapping[int, Sequence[int]],
+    lost: set[int],
+) -> str:
+    """Say who waits for ranks that do not come, and where those are."""
+    waiting = [rank for rank in waiting if statuses[rank].wait is not None] or list(waiting)
+    awaited = sorted({other for rank in waiting for other in lacking[rank]})
+    gone = [rank for rank in awaited if rank in lost]
+    # A rank that waits itself may be the victim of one that does not.
+    idle = [rank for rank in awaited if statuses[rank].wait is None]
+    shown = gone or idle or awaited
+    has_left = any(statuses[rank].state in ("ended", "destroyed") for rank in gone)
+    advice = _LOST if gone and not has_left else _ALL_CALL
+    title = f"{_waiting(statuses, waiting)}, and these ranks have not come:"
+    return "\n".join([title, *_described(statuses, shown), advice])
+
+
+def _passing(statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]]) -> Diagnosis:
+    """Say who waits for whom, where that may still end."""
+    waiting = sorted(r for r in lacking if what_is_awaited(statuses[r]) is not None)
+    first = statuses[waiting[0]]
+    key = f"{first.rank} {_exactly(first)}"
+    awaited = sorted({other for rank in waiting for other in lacking[rank]})
+    # Those that wait themselves come when the others have come.
+    awaited = [rank for rank in awaited if not lacking.get(rank)] or awaited
+    said = _waiting(statuses, waiting)
+    if awaited:
+        lines = [f"{said}, for these ranks:", *_described(statuses, awaited), _GOES_ON]
+        text = "\n".join(lines)
+    else:
+        text = f"{said}. All ranks have issued it, and it is not done. {_GOES_ON}"
+    return Diagnosis(is_final=False, text=text, key=key, told_by=first.rank)
+
+
+def _described(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> list[str]:
+    lines = [f"  {describe(statuses[rank])}" for rank in ranks[:_MAX_NAMED]]
+    more = len(ranks) - _MAX_NAMED
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+_STATES = {
+    "gone": "is gone: process {pid} on {host} does not exist any more",
+    "stopped": "is stopped (SIGSTOP, a debugger): process {pid} on {host} goes on by `kill -CONT`",
+    "silent": "has not answered for {silent_s:.0f} s: process {pid} on {host}, or the host is gone",
+    "busy": "does not answer, but process {pid} on {host} lives: native code there holds Python",
+    "unborn": "has not made a mesh yet",
+    "raised": "has ended by {error}",
+    "ended": "has ended: its script is through, after step {step}",
+    "destroyed": "has destroyed its process group after step {step}, and is at {place}",
+}
+
+
+def describe(status: RankStatus) -> str:
+    """Say where a rank is, in one line."""
+    error = f"; before that it met {status.error}" if status.error else ""
+    if status.state in _STATES:
+        known: dict[str, Any] = {name: getattr(status, name) for name in status.__slots__}
+        said = _STATES[status.state].format(**known)
+        error = error if status.state == "destroyed" else ""
+    elif status.wait is not None:
+        said = f"waits for {status.wait.of} itself, step {status.step}, at {status.place}"
+    else:
+        said = f"is at {status.place}, in step {status.step}"
+    return f"rank {status.rank} {said}{error}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    return f"ranks {shown}{', ...' if len(numbers) > _MAX_NAMED else ''}"

@@ -1,0 +1,220 @@
+"""What a rank tells the others of itself: a short part that all send, and details that few ask for.
+
+What comes from the store is read as a file from a stranger is: types and lengths are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardkit.backends.watch.place import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_TEXT = 1 << 20
+STATES = ("runs", "destroyed", "ended", "raised")
+"""What a rank says of itself."""
+UNHEARD = ("unborn", "silent", "busy", "stopped", "gone")
+"""What others find out of a rank that does not answer."""
+
+
+@dataclass(slots=True)
+class GroupStatus:
+    """What a rank did on one process group.
+
+    Attributes:
+        ranks: Members, ranks of the world.
+        position: Number of collectives issued.
+        wish: The collective that this rank would issue next, if the others agreed; or None.
+        is_main: The last one was issued by the main thread, or in its backward.
+        recent: The last collectives, up to `position`; in details only.
+    """
+
+    ranks: Sequence[int]
+    position: int
+    wish: str | None = None
+    is_main: bool = True
+    recent: list[str] = field(default_factory=list)
+
+    def at(self, position: int) -> str | None:
+        """Return the collective that was issued, or is wished for, at a position, if known."""
+        if position == self.position:
+            return self.wish
+        first = self.position - len(self.recent)
+        return self.recent[position - first] if first <= position < self.position else None
+
+
+@dataclass(slots=True)
+class WaitStatus:
+    """What a rank waits for.
+
+    Attributes:
+        group: Name of the process group.
+        position: Place of the collective in the sequence of its group.
+        of: The collective.
+        for_s: Seconds so far.
+        is_main: The main thread waits, or what runs in its place.
+        is_issued: This rank has issued it; else it waits for the others to agree to it.
+    """
+
+    group: str
+    position: int
+    of: str
+    for_s: float
+    is_main: bool = True
+    is_issued: bool = True
+
+
+@dataclass(slots=True)
+class CallStatus:
+    """A collective of torch.distributed that the main thread is inside of, not shardkit's own.
+
+    Attributes:
+        name: Function of torch.distributed.
+        group: Name of the process group.
+        ranks: Members, ranks of the world.
+        number: Count of such calls that were seen; another number is another call.
+        for_s: Seconds since it was first seen.
+    """
+
+    name: str
+    group: str
+    ranks: Sequence[int]
+    number: int
+    for_s: float
+
+
+@dataclass(slots=True)
+class RankStatus:
+    """What is known of a rank.
+
+    Attributes:
+        rank: Place in the world.
+        host: Name of its host.
+        pid: Id of its process.
+        state: One of `STATES`, or of `UNHEARD`.
+        step: Number of root forwards so far.
+        place: Where its main thread is.
+        error: The last exception that left a forward, or ended the process; or None.
+        groups: Process groups by name.
+        wait: What it waits for, or None.
+        call: Collective of the user's that its main thread is in, or None.
+        gave_up: The error that it raised, or None: it comes no more.
+        silent_s: Seconds for which it has not answered.
+        stack: Stack of the main thread; in details only.
+        engine: What the engine of an accelerator knows (`flight_recorder`); in details only.
+    """
+
+    rank: int
+    host: str = "?"
+    pid: int = 0
+    state: str = "runs"
+    step: int = 0
+    place: Place = field(default_factory=Place)
+    error: str | None = None
+    groups: dict[str, GroupStatus] = field(default_factory=dict)
+    wait: WaitStatus | None = None
+    call: CallStatus | None = None
+    gave_up: str | None = None
+    silent_s: float = 0.0
+    stack: str = ""
+    engine: list[str] = field(default_factory=list)
+
+    def dump(self, *, details: bool = True) -> str:
+        """Return it as text, with details or without."""
+        content = dataclasses.asdict(self, dict_factory=_without_defaults)
+        for group in content.get("groups", {}).values():
+            group["ranks"] = _shortened(group["ranks"])
+            if not details:
+                group.pop("recent", None)
+        if content.get("call"):
+            content["call"]["ranks"] = _shortened(content["call"]["ranks"])
+        if not details:
+            content.pop("stack", None)
+            content.pop("engine", None)
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def load(cls, text: str | bytes) -> RankStatus:
+        """Return what was dumped.
+
+        Raises:
+            ValueError: It is no status.
+        """
+        if len(text) > MAX_TEXT:
+            msg = "too long"
+            raise ValueError(msg)
+        try:
+            found: dict[str, Any] = json.loads(text)
+            found["place"] = _made(Place, found.get("place", {}))
+            found["groups"] = {
+                str(name): _made(GroupStatus, {**of, "ranks": _whole(of["ranks"])})
+                for name, of in found.get("groups", {}).items()
+            }
+            if found.get("wait") is not None:
+                found["wait"] = _made(WaitStatus, found["wait"])
+            if call := found.get("call"):
+                found["call"] = _made(CallStatus, {**call, "ranks": _whole(call["ranks"])})
+            status = _made(cls, found)
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+            msg = f"no status of a rank: {error}"
+            raise ValueError(msg) from error
+        if status.state not in (*STATES, *UNHEARD):
+            msg = f"unknown state {status.state!r}"
+            raise ValueError(msg)
+        return status
+
+
+def _without_defaults(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if value not in (None, "", [], {}, ())}
+
+
+def _shortened(ranks: Sequence[int]) -> list[Any]:
+    """Return members as first, step and number, as nearly all groups have them; else as a list."""
+    members = list(ranks)
+    step = members[1] - members[0] if len(members) > 1 else 1
+    if step and members == list(range(members[0], members[0] + step * len(members), step)):
+        return ["range", members[0], step, len(members)]
+    return members
+
+
+def _whole(shortened: list[Any]) -> Sequence[int]:
+    if shortened and shortened[0] == "range":
+        _, first, step, number = shortened
+        return range(int(first), int(first) + int(step) * int(number), int(step))
+    return [int(rank) for rank in shortened]
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "str | None": (str, type(None)),
+    "list[str]": list,
+}
+
+
+def _made(cls: Any, found: dict[str, Any]) -> Any:
+    """Return an object of one of the classes here, from fields of the right types.
+
+    Raises:
+        TypeError: A field is missing, unknown, or of another type.
+    """
+    for each in dataclasses.fields(cls):
+        wanted = _TYPES.get(str(each.type))
+        if wanted is None or each.name not in found:
+            continue
+        value = found[each.name]
+        is_flag_for_number = isinstance(value, bool) and wanted is not bool
+        if not isinstance(value, wanted) or is_flag_for_number:
+            msg = f"{each.name} is {value!r}"
+            raise TypeError(msg)
+        if each.type == "list[str]" and not all(isinstance(line, str) for line in value):
+            msg = f"{each.name} has entries that are no text"
+            raise TypeError(msg)
+    return cls(**found)

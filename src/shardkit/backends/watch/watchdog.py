@@ -1,0 +1,620 @@
+"""This process' part of the watch: it asks the other ranks where they are, and answers them.
+
+All of it goes through the store of the default process group, which works where collectives do not.
+While nothing is wrong nothing is sent: a thread of each rank waits inside the store to be woken.
+Whoever has waited long wakes all; each writes its status; who asked writes what follows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+
+from shardkit import _compat
+from shardkit._errors import RankMismatchError
+from shardkit._watch_settings import watch_settings
+from shardkit.backends.watch import runs
+from shardkit.backends.watch.abort import abort_group, end_if_stuck, raise_in_main_thread
+from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
+from shardkit.backends.watch.flight_recorder import recorded
+from shardkit.backends.watch.machine import machine_id, process_state
+from shardkit.backends.watch.place import (
+    call_of,
+    is_in_collective,
+    main_frame,
+    place_of,
+    stack_of,
+)
+from shardkit.backends.watch.rounds import Answering, Rounds, hello
+from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
+from shardkit.backends.watch.store import RunStore, store_of_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import FrameType, TracebackType
+
+logger = logging.getLogger("shardkit")
+
+_TICK_S = 0.25
+_EXPLAIN_S = 15.0
+_GO = "go"
+_MAX_PAUSE_S = 30.0
+_MORE_WORDS = 6.0  # A wait is told of again when it has become so many times as long.
+_LINGER_S = 12.0
+_END_S = 6.0
+_RETRY_S = 5.0
+_STORE_GONE = (
+    "the store of the process group does not answer: the process that holds it (rank 0's, or the "
+    "launcher's) has ended{or_more}. Look at the output of rank 0 and of the launcher."
+)
+
+
+class WatchedWait(Protocol):
+    """A wait of a thread, of a device, or inside a collective of the user's."""
+
+    since: float
+    next_look: float
+    next_word: float
+    is_main: bool
+
+    def status(self) -> WaitStatus | None:
+        """Return what others are told of it."""
+
+
+class WatchedChannel(Protocol):
+    """A process group, as the watchdog sees it."""
+
+    group: dist.ProcessGroup
+    in_flight: Any
+
+    def status(self, *, details: bool = True) -> GroupStatus:
+        """Return what this rank did there."""
+
+
+class CallWait:
+    """A collective of the user's that the main thread is inside of.
+
+    Attributes:
+        frame: Frame of the function of torch.distributed. Another call has another frame, as long
+            as this one is kept.
+        number: Count of such calls.
+        since: When it was first seen, of `time.monotonic`.
+        next_look: When to ask the others.
+        next_word: How many seconds of it are told next.
+    """
+
+    is_main = True
+
+    def __init__(self, frame: FrameType, number: int) -> None:
+        self.frame = frame
+        self.number = number
+        self.since = time.monotonic()
+        self.next_look = self.since + watch_settings.ask_after_s
+        self.next_word = watch_settings.ask_after_s
+
+    def status(self) -> None:
+        """Return nothing: it is told of as a call."""
+
+    def call(self) -> CallStatus | None:
+        """Return what others are told of it; None: its process group cannot be found out."""
+        found = call_of(self.frame)
+        if found is None:
+            return None
+        for_s = time.monotonic() - self.since
+        return CallStatus(found.name, found.group, found.ranks, self.number, for_s)
+
+
+class Watchdog:
+    """The watch of one process over one default process group.
+
+    Args:
+        default_store: Store of the group.
+        store: Where ranks meet: the same, as a rule.
+        rank: Place of this process among those that meet.
+        world_size: How many meet. A process that is alone has nobody to ask, and no threads.
+
+    Attributes:
+        channels: Process groups in use, by name.
+        verdict: What ended the run, or None.
+        lock: Held where what others are told is changed or read.
+        step: Number of root forwards so far.
+        error: The last exception that left a forward, or ends the process.
+        has_raised: An exception ends the process.
+        num_counted_in: How often this rank had to agree with others; three requests each.
+    """
+
+    def __init__(self, default_store: Any, store: Any, rank: int, world_size: int) -> None:
+        self.default_store = default_store
+        self.rank = rank
+        self.world_size = world_size
+        self.channels: dict[str, WatchedChannel] = {}
+        self.verdict: str | None = None
+        self.lock = threading.Lock()
+        self.step = 0
+        self.error: str | None = None
+        self.has_raised = False
+        self.num_counted_in = 0
+        self._alarmed_step = -1
+        # Requests to one connection wait for each other; who waits long has one of its own.
+        self._store: RunStore = store_of_run(store)
+        self._waits: dict[int, WatchedWait] = {}
+        self._call: CallWait | None = None
+        self._num_calls = 0
+        self._asking = threading.Lock()
+        self._asker: threading.Thread | None = None
+        self._asked_since = 0.0
+        self._rounds: Rounds | None = None
+        self._asked_for: str | None = None
+        self._complained = 0.0
+        self._closed = threading.Event()
+        self._counting_in: str | None = None
+        self._threads: list[threading.Thread] = []
+        self._file: Path | None = None
+        self._answering: Answering | None = None
+        if world_size > 1:
+            self._start()
+
+    def _start(self) -> None:
+        """Let others find this process, and begin to answer."""
+        self._store.set(f"hello/{self.rank}", hello(socket.gethostname(), os.getpid()))
+        bottom = self._store.connection
+        if hasattr(bottom, "port"):  # Then `python -m shardkit why` can reach the store.
+            place = (bottom.host, bottom.port, self.world_size, self.rank, os.getpid(), time.time())
+            self._file = runs.register(runs.Run(self._store.run, *place, machine_id()))
+        for name, target in (("answers", self._listen), ("clock", self._tick)):
+            thread = threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # --- waits of threads that compute ---
+
+    @contextlib.contextmanager
+    def watching(self, wait: WatchedWait) -> Iterator[None]:
+        """Watch a wait of this thread; an error that ends it is explained.
+
+        Raises:
+            RankMismatchError: Other ranks have parted from this one, or do not come.
+        """
+        if self.verdict is not None:
+            raise RankMismatchError(self.verdict)
+        if self._alarmed_step >= self.step:
+            wait.next_look = min(
+                wait.next_look, wait.since + watch_settings.ask_unexpected_after_s
+            )
+        ident = threading.get_ident()
+        with self.lock:
+            self._waits[ident] = wait
+        try:
+            with self.explaining():
+                yield
+        finally:
+            with self.lock:
+                self._waits.pop(ident, None)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Explain errors of engines that other ranks have caused.
+
+        Raises:
+            RankMismatchError: Why, in place of the engine's error, which says nothing of it.
+        """
+        try:
+            yield
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            is_ours = self.verdict is not None  # The end of the waits was ours.
+            text = self.verdict or self._explain()
+            if text is None:
+                raise
+            if not is_ours:
+                text = f"{text}\n(The engine said: {str(error).splitlines()[0]})"
+            raise RankMismatchError(text) from None
+
+    def count_in(self, key: str, size: int, old: str) -> None:
+        """Return when `size` ranks have come to a key.
+
+        Args:
+            key: Where to come to.
+            size: How many.
+            old: The last key to which the same ranks came, to be deleted; empty: there is none.
+
+        Raises:
+            RankMismatchError: This wait will never end.
+        """
+        self.num_counted_in += 1
+        go = f"{key}/go"
+        try:
+            if self._store.add(key, 1) == size:
+                self._store.set(go, _GO)
+                if old:  # All have passed it, for all have come here.
+                    self._store.delete(old)
+                    self._store.delete(f"{old}/go")
+                return
+            self._counting_in = go
+            self._store.block_until(go, lambda: self.verdict is not None)
+        except dist.DistNetworkError as error:
+            text = self.verdict or self._store_is_gone(or_more="")
+            raise RankMismatchError(text) from error
+        finally:
+            self._counting_in = None
+        if self.verdict is not None:
+            raise RankMismatchError(self.verdict)
+
+    def _explain(self) -> str | None:
+        """Return why a wait has ended in an error; None if no other rank is the cause."""
+        if self.world_size == 1:
+            return None
+        end = time.monotonic() + _EXPLAIN_S
+        limit = watch_settings.silent_after_s
+        while time.monotonic() < end and not self._closed.is_set():
+            asker = self._ask_beside()
+            asker.join(max(end - time.monotonic(), 0))
+            if self.verdict is not None:
+                return self.verdict
+            if self._rounds is not None and self._rounds.statuses:
+                text = explain_error(self._rounds.statuses, self.rank, limit)
+                if text is not None:
+                    return text
+            time.sleep(_TICK_S)
+        return None
+
+    # --- asking ---
+
+    def _tick(self) -> None:
+        """Look at the waits of this process from time to time."""
+        while not self._closed.wait(_TICK_S):
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - the watch goes on
+                self._complain(error)
+
+    def _look(self) -> None:
+        if not self._is_in_use():
+            self._call = None
+            return
+        self._see_call()
+        now = time.monotonic()
+        asker = self._asker
+        if asker is not None and asker.is_alive():
+            self._judge_store(now - self._asked_since)
+            return
+        for wait in self._all_waits(watch_settings.ask_after_s):
+            if now < wait.next_look or self.verdict is not None:
+                continue
+            self._ask_beside()
+            # A silent rank is looked at again when its silence counts.
+            pause = min(max(now - wait.since, 1.0), _MAX_PAUSE_S)
+            wait.next_look = now + pause
+            break
+
+    def _see_call(self) -> None:
+        """Note whether the main thread is inside a collective of the user's."""
+        frame = main_frame()
+        if not is_in_collective(frame) or threading.main_thread().ident in self._waits:
+            self._call = None
+        elif self._call is None or self._call.frame is not frame:
+            assert frame is not None
+            self._num_calls += 1
+            self._call = CallWait(frame, self._num_calls)
+
+    def _all_waits(self, device_after_s: float) -> list[WatchedWait]:
+        """Return the waits of threads, the main one's first, of devices, and of the user's."""
+        with self.lock:
+            threads = sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
+        flights = [channel.in_flight.oldest(device_after_s) for channel in [*self.channels.values()]]
+        calls = [self._call] if self._call is not None else []
+        return [*threads, *(wait for wait in flights if wait is not None), *calls]
+
+    def _ask_beside(self) -> threading.Thread:
+        """Ask in a thread of its own: a store may not answer. Return the thread."""
+        asker = self._asker
+        if asker is None or not asker.is_alive():
+            asker = threading.Thread(target=self._ask, name="shardkit-asks", daemon=True)
+            self._asked_since = time.monotonic()
+            asker.start()  # First: end_threads may join what is in the list at any time.
+            self._asker = asker
+            self._threads = [each for each in self._threads if each.is_alive()] + [asker]
+        return asker
+
+    def _ask(self) -> None:
+        try:
+            with self._asking:
+                if self._rounds is None:
+                    self._rounds = Rounds(self._store.clone(), self.world_size, self.rank)
+                awaited = self._awaited()
+                if awaited != self._asked_for:
+                    self._asked_for = awaited
+                    self._rounds.forget()
+                diagnosis = self._rounds.ask()
+                if diagnosis is not None:
+                    self._take_up(diagnosis, self._rounds.store)
+        except dist.DistNetworkError:
+            self._rounds = None
+            if self._all_waits(0.0) and self._is_in_use():  # Its process has ended.
+                self._end(self._store_is_gone(or_more=""))
+        except Exception as error:  # noqa: BLE001 - the watch goes on
+            self._rounds = None
+            self._complain(error)
+
+    def _awaited(self) -> str | None:
+        with self.lock:
+            waits = [wait for wait in self._waits.values() if wait.is_main]
+        return f"{id(waits[0])}" if waits else None
+
+    def _judge_store(self, silent_s: float) -> None:
+        """Say that the store does not answer; end the waits if its process cannot answer again."""
+        waits = [wait for wait in self._all_waits(0.0) if wait.is_main]
+        if not waits or silent_s < watch_settings.ask_after_s:
+            return
+        # Where the launcher holds it, the process is not known.
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        pid = None if is_agents else runs.process_of(self._store.run, 0)
+        state = "silent" if pid is None else process_state(pid)
+        if state == "gone":
+            self._end(self._store_is_gone(or_more=""))
+        elif state == "silent" and silent_s >= watch_settings.silent_after_s:
+            self._end(self._store_is_gone(or_more=", or its host is gone"), is_store_silent=True)
+        elif silent_s >= waits[0].next_word:
+            waits[0].next_word = silent_s * _MORE_WORDS
+            if state == "stopped":
+                why = f"rank 0, which holds it, is stopped (SIGSTOP): `kill -CONT {pid}`"
+            else:
+                why = "rank 0, or the launcher, which holds it, may be stopped, or very busy"
+            logger.warning(
+                "rank %d: %sthe store of the process group has not answered for %.0f s: %s. The "
+                "run goes on.", self.rank, self._own_wait(), silent_s, why,
+            )  # fmt: skip
+
+    def _own_wait(self) -> str:
+        statuses = [wait.status() for wait in self._all_waits(0.0)]
+        first = next((status for status in statuses if status is not None), None)
+        return f"rank {self.rank} waits for {first.of}, and " if first is not None else ""
+
+    def _store_is_gone(self, *, or_more: str) -> str:
+        return self._own_wait() + _STORE_GONE.format(or_more=or_more)
+
+    # --- what follows ---
+
+    def _take_up(self, diagnosis: Diagnosis, store: RunStore) -> None:
+        """Do what follows from a round: end the waits, or tell who looks at this process."""
+        if not diagnosis.is_final:
+            self._tell(diagnosis)
+            return
+        if diagnosis.doomed.get(str(self.rank)) == self._what_is_awaited():
+            self._end(diagnosis.text, store)
+        else:
+            # Not of this rank, or not any more: it finds out by itself where it waits next.
+            self._alarmed_step = self.step + 1
+            for wait in self._all_waits(watch_settings.ask_after_s):
+                asks_at = wait.since + watch_settings.ask_unexpected_after_s
+                wait.next_look = min(wait.next_look, asks_at)
+
+    def _what_is_awaited(self) -> str | None:
+        return what_is_awaited(self.status(details=False))
+
+    def _tell(self, diagnosis: Diagnosis) -> None:
+        """Log who is awaited, as often as it helps: when the wait is six times as long."""
+        if diagnosis.told_by != self.rank:
+            return
+        for wait in self._all_waits(watch_settings.ask_after_s):
+            for_s = time.monotonic() - wait.since
+            if wait.is_main and for_s >= wait.next_word:
+                wait.next_word = for_s * _MORE_WORDS
+                logger.warning("%s", diagnosis.text)
+                return
+
+    def _end(
+        self, text: str, store: RunStore | None = None, *, is_store_silent: bool = False
+    ) -> None:
+        """End all waits: they are proved to be in vain."""
+        if self.verdict is not None:
+            return
+        self.verdict = text
+        if self._rounds is not None and self._rounds.statuses:
+            runs.keep_diagnosis(self._store.run, text, self._rounds.statuses)
+        world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
+        is_in_call = self._is_in_use() and self._call is not None
+        if not self._waits:  # Else whoever waits raises it.
+            logger.error("rank %d: %s", self.rank, text)
+        if is_in_call:
+            raise_in_main_thread(text)
+        if self._counting_in is not None and store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(self._counting_in, "")  # Whoever waits for it looks at the verdict.
+        if is_in_call or self._all_waits(0.0):
+            # On a device the main thread waits where it asks for a number.
+            end_if_stuck(self.rank, text, even_on_host=is_store_silent)
+        for channel in list(self.channels.values()):  # Whoever ends clears them meanwhile.
+            abort_group(channel.group)
+        if is_in_call:
+            abort_group(world)
+
+    # --- answering ---
+
+    def _listen(self) -> None:
+        """Answer whoever asks, until the process ends or the store is gone."""
+        is_over = self._closed.is_set
+        store: RunStore | None = None
+        while not is_over():
+            try:
+                if store is None:
+                    store = self._store.clone()
+                    self._answering = Answering(store, self.rank, self.status)
+                answering = self._answering
+                assert answering is not None, "it was made with the store"
+                store.block_until(answering.wake_key, is_over)
+                result = answering.answer(is_over)
+                if result.diagnosis is not None and not is_over():
+                    self._take_up(result.diagnosis, store)
+            except dist.DistNetworkError:  # The store is gone.
+                return
+            except Exception as error:  # noqa: BLE001 - the watch goes on
+                store = None
+                if not is_over():
+                    self._complain(error)
+                    self._closed.wait(_RETRY_S)
+
+    def _complain(self, error: Exception) -> None:
+        """Say that the watch met an error, and goes on; once a minute."""
+        now = time.monotonic()
+        if not self._closed.is_set() and (not self._complained or now > self._complained + 60):
+            self._complained = now
+            logger.warning(
+                "rank %d: the watch over ranks met %s: %s. Training goes on, and so does the watch.",
+                self.rank, type(error).__name__, error,
+            )  # fmt: skip
+
+    def status(self, *, details: bool = True) -> RankStatus:
+        """Return where this process is."""
+        frame = main_frame()
+        place, stack = place_of(frame), stack_of(frame) if details else ""
+        del frame
+        waits = self._all_waits(watch_settings.ask_unexpected_after_s)
+        call = self._call.call() if self._call is not None else None
+        with self.lock:
+            # What a thread waits for, and what it has issued, at one moment.
+            own = sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
+            found = (wait.status() for wait in [*own, *(w for w in waits if w not in own)])
+            wait = next((status for status in found if status is not None), None)
+            groups = {
+                name: channel.status(details=details)
+                for name, channel in list(self.channels.items())
+            }
+        return RankStatus(
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            "runs" if self._is_in_use() else "destroyed",
+            self.step,
+            place,
+            self.error,
+            groups,
+            wait,
+            call if wait is None else None,
+            self.verdict,
+            stack=stack,
+            engine=recorded() if details else [],
+        )
+
+    def _is_in_use(self) -> bool:
+        return dist.is_initialized() and _compat.default_store() is self.default_store
+
+    # --- the end ---
+
+    def linger(self) -> None:
+        """Wait a little for the ends of the others, if this process holds the store.
+
+        Without the store they could not be told why this rank does not come.
+        """
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.rank != 0 or is_agents or self.verdict is not None or self.world_size == 1:
+            return
+        keys = [f"end/{rank}" for rank in range(1, self.world_size)]
+        with contextlib.suppress(RuntimeError):
+            self._store.await_keys(keys, _LINGER_S)
+
+    def note_error(self, error: BaseException) -> None:
+        """Remember an exception that left a forward, or ends the process."""
+        self.error = describe_error(error)
+        self._alarmed_step = self.step + 1  # Others may have gone on without it.
+
+    def close(self, state: str = "ended") -> None:
+        """Say that this process takes part no more, and end the threads."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._call = None
+        if self.world_size > 1:
+            last = self.status()
+            last.state, last.wait, last.call = state, None, None
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"end/{self.rank}", last.dump())
+                if self._answering is not None:
+                    self._store.set(self._answering.wake_key, "")
+        self.channels.clear()  # What is left of the process groups may go.
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def end_threads(self) -> None:
+        """Wait for the threads: at the end of Python none may be inside the store."""
+        end = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0))
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception, and the user's line that it came from."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = place_of(frames[-1]) if frames else None
+    return f"{type(error).__name__}: {error}" + (f" at {place}" if place is not None else "")
+
+
+# --- the watchdog of this process -----------------------------------------------------------------
+
+_HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's own list lacks it
+_current: Watchdog | None = None
+_lock = threading.Lock()
+_of_thread = threading.local()
+
+
+def current_watchdog() -> Watchdog:
+    """Return the watchdog of the default process group; made when it is first asked for."""
+    global _current  # noqa: PLW0603 - one process, one watchdog
+    store = _compat.default_store()
+    if _compat.ranks_are_threads():
+        return _watchdog_of_thread(store)
+    with _lock:
+        if _current is None or _current.default_store is not store:
+            if _current is not None:
+                _current.close("destroyed")
+            else:
+                _at_start()
+            _current = _new_watchdog(store)
+        return _current
+
+
+def _watchdog_of_thread(store: Any) -> Watchdog:
+    """Return that of a rank that is a thread: what threads do is not told apart, so none asks."""
+    found = getattr(_of_thread, "watchdog", None)
+    if found is None or found.default_store is not store:
+        found = _of_thread.watchdog = Watchdog(store, _HashStore(), 0, 1)
+    return found
+
+
+def _new_watchdog(store: Any) -> Watchdog:
+    if "fake" in dist.get_backend_config():  # One process stands for all: it has nobody to ask.
+        return Watchdog(store, _HashStore(), 0, 1)
+    return Watchdog(store, store, dist.get_rank(), dist.get_world_size())
+
+
+def _at_start() -> None:
+    """Have the end of this process told."""
+    atexit.register(_say_goodbye, os.getpid())
+    hook = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _current is not None:
+            _current.note_error(error)
+            _current.has_raised = True
+        hook(kind, error, trace)
+
+    sys.excepthook = tell
+
+
+def _say_goodbye(pid: int) -> None:
+    if _current is not None and os.getpid() == pid:  # Not in a process that was forked.
+        _current.close("raised" if _current.has_raised else "ended")
+        _current.linger()
+        _current.end_threads()
