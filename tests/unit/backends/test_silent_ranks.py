@@ -11,8 +11,10 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import rounds
 from shardkit.backends.watch.machine import machine_id
+from shardkit.backends.watch.store import RunStore
 
 ELSEWHERE = "another boot pid:[1]"
 
@@ -35,10 +37,10 @@ def dead_process() -> int:
 def test_equal_names_of_hosts_do_not_mislead(
     monkeypatch: pytest.MonkeyPatch, machine: str, is_alive: bool, state: str
 ) -> None:
-    monkeypatch.setattr(rounds, "_ANSWER_S", 0.01)
-    store = dist.HashStore()
+    monkeypatch.setattr(watch_settings, "answer_s", 0.01)
+    store = RunStore("run", dist.HashStore())
     pid = os.getpid() if is_alive else dead_process()
     store.set("hello/0", json.dumps([socket.gethostname(), pid, machine]))
     asker = rounds.Rounds(store, 1, -1)
     asker.ask()
-    assert [answer.state for answer in asker.answers] == [state]
+    assert [answer.state for answer in asker.statuses] == [state]

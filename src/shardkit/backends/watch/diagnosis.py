@@ -8,8 +8,7 @@ proof that some ranks can never go on:
   issued, and can not issue, for it waits itself.
 
 Where the proof takes the user's own collectives into account, of which the watch sees no more than
-where they are called, or where ranks were seen in the moment between two states, the same must be
-seen in two rounds in a row.
+where they are called, the same must be seen in two rounds in a row.
 """
 
 from __future__ import annotations
@@ -101,25 +100,26 @@ def diagnose(
     lacking = {s.rank: _lacking(s, statuses) for s in statuses if what_is_awaited(s) is not None}
     if not lacking:
         return None
+    details_of: list[int] = []
+    for status in statuses:
+        if passed := _passed(status, statuses, details_of):
+            lost.add(status.rank)  # What it asks for was never agreed to.
+            lacking[status.rank] = sorted({*lacking[status.rank], *passed})
+    parted = lost.intersection(lacking)
     # By what shardkit itself knows, at one look.
     sure = {rank: them for rank, them in lacking.items() if statuses[rank].wait is not None}
-    doomed = _doomed(statuses, sure, lost)
+    doomed = _doomed(statuses, sure, lost) | parted
     if doomed:
-        return _final(statuses, doomed, lacking, lost)
-    # By the user's own collectives as well, and by ranks that passed what another one asks about.
-    passed = {s.rank: _passed_by(s, statuses) for s in statuses}
-    doomed = _doomed(statuses, lacking, lost | {r for r, by in passed.items() if by})
-    doomed |= {rank for rank, by in passed.items() if by}
+        return _final(statuses, doomed, lacking, lost - parted)
+    # By the user's own collectives as well.
+    doomed = _doomed(statuses, lacking, lost)
+    passing = dataclasses.replace(_passing(statuses, lacking), details_of=details_of)
     if not doomed:
-        return _passing(statuses, lacking)
-    for rank, by in passed.items():
-        lacking[rank] = sorted({*lacking.get(rank, ()), *by})
+        return passing
     key = ";".join(f"{rank} {_exactly(statuses[rank])}" for rank in sorted(doomed))
-    found = _final(statuses, doomed, lacking, lost)
     if key == suspicion:
-        return found
-    passing = _passing(statuses, lacking)
-    return dataclasses.replace(passing, suspicion=key, details_of=found.details_of)
+        return _final(statuses, doomed, lacking, lost)
+    return dataclasses.replace(passing, suspicion=key)
 
 
 def _exactly(status: RankStatus) -> str:
@@ -164,6 +164,8 @@ def _lacking(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
 
 def _has_come(other: RankStatus, wait: WaitStatus) -> bool:
     """Whether a rank has issued a collective, or is about to, where that is what is awaited."""
+    if other.gave_up is not None:  # It has ended all that it had issued.
+        return False
     theirs = other.groups.get(wait.group)
     if theirs is None or theirs.position < wait.position:
         return False
@@ -171,15 +173,27 @@ def _has_come(other: RankStatus, wait: WaitStatus) -> bool:
     return theirs.position > wait.position or is_asking
 
 
-def _passed_by(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
-    """Return ranks that issued another collective where this one asks to issue its own."""
+def _passed(status: RankStatus, statuses: Sequence[RankStatus], details_of: list[int]) -> list[int]:
+    """Return ranks that issued another collective where this one asks to issue its own.
+
+    Args:
+        status: Status of the rank that asks.
+        statuses: Status of each rank.
+        details_of: Takes the ranks that issued something of which more has to be known: they may
+            have agreed, and this rank has not noticed yet.
+    """
     wait = status.wait
     if wait is None or wait.is_issued or wait.group not in status.groups:
         return []
     found = []
     for rank in status.groups[wait.group].ranks:
         theirs = statuses[rank].groups.get(wait.group)
-        if rank != status.rank and theirs is not None and theirs.position > wait.position:
+        if rank == status.rank or theirs is None or theirs.position <= wait.position:
+            continue
+        issued = theirs.at(wait.position)
+        if issued is None and not theirs.recent and len(details_of) < _MAX_DETAILS:
+            details_of.append(rank)
+        elif issued is not None and issued != wait.of:
             found.append(rank)
     return found
 
@@ -243,7 +257,7 @@ def _final(
     lost: set[int],
 ) -> Diagnosis:
     known = next((s.gave_up for s in statuses if s.gave_up is not None), None)
-    text, details = (known, []) if known is not None else _parted(statuses, doomed)
+    text = known if known is not None else _parted(statuses, doomed)
     if text is None:
         text = _missing(statuses, sorted(doomed), lacking, lost)
     first = min(doomed)
@@ -253,16 +267,11 @@ def _final(
         key=f"{first} {what_is_awaited(statuses[first])}",
         told_by=first,
         doomed={str(rank): what_is_awaited(statuses[rank]) or "" for rank in sorted(doomed)},
-        details_of=details,
     )
 
 
-def _parted(statuses: Sequence[RankStatus], doomed: set[int]) -> tuple[str | None, list[int]]:
-    """Find the first place at which ranks issued, or are about to issue, different collectives.
-
-    Returns:
-        What is said of it, if it is known; and whose details have to be known for that.
-    """
+def _parted(statuses: Sequence[RankStatus], doomed: set[int]) -> str | None:
+    """Say where ranks issued, or are about to issue, different collectives; None: not known."""
     names = dict.fromkeys(
         status.wait.group for status in statuses if status.rank in doomed and status.wait
     )
@@ -278,12 +287,8 @@ def _parted(statuses: Sequence[RankStatus], doomed: set[int]) -> tuple[str | Non
             if len({what for what, _ in told}) > 1:
                 ranks = _ranks(status.rank for status in members)
                 title = f"ranks parted. Of the collectives of {ranks}, number {position + 1} is"
-                return "\n".join([title, *_by_collective(told), _SAME_ORDER]), []
-        asking = [s.groups[name].position for s in members if s.groups[name].wish is not None]
-        passed = [s.rank for s in members if asking and s.groups[name].position > min(asking)]
-        if passed and not any(statuses[rank].groups[name].recent for rank in passed):
-            return None, passed[:_MAX_DETAILS]
-    return None, []
+                return "\n".join([title, *_by_collective(told), _SAME_ORDER])
+    return None
 
 
 def _by_collective(told: Sequence[tuple[str, RankStatus]]) -> list[str]:

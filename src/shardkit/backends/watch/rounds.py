@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardkit.backends.watch.store import RunStore
 
 _CONFIRM_S = 1.0
+_now = time.monotonic
 _DETAILS_S = 1.0
 _RESULT_S = 15.0  # An asker that takes longer has died.
 _LOOK_S = 2.0
@@ -140,7 +141,7 @@ class Rounds:
         self._suspicion = ""
         for rank in range(self._world_size):
             if rank in result.silent:
-                self._silent_since.setdefault(rank, time.monotonic())
+                self._silent_since.setdefault(rank, _now())
             else:
                 self._silent_since.pop(rank, None)
         return result.diagnosis
@@ -204,7 +205,7 @@ class Rounds:
             status = _read(self.store.get(f"end/{rank}"), rank)
             if status is not None:
                 return status
-        since = self._silent_since.setdefault(rank, time.monotonic() - watch_settings.answer_s)
+        since = self._silent_since.setdefault(rank, _now() - watch_settings.answer_s)
         if rank not in self._hello and self.store.has(f"hello/{rank}"):
             self._hello[rank] = _read_hello(self.store.get(f"hello/{rank}"))
         if rank not in self._hello:
@@ -212,7 +213,7 @@ class Rounds:
         host, pid, machine = self._hello[rank]
         is_here = machine == machine_id()
         state = process_state(pid) if is_here else self._known.get(rank, "silent")
-        return RankStatus(rank, host, pid, state, silent_s=time.monotonic() - since)
+        return RankStatus(rank, host, pid, state, silent_s=_now() - since)
 
     def _add_details(self, number: int, ranks: Sequence[int]) -> bool:
         """Fill in the details of ranks that have answered; return whether there are any."""
@@ -243,10 +244,13 @@ class Rounds:
         if not silent:
             return look
         awake = [s.rank for s in self.statuses if s.state not in UNHEARD]
-        unknown = [rank for rank in awake if rank not in self._hello]
-        texts = self.store.get_all([f"hello/{rank}" for rank in unknown]) if unknown else []
+        keys = {f"hello/{rank}": rank for rank in awake if rank not in self._hello}
+        for key in self.store.missing([*keys]):  # To ask for one that is not there takes for ever.
+            del keys[key]
+        unknown = [*keys.values()]
+        texts = self.store.get_all([*keys]) if keys else []
         self._hello |= dict(zip(unknown, map(_read_hello, texts), strict=True))
-        by_machine = {self._hello[rank][2]: rank for rank in reversed(awake)}
+        by_machine = {self._hello[rank][2]: rank for rank in reversed(awake) if rank in self._hello}
         for status in silent:
             looker = by_machine.get(self._hello[status.rank][2])
             if looker is not None:

@@ -51,7 +51,6 @@ _EXPLAIN_S = 15.0
 _GO = "go"
 _MAX_PAUSE_S = 30.0
 _MORE_WORDS = 6.0  # A wait is told of again when it has become so many times as long.
-_LINGER_S = 12.0
 _END_S = 6.0
 _RETRY_S = 5.0
 _STORE_GONE = (
@@ -189,9 +188,7 @@ class Watchdog:
         if self.verdict is not None:
             raise RankMismatchError(self.verdict)
         if self._alarmed_step >= self.step:
-            wait.next_look = min(
-                wait.next_look, wait.since + watch_settings.ask_unexpected_after_s
-            )
+            wait.next_look = min(wait.next_look, wait.since + watch_settings.ask_unexpected_after_s)
         ident = threading.get_ident()
         with self.lock:
             self._waits[ident] = wait
@@ -282,7 +279,7 @@ class Watchdog:
 
     def _look(self) -> None:
         if not self._is_in_use():
-            self._call = None
+            self.close("destroyed")
             return
         self._see_call()
         now = time.monotonic()
@@ -313,7 +310,9 @@ class Watchdog:
         """Return the waits of threads, the main one's first, of devices, and of the user's."""
         with self.lock:
             threads = sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
-        flights = [channel.in_flight.oldest(device_after_s) for channel in [*self.channels.values()]]
+        flights = [
+            channel.in_flight.oldest(device_after_s) for channel in [*self.channels.values()]
+        ]
         calls = [self._call] if self._call is not None else []
         return [*threads, *(wait for wait in flights if wait is not None), *calls]
 
@@ -454,6 +453,8 @@ class Watchdog:
                     self._answering = Answering(store, self.rank, self.status)
                 answering = self._answering
                 assert answering is not None, "it was made with the store"
+                if is_over():  # Closed before there was a key to be woken by.
+                    return
                 store.block_until(answering.wake_key, is_over)
                 result = answering.answer(is_over)
                 if result.diagnosis is not None and not is_over():
@@ -514,16 +515,24 @@ class Watchdog:
     # --- the end ---
 
     def linger(self) -> None:
-        """Wait a little for the ends of the others, if this process holds the store.
+        """Wait for the ends of the others, if this process holds the store.
 
-        Without the store they could not be told why this rank does not come.
+        Without the store they could not be told why this rank does not come, and those that are
+        fine would read torch's complaints about it.
         """
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self.rank != 0 or is_agents or self.verdict is not None or self.world_size == 1:
             return
-        keys = [f"end/{rank}" for rank in range(1, self.world_size)]
+        end = time.monotonic() + watch_settings.silent_after_s
+        missing = [f"end/{rank}" for rank in range(1, self.world_size)]
         with contextlib.suppress(RuntimeError):
-            self._store.await_keys(keys, _LINGER_S)
+            while time.monotonic() < end:
+                missing = self._store.missing(missing)
+                # Those that were killed write nothing.
+                pids = (runs.process_of(self._store.run, int(key[4:])) for key in missing)
+                if all(pid is not None and process_state(pid) == "gone" for pid in pids):
+                    return
+                time.sleep(_TICK_S)
 
     def note_error(self, error: BaseException) -> None:
         """Remember an exception that left a forward, or ends the process."""

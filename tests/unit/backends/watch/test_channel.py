@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import typing
 
@@ -15,11 +16,11 @@ from shardkit.backends.watch.channel import Channel
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit.backends.watch.wait import Wait
+    from shardkit.backends.watch.channel import Wait
 
 
-class Station:
-    """A station that notes what it is asked for.
+class Watchdog:
+    """A watchdog that notes what it is asked for.
 
     Attributes:
         counted: Keys to which this rank has counted in, with what is to be deleted.
@@ -28,22 +29,19 @@ class Station:
 
     world_size = 4
 
-    def __init__(self, explanation: str | None = None) -> None:
+    def __init__(self) -> None:
         self.verdict: str | None = None
+        self.lock = threading.Lock()
         self.counted: list[tuple[str, int, str]] = []
         self.waits: list[Wait] = []
-        self._explanation = explanation
 
     @contextlib.contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
+    def watching(self, wait: Wait) -> Iterator[None]:
         self.waits.append(wait)
         yield
 
     def count_in(self, key: str, size: int, old: str) -> None:
         self.counted.append((key, size, old))
-
-    def explain(self) -> str | None:
-        return self._explanation
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +49,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 2])
 
 
-def make(station: Station) -> Channel:
+def make(watchdog: Watchdog) -> Channel:
     group: typing.Any = types.SimpleNamespace(group_name="7")
-    any_station: typing.Any = station
-    return Channel(group, any_station)
+    any_watchdog: typing.Any = watchdog
+    return Channel(group, any_watchdog)
 
 
 def take_step(channel: Channel, *names: str) -> None:
@@ -63,21 +61,21 @@ def take_step(channel: Channel, *names: str) -> None:
 
 
 def test_a_step_that_repeats_asks_nobody() -> None:
-    station = Station()
-    channel = make(station)
-    take_step(channel, "a", "b", "c")
-    take_step(channel, "a", "b", "c")
-    num_asked = len(station.counted)
+    watchdog = Watchdog()
+    channel = make(watchdog)
+    for _ in range(3):
+        take_step(channel, "a", "b", "c")
+    num_asked = len(watchdog.counted)
     for _ in range(5):
         take_step(channel, "a", "b", "c")
-    assert len(station.counted) == num_asked
-    assert channel.state().position == 21
+    assert len(watchdog.counted) == num_asked
+    assert channel.status().position == 24
 
 
 def test_what_is_not_foretold_is_counted_in_by_all_ranks_of_the_group() -> None:
-    station = Station()
-    take_step(make(station), "a", "b")
-    (first, size, old), (second, _, before) = station.counted
+    watchdog = Watchdog()
+    take_step(make(watchdog), "a", "b")
+    (first, size, old), (second, _, before) = watchdog.counted
     assert first.startswith("next/7/0/")
     assert second.startswith("next/7/1/")
     assert (size, old, before) == (2, "", first)
@@ -86,51 +84,45 @@ def test_what_is_not_foretold_is_counted_in_by_all_ranks_of_the_group() -> None:
 def test_ranks_that_part_count_in_at_different_keys() -> None:
     keys = []
     for name, nbytes in (("a", 64), ("b", 64), ("a", 128)):
-        station = Station()
-        make(station).issue("all-gather", name, nbytes)
-        keys.append(station.counted[0][0])
+        watchdog = Watchdog()
+        make(watchdog).issue("all-gather", name, nbytes)
+        keys.append(watchdog.counted[0][0])
     assert len(set(keys)) == 3
 
 
 def test_after_a_verdict_nothing_is_issued() -> None:
-    station = Station()
-    channel = make(station)
+    watchdog = Watchdog()
+    channel = make(watchdog)
     for _ in range(3):
         take_step(channel, "a", "b")
-    station.verdict = "rank 2 is gone"
-    position = channel.state().position
+    watchdog.verdict = "rank 2 is gone"
+    position = channel.status().position
     with pytest.raises(RankMismatchError, match="rank 2 is gone"):
         channel.issue("all-gather", "a", 64)
-    assert channel.state().position == position
-
-
-def test_an_error_of_the_engine_is_explained() -> None:
-    channel = make(Station("rank 2 has ended"))
-    engine_error = RuntimeError("Connection closed by peer")
-    with (
-        pytest.raises(RankMismatchError, match="rank 2 has ended") as raised,
-        channel.run("all-gather", "a", 64),
-    ):
-        raise engine_error
-    assert raised.value.__cause__ is engine_error
-
-
-def test_an_error_that_nobody_explains_stays_as_it_is() -> None:
-    engine_error = RuntimeError("out of memory")
-    with (
-        pytest.raises(RuntimeError, match="out of memory") as raised,
-        make(Station()).run("all-gather", "a", 64),
-    ):
-        raise engine_error
-    assert raised.value is engine_error
+    assert channel.status().position == position
 
 
 def test_others_are_told_what_this_rank_wishes_for() -> None:
-    station = Station()
-    channel = make(station)
+    watchdog = Watchdog()
+    channel = make(watchdog)
     wishes = []
-    station.count_in = lambda *_: wishes.append(channel.state().wish)  # type: ignore[method-assign]
+    watchdog.count_in = lambda *_: wishes.append(channel.status().wish)  # type: ignore[method-assign]
     channel.issue("all-gather", "a", 64)
     assert wishes == ["all-gather of a (64 bytes)"]
-    assert channel.state().wish is None
-    assert channel.state().recent == [(0, "all-gather of a (64 bytes)")]
+    assert channel.status().wish is None
+    assert channel.status().recent == ["all-gather of a (64 bytes)"]
+
+
+def test_an_error_of_the_store_takes_the_wish_back() -> None:
+    """Else others would wait for what this rank does not wish for any more."""
+    watchdog = Watchdog()
+
+    def fail(*_: object) -> None:
+        raise ConnectionError
+
+    watchdog.count_in = fail  # type: ignore[method-assign]
+    channel = make(watchdog)
+    with pytest.raises(ConnectionError):
+        channel.issue("all-gather", "a", 64)
+    assert channel.status().wish is None
+    assert channel.status().position == 0

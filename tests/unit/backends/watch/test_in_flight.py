@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.backends.watch import in_flight, wait
-from shardkit.backends.watch.in_flight import InFlight
-from shardkit.backends.watch.wait import Wait
+from shardkit.backends.watch import channel
+from shardkit.backends.watch.channel import InFlight, Wait
 
 
 class Clock:
@@ -14,8 +13,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(in_flight.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(wait.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(channel.time, "monotonic", lambda: self.now)
         self.flight = InFlight()
 
     def start(self, name: str, done_at: float) -> None:
@@ -60,3 +58,19 @@ def test_not_all_are_noted(clock: Clock) -> None:
         clock.start(str(number), 1e9)
         clock.now += 0.001
     assert len(clock.flight._queue) <= 6  # noqa: SLF001
+
+
+def test_the_thread_that_watches_does_not_ask_a_device_early(clock: Clock) -> None:
+    clock.start("a", 1e9)
+    assert clock.flight.oldest(10.0) is None
+    clock.now += 11
+    assert clock.flight.oldest(10.0) is not None
+
+
+def test_while_a_graph_is_captured_nothing_is_noted_and_nobody_waits(clock: Clock) -> None:
+    clock.flight.note(Wait("0", 0, "captured"), lambda: None)
+    assert clock.oldest() is None
+    clock.now += 1
+    clock.start("a", 1e9)
+    clock.flight._queue[0] = (clock.flight._queue[0][0], lambda: None)  # noqa: SLF001
+    assert clock.oldest() is None

@@ -1,118 +1,252 @@
-"""A round of questions over a store: who asks, who answers, and what is known of who does not."""
+"""Rounds of questions over a store: who asks, who answers, what is known of who does not answer."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pathlib
+import subprocess
+import sys
 import threading
 import typing
 
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.watch import rounds
-from shardkit.backends.watch.answer import Answer, ChannelState, WaitState
+from shardkit._watch_settings import watch_settings
+from shardkit.backends.watch import rounds as module
+from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.machine import machine_id
-from shardkit.backends.watch.rounds import Rounds, read_verdict
+from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.rounds import Answering, Result, Rounds, hello
+from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
+from shardkit.backends.watch.store import RunStore
 
 if typing.TYPE_CHECKING:
-    from shardkit.backends.watch.verdict import Verdict
+    from collections.abc import Iterator
+
+NO_PROCESS = 2**22 + 1  # Above what Linux gives.
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
-    monkeypatch.setattr(rounds, "_ANSWER_S", 0.2)
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_settings, "answer_s", 0.3)
+    monkeypatch.setattr(module, "_CONFIRM_S", 0.05)
+
+
+def file_store(folder: pathlib.Path) -> typing.Any:
+    return dist.FileStore(str(folder / "store"), 9)
+
+
+def tcp_store(_: pathlib.Path) -> typing.Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def hash_store(_: pathlib.Path) -> typing.Any:
     return dist.HashStore()
 
 
-def answer_once(store: typing.Any, answer: Answer) -> threading.Thread:
-    """Answer the next round, as a station does."""
-
-    def run() -> None:
-        store.wait([f"wake/{answer.rank}"])
-        store.set(f"answer/{answer.rank}/{int(store.add('rounds', 0))}", answer.dump())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
+@pytest.fixture(params=[hash_store, tcp_store, file_store], ids=["hash", "tcp", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> RunStore:
+    return RunStore("run", request.param(tmp_path))
 
 
-def test_all_answer_and_nobody_waits(store: dist.HashStore) -> None:
-    threads = [answer_once(store, Answer(rank)) for rank in range(2)]
-    asker = Rounds(store, 2, -1)
-    assert asker.ask() is None
-    assert [answer.state for answer in asker.answers] == ["runs", "runs"]
-    assert read_verdict(store, 1) is None
-    for thread in threads:
-        thread.join()
+@contextlib.contextmanager
+def answering(store: RunStore, *statuses: RankStatus) -> Iterator[list[list[Result]]]:
+    """Answer rounds for ranks, as their watchdogs do; yield what each heard."""
+    is_over = threading.Event()
+    heard: list[list[Result]] = [[] for _ in statuses]
+    threads, ranks = [], []
+    for status, results in zip(statuses, heard, strict=True):
+        own = Answering(store.clone(), status.rank, lambda status=status: status)  # type: ignore[misc]
+
+        def listen(own: Answering = own, results: list[Result] = results) -> None:
+            while not is_over.is_set():
+                own.store.block_until(own.wake_key, is_over.is_set)
+                if not is_over.is_set():
+                    results.append(own.answer(is_over.is_set))
+
+        ranks.append(own)
+        threads.append(threading.Thread(target=listen))
+        threads[-1].start()
+    try:
+        yield heard
+    finally:
+        is_over.set()
+        for own in ranks:
+            store.set(own.wake_key, "")
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
-def test_others_read_the_verdict_of_who_asked(store: dist.HashStore) -> None:
-    state = ChannelState([0, 1], 1, [(0, "a")])
-    wait = WaitState("0", 0, "a", 3.0)
-    ended = Answer(1, state="ended")
-    store.set("end/1", ended.dump())
-    thread = answer_once(store, Answer(0, channels={"0": state}, waits=wait))
-    verdict = Rounds(store, 2, 0).ask()
-    thread.join()
-    assert verdict is not None
-    assert verdict.is_final
-    assert "rank 1 has ended" in verdict.text
-    assert read_verdict(store, 1) == verdict
-
-
-def test_who_comes_second_reads_what_the_first_found(store: dist.HashStore) -> None:
-    store.compare_set("asks/1", "", "0")
-    store.set(
-        "verdict/1", json.dumps({"is_final": False, "text": "later", "wait": "", "told_by": 0})
+def waiting(rank: int, **fields: typing.Any) -> RankStatus:
+    """Return the status of a rank that waits for the first collective of two ranks."""
+    groups = {"0": GroupStatus([0, 1], 1, recent=["a"])}
+    return RankStatus(
+        rank, pid=os.getpid(), groups=groups, wait=WaitStatus("0", 0, "a", 3.0), **fields
     )
-    verdict = Rounds(store, 2, 1).ask()
-    assert verdict is not None
-    assert verdict.text == "later"
 
 
-def test_a_round_under_way_is_waited_for(
-    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who answers one round does not hear of another."""
-    store.add("rounds", 1)
+def test_all_answer_and_nobody_waits(store: RunStore) -> None:
+    with answering(store, RankStatus(0), RankStatus(1)) as heard:
+        asker = Rounds(store, 2, -1)
+        assert asker.ask() is None
+    assert [status.state for status in asker.statuses] == ["runs", "runs"]
+    assert heard == [[Result()], [Result()]]
 
-    def read(store: typing.Any, number: int) -> Verdict | None:
-        found = {"is_final": True, "text": "the first", "wait": ""}
-        store.set(f"verdict/{number}", json.dumps(found))  # Now it comes.
-        return read_verdict(store, number)
 
-    monkeypatch.setattr(rounds, "read_verdict", read)
-    verdict = Rounds(store, 2, 1).ask()
-    assert verdict is not None
-    assert verdict.text == "the first"
-    assert int(store.add("rounds", 0)) == 1
+def test_all_ranks_hear_what_follows(store: RunStore) -> None:
+    store.set("end/1", RankStatus(1, state="ended").dump())
+    with answering(store, waiting(0)) as heard:
+        diagnosis = Rounds(store, 2, 0).ask()
+    assert diagnosis is not None
+    assert diagnosis.is_final
+    assert "rank 1 has ended" in diagnosis.text
+    assert [result.diagnosis for result in heard[0]] == [diagnosis]
+
+
+def test_who_only_looks_on_ends_nothing(store: RunStore) -> None:
+    """And yet hears all of it."""
+    store.set("end/1", RankStatus(1, state="ended").dump())
+    with answering(store, waiting(0)) as heard:
+        diagnosis = Rounds(store, 2, -1).ask()
+    assert diagnosis is not None
+    assert "rank 1 has ended" in diagnosis.text
+    assert [result.diagnosis for result in heard[0]] == [None]
+
+
+def test_who_comes_second_reads_what_the_first_found(store: RunStore) -> None:
+    store.claim("asks/1", "0")
+    store.set("result/1", Result(Diagnosis(is_final=False, text="later"), [1]).dump())
+    diagnosis = Rounds(store, 2, 1).ask()
+    assert diagnosis is not None
+    assert diagnosis.text == "later"
+    assert store.add("rounds", 0) == 0
 
 
 def test_where_the_asker_died_the_next_round_can_begin(
-    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "VERDICT_S", rounds.timedelta(milliseconds=50))
-    store.compare_set("asks/1", "", "0")
-    assert Rounds(store, 2, 1).ask() is None
-    assert int(store.add("rounds", 0)) == 1
+    """It had not woken anybody, or not all."""
+    monkeypatch.setattr(module, "_RESULT_S", 0.1)
+    store.claim("asks/1", "0")
+    with answering(store, RankStatus(0), RankStatus(1)):
+        asker = Rounds(store, 2, 1)
+        assert asker.ask() is None
+        assert asker.ask() is None
+        assert [status.state for status in asker.statuses] == ["runs", "runs"]
+    assert store.add("rounds", 0) == 2
 
 
 @pytest.mark.parametrize("known", ["gone", "busy", "silent", "unborn"])
-def test_what_is_known_of_who_does_not_answer(store: dist.HashStore, known: str) -> None:
+def test_what_is_known_of_who_does_not_answer(store: RunStore, known: str) -> None:
     if known != "unborn":
         machine = "elsewhere" if known == "silent" else machine_id()
-        pid = 2**22 + 1 if known == "gone" else os.getpid()
+        pid = NO_PROCESS if known == "gone" else os.getpid()
         store.set("hello/0", json.dumps(["host", pid, machine]))
     asker = Rounds(store, 1, -1)
     asker.ask()
-    assert asker.answers[0].state == known
+    assert asker.statuses[0].state == known
 
 
-def test_old_rounds_are_deleted(store: dist.HashStore) -> None:
-    for _ in range(20):
-        thread = answer_once(store, Answer(0))
-        Rounds(store, 1, -1).ask()
-        thread.join()
-        store.delete_key("wake/0")
-    assert store.num_keys() <= 8
+def test_a_rank_that_is_stopped_or_traced_is_said_to_be(store: RunStore) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process.send_signal(19)
+        store.set("hello/0", hello("host", process.pid))
+        asker = Rounds(store, 1, -1)
+        asker.ask()
+        assert asker.statuses[0].state == "stopped"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("pid", "state"), [(NO_PROCESS, "gone"), (os.getpid(), "busy")])
+def test_others_of_a_machine_look_at_who_is_silent_there(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, pid: int, state: str
+) -> None:
+    """Rank 0 asks; ranks 1 and 2 are elsewhere, where rank 1 answers for rank 2."""
+    monkeypatch.setattr(module, "machine_id", lambda: "here")
+    for rank, machine in enumerate(["here", "there", "there"]):
+        store.set(f"hello/{rank}", json.dumps(["host", pid, machine]))
+    groups = {"0": GroupStatus([0, 1, 2], 1, recent=["a"])}
+    zero = RankStatus(0, groups=groups, wait=WaitStatus("0", 0, "a", 3.0))
+    one = RankStatus(1, groups=groups)
+    with answering(store, zero, one):
+        asker = Rounds(store, 3, 0)
+        diagnosis = asker.ask()
+    assert asker.statuses[2].state == state
+    assert diagnosis is not None
+    assert diagnosis.is_final == (state == "gone")
+    assert f"rank 2 {'is gone' if state == 'gone' else 'does not answer, but'}" in diagnosis.text
+
+
+def test_silence_counts_within_one_wait_without_gaps(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_settings, "answer_s", 0.02)
+    monkeypatch.setattr(watch_settings, "silent_after_s", 1000.0)
+    store.set("hello/1", json.dumps(["host", 1, "elsewhere"]))
+    now = [100.0]
+    monkeypatch.setattr(module, "_now", lambda: now[0])
+    asker = Rounds(store, 2, 0)
+
+    def silence(*answers: RankStatus) -> float:
+        now[0] += 50
+        with answering(store, waiting(0), *answers):
+            asker.ask()
+        return asker.statuses[1].silent_s
+
+    assert silence() < 1
+    assert silence() > 49
+    assert silence() > 99
+    asker.forget()
+    assert silence() < 1
+    assert silence() > 49
+    monkeypatch.setattr(watch_settings, "answer_s", 5.0)
+    assert silence(RankStatus(1)) == 0
+    monkeypatch.setattr(watch_settings, "answer_s", 0.02)
+    assert silence() < 1
+
+
+def test_what_is_suspected_is_looked_at_again_at_once(store: RunStore) -> None:
+    call = CallStatus("barrier", "0", [0, 1], 7, 3.0)
+    one = RankStatus(1, groups={"0": GroupStatus([0, 1], 0)}, call=call, place=Place("a.py", 3))
+    with answering(store, waiting(0), one) as heard:
+        asker = Rounds(store, 2, 0)
+        diagnosis = asker.ask()
+    assert diagnosis is not None
+    assert diagnosis.is_final
+    assert asker.num_rounds == 2
+    assert [result.diagnosis.is_final for result in heard[1] if result.diagnosis] == [False, True]
+
+
+def test_an_answer_that_cannot_be_read_is_none(store: RunStore) -> None:
+    store.set("hello/0", hello("host", os.getpid()))
+    thread = threading.Timer(0.05, store.clone().set, ["answer/1/0", '{"rank": [}'])
+    thread.start()
+    asker = Rounds(store, 1, -1)
+    asker.ask()
+    thread.join()
+    assert asker.statuses[0].state == "busy"
+
+
+def test_keys_do_not_grow(store: RunStore) -> None:
+    with answering(store, RankStatus(0), RankStatus(1)):
+        asker = Rounds(store, 2, -1)
+        for _ in range(3):
+            asker.ask()
+        before = store.num_keys()
+        for _ in range(10):
+            asker.ask()
+        assert store.num_keys() <= before + 2
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b'{"diagnosis": "", "silent": 3, "look": {}}', b"\xff"]
+)
+def test_what_is_no_result_says_nothing(text: bytes) -> None:
+    assert Result.load(text) == Result()

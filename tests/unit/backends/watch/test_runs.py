@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import typing
 
 import pytest
 
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.answer import Answer
+from shardkit.backends.watch.machine import machine_id
+from shardkit.backends.watch.status import RankStatus
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
@@ -55,27 +57,63 @@ def test_a_host_without_a_place_for_files_has_none(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(runs, "folder", lambda: tmp_path / "file" / "runs")
     assert runs.register(run("nowhere")) is None
-    runs.keep_verdict("nowhere", "text", [])
-    assert runs.last_verdict() is None
+    runs.keep_diagnosis("nowhere", "text", [])
+    assert runs.last_diagnosis() is None
 
 
-def test_the_last_verdict_is_found_with_its_answers(place: Path) -> None:
-    assert runs.last_verdict() is None
-    runs.keep_verdict("first", "rank 1 is gone", [])
-    runs.keep_verdict("second", "rank 0 is stopped", [Answer(0, "host", 7, "stopped")])
+def test_the_last_diagnosis_is_found_with_its_answers(place: Path) -> None:
+    assert runs.last_diagnosis() is None
+    runs.keep_diagnosis("first", "rank 1 is gone", [])
+    runs.keep_diagnosis("second", "rank 0 is stopped", [RankStatus(0, "host", 7, "stopped")])
     os.utime(place / "first.verdict", (1, 1))
-    found = runs.last_verdict()
+    found = runs.last_diagnosis()
     assert found is not None
     assert found["text"] == "rank 0 is stopped"
-    assert [Answer.load(text).state for text in found["answers"]] == ["stopped"]
+    assert [RankStatus.load(text).state for text in found["answers"]] == ["stopped"]
 
 
 def test_only_the_latest_verdicts_are_kept(place: Path) -> None:
     for number in range(30):
-        runs.keep_verdict(f"run-{number}", "text", [])
+        runs.keep_diagnosis(f"run-{number}", "text", [])
     assert len(list(place.glob("*.verdict"))) == 20
 
 
 def test_others_cannot_read_the_folder(place: Path) -> None:
     runs.register(run("mine"))
     assert place.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o720])
+def test_a_folder_that_others_may_use_is_not_used(place: Path, mode: int) -> None:
+    place.mkdir(mode=0o700)
+    place.chmod(mode)
+    assert runs.register(run("mine")) is None
+    runs.keep_diagnosis("mine", "text", [])
+    assert [*place.iterdir()] == []
+
+
+def test_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.symlink_to(tmp_path / "elsewhere")
+    assert runs.register(run("mine")) is None
+    assert [*(tmp_path / "elsewhere").iterdir()] == []
+
+
+def test_a_pipe_is_not_read(place: Path) -> None:
+    runs.register(run("good"))
+    os.mkfifo(place / "bad-0.run")
+    assert [each.name for each in runs.running()] == ["good"]
+
+
+def test_the_process_of_a_rank_is_found_on_its_machine_only() -> None:
+    runs.register(dataclasses.replace(run("here", 3, pid=77), machine=machine_id()))
+    runs.register(dataclasses.replace(run("there", 3, pid=77), machine="elsewhere"))
+    assert runs.process_of("here", 3) == 77
+    assert runs.process_of("there", 3) is None
+    assert runs.process_of("here", 4) is None
+
+
+def test_no_name_of_the_user_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert runs.folder().name == "shardkit-54321"

@@ -58,14 +58,28 @@ def test_what_is_known_does_not_grow_for_ever(monkeypatch) -> None:  # noqa: ANN
     sequence = CollectiveSequence()
     for number in range(1000):
         sequence.append(Collective("all-gather", str(number), 8))
-    assert len(sequence._next) <= 10  # noqa: SLF001
+    assert len(sequence._after) <= 10  # noqa: SLF001
+    assert len(sequence._history) == 10  # noqa: SLF001
 
 
-def test_the_last_ones_are_told_with_their_positions() -> None:
+def test_the_last_ones_are_told() -> None:
     sequence = CollectiveSequence()
     surprises("abc" * 100, sequence)
-    assert sequence.recent(2) == [
-        (298, "all-gather of b (8 bytes)"),
-        (299, "all-gather of c (8 bytes)"),
-    ]
+    assert sequence.recent(2) == ["all-gather of b (8 bytes)", "all-gather of c (8 bytes)"]
     assert len(sequence.recent()) == 128
+
+
+def test_micro_batches_are_no_news() -> None:
+    """Of which only the last one reduces, on the process group of the gathers."""
+    step = "rabcdcba" * 3 + "rabcdcDbCaBAR"
+    sequence = CollectiveSequence()
+    surprises(step * 3, sequence)
+    assert surprises(step * 20, sequence) == 0
+
+
+def test_a_ring_that_is_full_foretells_as_before(monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr(module, "_MAX_KNOWN", 64)
+    sequence = CollectiveSequence()
+    surprises(STEP * 3, sequence)
+    assert surprises(STEP * 100, sequence) == 0
+    assert sequence.recent(3) == [f"all-gather of {name} (8 bytes)" for name in STEP[-3:]]

@@ -1,0 +1,196 @@
+"""What a process does when it is told that it waits in vain, and what when its watch meets errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+import typing
+
+import pytest
+import torch.distributed as dist
+
+from shardkit import RankMismatchError
+from shardkit._watch_settings import watch_settings
+from shardkit.backends.watch import watchdog as module
+from shardkit.backends.watch.channel import Channel, InFlight, Wait
+from shardkit.backends.watch.diagnosis import Diagnosis
+from shardkit.backends.watch.sequence import Collective
+from shardkit.backends.watch.status import GroupStatus
+from shardkit.backends.watch.watchdog import Watchdog
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LAYER = Collective("all-gather", "layer", 64)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done to end waits, in order."""
+    found: list[str] = []
+    monkeypatch.setattr(module, "end_if_stuck", lambda *_, **__: found.append("end if stuck"))
+    monkeypatch.setattr(module, "abort_group", lambda _: found.append("abort"))
+    return found
+
+
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    """One process of a run of two, with one process group; nobody answers but itself."""
+    store = dist.HashStore()
+    made = Watchdog(store, store, 0, 2)
+    made._is_in_use = lambda: True  # type: ignore[method-assign]  # noqa: SLF001 - there is none
+    channel: typing.Any = types.SimpleNamespace(
+        group=None, in_flight=InFlight(), status=lambda **_: GroupStatus([0, 1], 4)
+    )
+    made.channels["0"] = channel
+    yield made
+    made.channels.clear()
+    made.close()
+    made.end_threads()
+    assert not any(thread.is_alive() for thread in made._threads)  # noqa: SLF001
+
+
+def final(awaited: str) -> Diagnosis:
+    return Diagnosis(is_final=True, text="rank 1 is gone", doomed={"0": awaited})
+
+
+def test_a_device_that_waits_ends_the_process_if_it_cannot_be_freed(
+    watchdog: Watchdog, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread is in no collective: it asks the device for a number, or is about to."""
+    monkeypatch.setattr(watch_settings, "ask_unexpected_after_s", 0.0)
+    watchdog.channels["0"].in_flight.note(Wait("0", 3, LAYER), lambda: False)
+    watchdog._take_up(final("0 3 issued"), watchdog._store)  # noqa: SLF001 - called by its threads
+    assert calls == ["end if stuck", "abort"]
+    assert watchdog.verdict == "rank 1 is gone"
+
+
+@pytest.mark.parametrize("awaited", ["0 2 issued", "0 3 agreed", "1 3 issued", ""])
+def test_a_text_in_the_store_ends_nothing_of_which_this_rank_knows_nothing(
+    watchdog: Watchdog, calls: list[str], awaited: str
+) -> None:
+    """It waits for something else; somebody may have written anything."""
+    with watchdog.watching(Wait("0", 3, LAYER)):
+        watchdog._take_up(final(awaited), watchdog._store)  # noqa: SLF001
+    watchdog._take_up(final(awaited), watchdog._store)  # noqa: SLF001
+    assert calls == []
+    assert watchdog.verdict is None
+
+
+def test_a_wait_that_is_in_vain_raises(watchdog: Watchdog, calls: list[str]) -> None:
+    engine_error = RuntimeError("Application timeout caused pair closure")
+    with pytest.raises(RankMismatchError, match="rank 1 is gone") as raised:
+        with watchdog.watching(Wait("0", 3, LAYER)):
+            watchdog._take_up(final("0 3 issued"), watchdog._store)  # noqa: SLF001
+            raise engine_error
+    assert raised.value.__suppress_context__, "the engine's error was ours"
+    assert "pair closure" not in str(raised.value)
+    assert calls == ["end if stuck", "abort"]
+    with pytest.raises(RankMismatchError), watchdog.watching(Wait("0", 4, LAYER)):
+        pytest.fail("nothing is begun after that")
+
+
+def test_an_error_of_the_engine_is_explained(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_explain", lambda: "rank 1 has ended")
+    with pytest.raises(RankMismatchError, match="rank 1 has ended") as raised:
+        with watchdog.watching(Wait("0", 3, LAYER)):
+            raise RuntimeError("Connection closed by peer")  # noqa: EM101 - what gloo says
+    assert str(raised.value).endswith("(The engine said: Connection closed by peer)")
+    assert raised.value.__suppress_context__
+
+
+def test_an_error_that_nobody_explains_stays_as_it_is(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_explain", lambda: None)
+    engine_error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        with watchdog.watching(Wait("0", 3, LAYER)):
+            raise engine_error
+    assert raised.value is engine_error
+
+
+def test_a_store_with_anything_in_it_stops_no_thread(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger writes what is no result, no status, no number."""
+    store = watchdog._store  # noqa: SLF001
+    for number, text in enumerate(["{", '{"diagnosis": 3}', "[[[", '{"silent": {}}', "\x00"], 1):
+        store.set(f"result/{number}", text)
+        store.set(f"wake/0/{number}", "?")
+        assert store.await_keys([f"answer/{number}/0"], 10)
+    store.set("result/6", "{}")
+    store.set("wake/0/6", "")
+    assert store.await_keys(["answer/6/0"], 10)
+    assert watchdog.verdict is None
+    assert "the watch over ranks met" not in caplog.text
+
+
+def test_a_thread_that_meets_an_error_says_so_and_goes_on(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.1)
+    broken, whole = threading.Event(), watchdog.status
+
+    def status(**_: bool) -> typing.Any:
+        broken.set()
+        msg = "no such device"
+        raise ValueError(msg)
+
+    monkeypatch.setattr(watchdog._answering, "_status", status)  # noqa: SLF001
+    store = watchdog._store  # noqa: SLF001
+    store.add("rounds", 1)
+    store.set("wake/0/1", "")
+    assert broken.wait(10)
+    monkeypatch.setattr(watchdog, "status", whole)
+    deadline = time.monotonic() + 10
+    while not caplog.text and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "rank 0: the watch over ranks met ValueError: no such device" in caplog.text
+    time.sleep(0.5)
+    store.add("rounds", 1)
+    store.set("wake/0/2", "")
+    assert store.await_keys(["answer/2/0"], 10)
+
+
+def test_a_wait_is_told_of_again_when_it_is_six_times_as_long(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+) -> None:
+    passing = Diagnosis(is_final=False, text="rank 0 waits", told_by=0)
+    wait = Wait("0", 3, LAYER)
+    with watchdog.watching(wait):
+        for for_s in range(1, 400):
+            wait.since = time.monotonic() - for_s
+            watchdog._take_up(passing, watchdog._store)  # noqa: SLF001
+    assert caplog.text.count("rank 0 waits") == 2  # After 10 and 60 s; the next after 360.5.
+
+
+def test_what_a_rank_tells_is_of_one_moment(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Position and collectives belong together, whoever issues meanwhile."""
+    group: typing.Any = types.SimpleNamespace(group_name="0")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    channel = Channel(group, watchdog)
+    monkeypatch.setattr(channel, "_agree", lambda _: None)
+    watchdog.channels["0"] = channel
+    is_over = threading.Event()
+
+    def issue() -> None:
+        while not is_over.is_set():
+            channel.issue("all-gather", str(channel.sequence.position), 8)
+
+    thread = threading.Thread(target=issue)
+    thread.start()
+    try:
+        for _ in range(300):
+            state = watchdog.status().groups["0"]
+            first = state.position - len(state.recent)
+            for position, what in enumerate(state.recent, first):
+                assert what == f"all-gather of {position} (8 bytes)"
+    finally:
+        is_over.set()
+        thread.join()
