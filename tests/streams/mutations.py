@@ -296,15 +296,15 @@ MUTATIONS = (
     # --- the runtime ---
     Mutation(
         "_runtime.runtime",
-        "        self.streams.follow_compute()\n        self.used",
-        "        self.used",
+        "        self.gathers.follow_writes(self._noted_versions)\n",
+        "        self.gathers._followed = [*self._noted_versions]\n",
         "by_hand",
     ),
     Mutation(
-        "_runtime.runtime",
-        "        self.streams.follow_compute()\n        if group.is_stale",
-        "        if group.is_stale",
-        "by_hand",
+        "_runtime.gathers",
+        "        self._follow_late_writes(groups)\n",
+        "",
+        "writes_in_forward",
     ),
     Mutation(
         "_runtime.runtime",

@@ -310,6 +310,22 @@ def by_hand(run: Run) -> Training:
     return training
 
 
+def writes_in_forward(run: Run) -> Training:
+    """A block is written inside of the root's forward, before its own, as momentum encoders are."""
+    training = Training(run, reshard_after_forward=True)
+
+    def write(module: nn.Module, *_: object) -> None:
+        blocks = training.model.blocks if module is training.model.blocks[0] else None
+        target = blocks[2] if blocks is not None else training.plain.blocks[2]
+        with torch.no_grad():
+            for param in target.parameters():
+                param.mul_(0.9)
+
+    for model in (training.model, training.plain):
+        model.blocks[0].register_forward_hook(write)
+    return train(training)
+
+
 def clipping(run: Run) -> Training:
     """Norms and clipping between backward and step: no wait of the host."""
     training = Training(run)
@@ -378,6 +394,7 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         separate_reductions,
         optimizer_event,
         by_hand,
+        writes_in_forward,
         clipping,
         unused_parameters,
         recovery,

@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:
     from workers import Spawn
 
 ORDERING = re.compile(
-    r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\("
+    r"\.wait\(|\.wait_fence\(|\.record\(|\.fence\(|\.synchronize\(|\.keep\(|s\.join\(|follow_compute\(|follow_writes\(|_late_writes\("
     r"|settle_host_reads\(|\.passed\(|\.after_optimizer\(|_follow\(|wait_sent\(|_kept"
 )
 """What lines that order things look like, in the modules below."""
@@ -58,6 +58,7 @@ NEEDLESS = {
     "_runtime.gathers": {
         "def ": "a definition",
         "handle.wait()": "its calls are taken away",
+        "self._streams.follow_compute()": "its calls are taken away",
         "settle_host_reads(compute=": "its calls are taken away",
     },
     "_params.gradients": {

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parting
 
 LIMIT_S = 300
 AT_ONCE = 5
-_FALSE = ("[W", "[E", "Traceback", "Error", "the watch over ranks met", "is gone", "has ended")
+_FALSE = ("[W", "[E", "Traceback", "Error", "the watch over ranks met", "is gone", "has ended", "is lost")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +88,13 @@ def other_host() -> Iterator[list[str]]:
     """Make a space of process ids; yield the command that runs another one there."""
     holder = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "3000"],
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         child = None
         while child is None:
             if holder.poll() is not None:
-                assert holder.stderr is not None
-                pytest.skip(f"no spaces of process ids here: {holder.stderr.read().decode()}")
+                pytest.skip("no spaces of process ids here: `unshare` fails")
             listed = pathlib.Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text()
             child = next(iter(listed.split()), None)
         yield ["nsenter", "--target", child, "--pid", "--mount"]
@@ -132,6 +131,7 @@ def results(ranks: list[Ended]) -> list[str]:
         [line] = [line for line in lines if "result [" in line]
         found.append(line.removeprefix("(Pdb) "))
         said = "\n".join(each for each in lines if each is not line)
+        said = said.replace("or that host is lost", "")
         for text in _FALSE:
             assert text not in said, f"rank {rank} says {text!r}:\n{everything}"
     return found

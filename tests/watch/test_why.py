@@ -15,7 +15,7 @@ import pytest
 from launching import ASK_SOON, environment_of, free_port
 from shardkit import StateError, _why
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.answer import Answer
+from shardkit.backends.watch.status import RankStatus
 from shardkit.backends.watch.place import Place
 
 if typing.TYPE_CHECKING:
@@ -75,8 +75,8 @@ def test_a_run_is_asked_from_another_process(waiting_ranks: list[subprocess.Pope
 
 def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
     for number in range(30):
-        answer = Answer(0, place=Place("train.py", 7, "train"), stack="the stack\n")
-        runs.keep_verdict(f"run{number}", f"verdict {number}", [answer])
+        answer = RankStatus(0, place=Place("train.py", 7, "train"), stack="the stack\n")
+        runs.keep_diagnosis(f"run{number}", f"verdict {number}", [answer])
         os.utime(folder / f"run{number}.verdict", (number, number))
     assert len([*folder.iterdir()]) <= 21
     found = _why.report()

@@ -55,6 +55,29 @@ class Gathers:
         self._has_own_memory = backend.has_own_memory
         self._put_off: list[ParamGroup] = []
         self._under_way: dict[int, Handle] = {}
+        self._followed: list[tuple[int, ...]] = [() for _ in groups]
+
+    def follow_writes(self, versions: Sequence[tuple[int, ...]]) -> None:
+        """Let gathers come after all writes to shards so far.
+
+        Args:
+            versions: Versions of the shards of each group, as they are now.
+        """
+        self._streams.follow_compute()
+        self._followed = [*versions]
+
+    def _follow_late_writes(self, groups: Sequence[ParamGroup]) -> None:
+        """Let gathers come after writes inside of the root's forward, as of momentum encoders.
+
+        What a gather waits for besides is that its memory is free, which may be long ago.
+        """
+        versions = [group.shard_versions for group in groups]
+        if any(
+            now != self._followed[group.index] for group, now in zip(groups, versions, strict=True)
+        ):
+            self._streams.follow_compute()
+            for group, now in zip(groups, versions, strict=True):
+                self._followed[group.index] = now
 
     def use_streams(self, streams: Any) -> None:
         """Gather on other streams from now on, see `set_debug`."""
@@ -133,6 +156,7 @@ class Gathers:
 
         Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
         """
+        self._follow_late_writes(groups)
         jobs, fences = [], []
         for group in groups:
             fences += [store.acquire(self._slots) for store in group.gathered]

@@ -201,7 +201,7 @@ class Runtime:
         if self._optimizer_event is not None:
             event, self._optimizer_event = self._optimizer_event, None
             self.streams.after_optimizer(event)
-        self.streams.follow_compute()
+        self.gathers.follow_writes(self._noted_versions)
         self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.streams.note_step()
         self.pass_root = root
@@ -359,7 +359,6 @@ class Runtime:
 
     def unshard(self, group: ParamGroup) -> None:
         """Start to unshard a group for the user."""
-        self.streams.follow_compute()
         if group.is_stale:
             self.gathers.carry_out(self.schedule.refresh(group.index))
         self.gathers.carry_out(self.schedule.unshard(group.index))

@@ -362,7 +362,8 @@ def _described(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> list[str
 _STATES = {
     "gone": "is gone: process {pid} on {host} does not exist any more",
     "stopped": "is stopped (SIGSTOP, a debugger): process {pid} on {host} goes on by `kill -CONT`",
-    "silent": "has not answered for {silent_s:.0f} s: process {pid} on {host}, or the host is gone",
+    "silent": "has not answered for {silent_s:.0f} s: native code may hold Python in process {pid} "
+    "on {host}, or that host is lost",
     "busy": "does not answer, but process {pid} on {host} lives: native code there holds Python",
     "unborn": "has not made a mesh yet",
     "raised": "has ended by {error}",

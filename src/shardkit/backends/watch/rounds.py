@@ -163,10 +163,9 @@ class Rounds:
         self._suspicion = diagnosis.suspicion if diagnosis is not None else ""
         silent = [status.rank for status in self.statuses if status.state in UNHEARD]
         result = Result(diagnosis, silent, self._who_shall_look())
-        told = result
-        if self._rank < 0 and diagnosis is not None:
-            # Who only looks on ends nothing.
-            told = Result(None, silent, result.look)
+        # Who only looks on ends nothing; and what is looked at is told of when it is known.
+        is_told = self._rank >= 0 and not result.look
+        told = result if is_told else Result(None, silent, result.look)
         store.set(f"result/{number}", told.dump())
         self._await_looks(number, result)
         for key in (f"asks/{number - 2}", f"result/{number - 2}"):
