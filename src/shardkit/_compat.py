@@ -218,7 +218,7 @@ def default_store() -> Any:
 
 
 def ranks_are_threads() -> bool:
-    """Whether the ranks are threads of this process, as torch's `MultiThreadedTestCase` has them."""
+    """Whether the ranks are threads of this process, as in torch's `MultiThreadedTestCase`."""
     return type(c10d._world).__name__ == "ThreadLocalWorld"
 
 

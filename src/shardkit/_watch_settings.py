@@ -93,7 +93,7 @@ def _value(name: str, value: Any, kind: Any) -> bool | float:
 watch_settings = WatchSettings.of_environment()
 
 
-def set_watch(
+def set_watch(  # noqa: PLR0913 - a setting each
     *,
     ask_after_s: float | None = None,
     ask_unexpected_after_s: float | None = None,

@@ -15,8 +15,8 @@ import pytest
 from launching import ASK_SOON, environment_of, free_port
 from shardkit import StateError, _why
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.status import RankStatus
 from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.status import RankStatus
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator

@@ -129,7 +129,7 @@ def test_a_process_group_that_was_started_for_the_cpu_leaves_models_on_the_host(
     world = object()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    monkeypatch.setattr(dist, "init_process_group", lambda engines: None)  # noqa: ARG005
+    monkeypatch.setattr(dist, "init_process_group", lambda engines, timeout: None)  # noqa: ARG005
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,xpu:xccl")
     monkeypatch.setattr(dist, "group", Stub(WORLD=world))

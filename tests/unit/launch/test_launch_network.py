@@ -35,7 +35,7 @@ def test_interfaces_that_do_not_lead_to_others() -> None:
 def test_gloo_without_a_way_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Gloo connectFullMesh failed with timed out connecting: remote=[127.0.0.1]:34193"
 
-    def start(_: object) -> None:
+    def start(*_: object, **__: object) -> None:
         raise RuntimeError(said)
 
     monkeypatch.setattr(dist, "init_process_group", start)

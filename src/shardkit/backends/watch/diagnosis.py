@@ -70,12 +70,12 @@ class Diagnosis:
     def load(cls, text: str | bytes) -> Diagnosis | None:
         """Return what was dumped; None if that is no diagnosis, or an empty text."""
         try:
-            found = cls(**json.loads(text)) if text else None
+            content: dict[str, Any] = json.loads(text) if text else {}
+            found = cls(**content)
         except (ValueError, TypeError, RecursionError):
             return None
-        if found is None or not isinstance(found.text, str) or not isinstance(found.doomed, dict):
-            return None
-        return found
+        is_text = isinstance(content["text"], str)
+        return found if is_text and isinstance(content.get("doomed", {}), dict) else None
 
 
 def what_is_awaited(status: RankStatus) -> str | None:

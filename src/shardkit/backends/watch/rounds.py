@@ -153,7 +153,7 @@ class Rounds:
         self._wake(number)
         self.statuses = self._collect(number)
         diagnosis = self._diagnose()
-        wanted = diagnosis.details_of if diagnosis is not None else []
+        wanted: Sequence[int] = diagnosis.details_of if diagnosis is not None else []
         if self._rank < 0 or self._world_size <= _MAX_WITH_ALL_DETAILS:
             wanted = range(self._world_size)
         elif diagnosis is not None and diagnosis.is_final:

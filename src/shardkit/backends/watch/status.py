@@ -159,7 +159,7 @@ class RankStatus:
                 found["wait"] = _made(WaitStatus, found["wait"])
             if call := found.get("call"):
                 found["call"] = _made(CallStatus, {**call, "ranks": _whole(call["ranks"])})
-            status = _made(cls, found)
+            status: RankStatus = _made(cls, found)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             msg = f"no status of a rank: {error}"
             raise ValueError(msg) from error
@@ -214,7 +214,8 @@ def _made(cls: Any, found: dict[str, Any]) -> Any:
         if not isinstance(value, wanted) or is_flag_for_number:
             msg = f"{each.name} is {value!r}"
             raise TypeError(msg)
-        if each.type == "list[str]" and not all(isinstance(line, str) for line in value):
+        lines: list[Any] = value if isinstance(value, list) else []
+        if each.type == "list[str]" and not all(isinstance(line, str) for line in lines):
             msg = f"{each.name} has entries that are no text"
             raise TypeError(msg)
     return cls(**found)

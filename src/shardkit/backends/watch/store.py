@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FOREVER = timedelta(days=30)  # Torch writes a warning where a wait for a store runs out.
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
-_file_store: Any = dist.FileStore
+_file_store: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's own list lacks it
 
 _seen: set[str] = set()
@@ -37,7 +37,7 @@ class RunStore:
     def __init__(self, run: str, connection: Any) -> None:
         self.run = run
         self.connection = connection
-        self._keys = c10d.PrefixStore(f"shardkit/{run}", connection)
+        self._keys: Any = c10d.PrefixStore(f"shardkit/{run}", connection)
         # A file is locked for each look: 100 of them a second, in a wait of torch's.
         self._is_file = isinstance(connection, _file_store)
 

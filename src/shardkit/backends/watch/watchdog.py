@@ -473,7 +473,7 @@ class Watchdog:
         if not self._closed.is_set() and (not self._complained or now > self._complained + 60):
             self._complained = now
             logger.warning(
-                "rank %d: the watch over ranks met %s: %s. Training goes on, and so does the watch.",
+                "rank %d: the watch over ranks met %s: %s. Training and the watch go on.",
                 self.rank, type(error).__name__, error,
             )  # fmt: skip
 

@@ -73,22 +73,25 @@ def test_a_store_that_does_not_answer_ends_the_process_of_a_host_too(
 def test_the_main_thread_raises_the_reason_in_place_of_the_error_of_its_engine() -> None:
     lock = threading.Lock()
     lock.acquire()
+    is_failing = threading.Event()
 
     def give() -> None:
+        is_failing.wait()
         raise_in_main_thread("rank 1 is gone")
         lock.release()
 
     def fail() -> None:
         try:
             msg = "Application timeout caused pair closure"
-            raise RuntimeError(msg)
+            raise RuntimeError(msg)  # noqa: TRY301 - as an engine does
         except RuntimeError:
+            is_failing.set()
             lock.acquire()  # No line of Python runs until the other thread has raised.
             time.sleep(0)
             raise
 
+    threading.Thread(target=give).start()
     with pytest.raises(RankMismatchError, match="rank 1 is gone") as raised:
-        threading.Thread(target=give).start()
         fail()
     shown = "".join(traceback.format_exception(raised.value))
     assert "RuntimeError: Application timeout" not in shown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, 
 from shardkit.backends.watch.store import RunStore
 
 if typing.TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
 NO_PROCESS = 2**22 + 1  # Above what Linux gives.

@@ -1,4 +1,4 @@
-"""What a process does when it is told that it waits in vain, and what when its watch meets errors."""
+"""What a process does when it is told that it waits in vain, and when its watch meets errors."""
 
 from __future__ import annotations
 
@@ -80,10 +80,14 @@ def test_a_text_in_the_store_ends_nothing_of_which_this_rank_knows_nothing(
 
 def test_a_wait_that_is_in_vain_raises(watchdog: Watchdog, calls: list[str]) -> None:
     engine_error = RuntimeError("Application timeout caused pair closure")
-    with pytest.raises(RankMismatchError, match="rank 1 is gone") as raised:
+
+    def fail() -> None:
         with watchdog.watching(Wait("0", 3, LAYER)):
             watchdog._take_up(final("0 3 issued"), watchdog._store)  # noqa: SLF001
             raise engine_error
+
+    with pytest.raises(RankMismatchError, match="rank 1 is gone") as raised:
+        fail()
     assert raised.value.__suppress_context__, "the engine's error was ours"
     assert "pair closure" not in str(raised.value)
     assert calls == ["end if stuck", "abort"]
@@ -95,9 +99,12 @@ def test_an_error_of_the_engine_is_explained(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "_explain", lambda: "rank 1 has ended")
-    with pytest.raises(RankMismatchError, match="rank 1 has ended") as raised:
-        with watchdog.watching(Wait("0", 3, LAYER)):
-            raise RuntimeError("Connection closed by peer")  # noqa: EM101 - what gloo says
+    said = "Connection closed by peer"
+    with (
+        pytest.raises(RankMismatchError, match="rank 1 has ended") as raised,
+        watchdog.watching(Wait("0", 3, LAYER)),
+    ):
+        raise RuntimeError(said)
     assert str(raised.value).endswith("(The engine said: Connection closed by peer)")
     assert raised.value.__suppress_context__
 
@@ -107,9 +114,11 @@ def test_an_error_that_nobody_explains_stays_as_it_is(
 ) -> None:
     monkeypatch.setattr(watchdog, "_explain", lambda: None)
     engine_error = RuntimeError("out of memory")
-    with pytest.raises(RuntimeError, match="out of memory") as raised:
-        with watchdog.watching(Wait("0", 3, LAYER)):
-            raise engine_error
+    with (
+        pytest.raises(RuntimeError, match="out of memory") as raised,
+        watchdog.watching(Wait("0", 3, LAYER)),
+    ):
+        raise engine_error
     assert raised.value is engine_error
 
 
