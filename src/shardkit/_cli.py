@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from shardkit.checkpoint._inspect import Description, Entry
 
+_NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
 _PIPE_WIDTH = 240
 _UNIT = 1024
 
@@ -144,7 +145,7 @@ def inspect_command(
         f"{found.world_size} ranks" if found.world_size is not None else "",
         f"{len(found.entries)} tensors, {_size(found.nbytes)}",
         f"{len(found.files)} files, {_size(sum(found.files.values()))}",
-        "checksums" if found.verified else "",
+        "checksums" if found.has_checksums else "not all of it has checksums",
     ]
     console.print(Text(f"{source}: " + ", ".join(fact for fact in facts if fact)))
     table = Table(box=None, pad_edge=False)
@@ -162,12 +163,18 @@ def inspect_command(
 
 @app.command(name="verify")
 def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> None:
-    """Read everything and compare checksums; exit with 1 if something is wrong."""
-    problems = verify(source, ckpt_suffix)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    if problems:
+    """Read everything and compare checksums.
+
+    Exits with 1 if something is wrong, and with 3 if nothing is, but not everything has checksums.
+    """
+    found = verify(source, ckpt_suffix)
+    for line in (*found.problems, *found.unverified):
+        print(line, file=sys.stderr)
+    if found.problems:
         raise typer.Exit(1)
+    if found.unverified:
+        print(f"{source}: nothing wrong was found, but not everything could be verified")
+        raise typer.Exit(_NOT_ALL_VERIFIED)
     print(f"{source}: nothing is wrong")
 
 

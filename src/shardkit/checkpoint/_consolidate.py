@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, TensorInfo, info_nbytes
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
+_MAX_NAMED = 20
 _OPTIMIZERS = ("optim", "optimizer")
 
 
@@ -162,6 +164,16 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
         msg = (
             f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
             f"checkpoint directory, a file, or the prefix and suffix of per-rank files."
+        )
+        raise CheckpointError(msg)
+    inside = [*complete_in(path)] if path.is_dir() else []
+    inside += sorted({file.parent for file in path.glob(f"[!.]*/{METADATA_FILE}")} - {*inside})
+    if inside:
+        named = ", ".join(entry.name for entry in inside[:_MAX_NAMED])
+        more = f" and {len(inside) - _MAX_NAMED} more" if len(inside) > _MAX_NAMED else ""
+        msg = (
+            f"{path} is no checkpoint, but the directory of {len(inside)}, the newest first: "
+            f"{named}{more}. Give one of them: {inside[0]}"
         )
         raise CheckpointError(msg)
     return WholeFile(path)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._agreement import agreed, quote, rank_of
 from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._full_load import load_full
@@ -94,7 +95,18 @@ def load(
             return _Plan(source, identity, model, optimizer, extra, strict=strict)
 
         planned = agreed(process_group, what, plan, lambda made: made.identity)
-        return agreed(process_group, what, planned.carry_out)
+
+        def carry_out() -> dict[str, Any]:
+            try:
+                return planned.carry_out()
+            except CheckpointError as error:
+                if DAMAGED not in str(error) or not directory.manifest_path(target).exists():
+                    raise
+                directory.note_damage(target, str(error))
+                msg = f"{error} latest() passes over this one from now on."
+                raise CheckpointError(msg) from error
+
+        return agreed(process_group, what, carry_out)
 
 
 def is_full(path: pathlib.Path) -> bool:
