@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardkit._mesh import DeviceMesh
+    from shardkit._module.fsdp_module import FSDPModule
+    from shardkit._wrapping.strategies import StrategyName
     from shardkit.backends import TorchDeviceMesh
 
 CONFIG_VARIABLE = "SHARDKIT_CONFIG"
@@ -104,7 +106,7 @@ class Config:
 
     def strategy(self) -> Strategy:
         """Return what is sharded: of FULL_SHARD `zero3`, and so on."""
-        return strategy(self.settings.strategy)
+        return strategy(cast("StrategyName", self.settings.strategy))
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes of `mixed_precision`, as Accelerate has them.
@@ -181,7 +183,7 @@ class Config:
 
     def apply(
         self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None
-    ) -> nn.Module:
+    ) -> FSDPModule:
         """Shard a model as the config says, in place. Call it on all ranks.
 
         With `mixed_precision`, parameters that are trained become fp32 first, as in Accelerate, and
@@ -231,7 +233,7 @@ class Config:
             from shardkit._module.materialize import materialize
 
             materialize(model, param_init_fn)
-        return model
+        return cast("FSDPModule", model)
 
     def save(
         self,
