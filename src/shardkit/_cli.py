@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
 from shardkit._why import report
@@ -50,6 +51,23 @@ _Source = Annotated[str, typer.Argument(metavar="CKPT", show_default=False)]
 _Suffix = Annotated[
     str, typer.Option("--ckpt_suffix", "--ckpt-suffix", help="Pattern after the prefix.")
 ]
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's signature
+    if wanted:
+        print(f"shardkit {shardkit.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[  # noqa: FBT002 - a flag
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions."),
+    ] = False,
+) -> None:
+    """Take what stands before the command."""
+    del version
 
 
 @app.command(name="consolidate")
@@ -181,7 +199,9 @@ def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> No
 @app.command(name="why")
 def why_command(
     pid: Annotated[int | None, typer.Option(help="Of a rank; default: the latest run.")] = None,
-    no_stacks: Annotated[bool, typer.Option(help="Do not print stacks.")] = False,  # noqa: FBT002
+    no_stacks: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--no-stacks", help="Do not print stacks.")
+    ] = False,
 ) -> None:
     """Say why the ranks of a run on this host wait, and where each of them is.
 
@@ -212,7 +232,7 @@ def launch_command(context: typer.Context) -> None:
 
         python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
     """
-    raise typer.Exit(_or_exit(launch, context.args or ["--help"]))
+    raise typer.Exit(_or_exit(launch, context.args))
 
 
 def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

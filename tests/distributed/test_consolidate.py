@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict as torch_get_
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import parallel_models
+import shardkit
 from models import CASES
 from reference import OPTIMIZERS, full, make_mesh, my_batch, shard, train
 from shardkit import fully_shard
@@ -329,6 +330,10 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
         (("consolidate", "a", "b", "--dtype", "float33"), 2, "no dtype 'float33'"),
         (("inspect", "nowhere"), 1, "there is nothing at nowhere"),
         (("verify", "nowhere"), 1, "there is nothing at nowhere"),
+        (("launch", "nothere.py"), 1, "there is no script 'nothere.py' in"),
+        (("launch", "--module", "not_there.x"), 1, "there is no module 'not_there'"),
+        (("launch",), 2, "the following arguments are required: script.py"),
+        (("why", "--no-no-stacks"), 2, "No such option"),
     ],
 )
 def test_errors_of_commands(args: tuple[str, ...], code: int, message: str) -> None:
@@ -337,13 +342,21 @@ def test_errors_of_commands(args: tuple[str, ...], code: int, message: str) -> N
     assert message in " ".join(re.sub(r"[│╭╰─╮╯]", " ", result.stderr).split())
 
 
+def test_the_version_is_shown() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (
+        *(0, f"shardkit {shardkit.__version__}, torch {torch.__version__}\n"),
+    )
+
+
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: pathlib.Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-m", "shardkit", "--help"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "pip install typer" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'shardkit[cli]'" in result.stderr
 
 
 # --- memory ---------------------------------------------------------------------------------------
