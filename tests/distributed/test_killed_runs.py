@@ -12,7 +12,7 @@ import typing
 import pytest
 
 from checkpoints import assert_same
-from shardkit.checkpoint._progress import Meter
+from shardkit._progress import Meter
 from shardkit.checkpoint._state.parts import room
 from shardkit.checkpoint._state.sources import DistributedCheckpoint
 

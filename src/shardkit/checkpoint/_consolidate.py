@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
@@ -18,7 +19,6 @@ from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, TensorI
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
-from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._state.sections import nested
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.checkpoint._progress import Progress
+    from shardkit._progress import Progress
 
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""

@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit.checkpoint._agreement import agreed, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED
@@ -13,7 +14,6 @@ from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._full_load import load_full
 from shardkit.checkpoint._job import check_arguments
-from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._save import wait_for_last_save
 from shardkit.checkpoint._state.findings import Findings
 from shardkit.checkpoint._state.parts import ExtrasPart, ModelPart, OptimizerPart
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardkit.checkpoint._progress import Progress
+    from shardkit._progress import Progress
     from shardkit.checkpoint._state.sources import Source
 
 

@@ -13,6 +13,7 @@ A model that is sharded already stays as it is.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,15 @@ import accelerate.utils.fsdp_utils
 from accelerate.utils import DistributedType
 from accelerate.utils.other import is_compiled_module
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import StateDictType
 
 from shardkit._after_import import AfterImport
 from shardkit._errors import IntegrationError
 from shardkit._install import Installed, install
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit.checkpoint import load_full
-from shardkit.integrations._versions import check_version
+from shardkit.integrations._versions import check_version, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -53,11 +56,11 @@ def use() -> Installed:
         that are sharded stay sharded.
 
     Raises:
-        IntegrationError: Accelerate's version is not known, or that of transformers, which is asked
-            when that is imported; or an `Accelerator` on the CPU was
-            made before. Later, when one is made: FSDP1 is asked for, or a device of XLA; when a
-            model is prepared: only parts of it are sharded; when transformers loads one: it is to
-            be sharded while it is loaded (``DistributedConfig(fsdp_size=n)``).
+        IntegrationError: Accelerate is older than what was tried, or transformers is, which is
+            asked when that is imported; or an `Accelerator` on the CPU was made before. Later, when
+            one is made: FSDP1 is asked for, or a device of XLA; when a model is prepared: only
+            parts of it are sharded; when transformers loads one: it is to be sharded while it is
+            loaded (``DistributedConfig(fsdp_size=n)``).
     """
     check_version("accelerate")
     used = Installed()
@@ -65,7 +68,8 @@ def use() -> Installed:
         return used
     _refuse_too_late()
     try:
-        _replace_all(used)
+        with replacing("accelerate"):
+            _replace_all(used)
     except BaseException:
         used.undo()
         raise
@@ -85,7 +89,30 @@ def _replace_all(used: Installed) -> None:
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
     choose = utils.fsdp2_prepare_auto_wrap_policy
     used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
+    if "use_dcp" not in inspect.signature(utils.load_fsdp_optimizer).parameters:  # 1.12
+        _load_sharded_optimizers(used)
     _refuse_sharded_loading(used)
+
+
+def _load_sharded_optimizers(used: Installed) -> None:
+    """Let optimizers be loaded that have not stepped: 1.12 reads what they have in `state_dict`."""
+    original = accelerate.utils.fsdp_utils.load_fsdp_optimizer
+
+    @functools.wraps(original)
+    def load(
+        plugin: Any, accelerator: Any, optimizer: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
+            state = get_optimizer_state_dict(model, optimizer)
+            optimizer.state_dict = lambda: state
+        try:
+            original(plugin, accelerator, optimizer, model, *args, **kwargs)
+        finally:
+            vars(optimizer).pop("state_dict", None)
+
+    for module in (accelerate.utils.fsdp_utils, accelerate.utils, accelerate.accelerator):
+        used.replace(module, original.__name__, load)
+    _after_import(used, "transformers.trainer", lambda m: used.replace(m, original.__name__, load))
 
 
 def _refuse_too_late() -> None:
@@ -112,7 +139,8 @@ def _refuse_sharded_loading(used: Installed) -> None:
         raise IntegrationError(msg)
 
     def replace(module: Any) -> None:
-        used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
+        with replacing("transformers"):
+            used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
 
     _after_import(used, "transformers.distributed.mixin", replace)
 
@@ -214,7 +242,7 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what chooses modules: some that Accelerate's policies choose cannot be groups.
 
     Lists of modules are large, but not called. Embeddings, the head and the norm before it become
-    groups after all others, so no module around them can be one.
+    groups after all others (from 1.14 on), so no module around them can be one.
     """
 
     @functools.wraps(original)
@@ -222,7 +250,9 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
         policy = original(plugin, model)
         if policy is None:
             return None
-        ends = {accelerate.utils.fsdp_utils._find_final_norm(model)}
+        # Before 1.14 there is none, for the norm belongs to the root then.
+        find_norm = getattr(accelerate.utils.fsdp_utils, "_find_final_norm", lambda _: None)
+        ends = {find_norm(model)}
         for getter in ("get_input_embeddings", "get_output_embeddings"):
             ends.add(getattr(model, getter, lambda: None)())
 
