@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator
@@ -92,6 +93,7 @@ def _replace_all(used: Installed) -> None:
     if "use_dcp" not in inspect.signature(utils.load_fsdp_optimizer).parameters:  # 1.12
         _load_sharded_optimizers(used)
     _refuse_sharded_loading(used)
+    _after_import(used, "transformers.trainer", functools.partial(_say_what_is_not_saved, used))
 
 
 def _load_sharded_optimizers(used: Installed) -> None:
@@ -113,6 +115,31 @@ def _load_sharded_optimizers(used: Installed) -> None:
     for module in (accelerate.utils.fsdp_utils, accelerate.utils, accelerate.accelerator):
         used.replace(module, original.__name__, load)
     _after_import(used, "transformers.trainer", lambda m: used.replace(m, original.__name__, load))
+
+
+def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
+    """Warn where the Trainer writes nothing, and says nothing."""
+    original = trainer_module.Trainer.save_model
+
+    @functools.wraps(original)
+    def save_model(
+        self: Any,
+        output_dir: str | None = None,
+        _internal_call: bool = False,  # noqa: FBT001, FBT002 - the Trainer's signature
+    ) -> None:
+        original(self, output_dir, _internal_call)
+        if _internal_call or not self.is_fsdp_enabled or not self.args.should_save:
+            return  # A checkpoint: its files are written by other functions.
+        kind = self.accelerator.state.fsdp_plugin.state_dict_type
+        if kind != StateDictType.FULL_STATE_DICT:
+            warnings.warn(
+                f"save_model wrote no weights: with {kind.name} the Trainer leaves that to its "
+                f"checkpoints. Pass fsdp_config={{'state_dict_type': 'FULL_STATE_DICT', ...}}, or "
+                f"call shardkit.checkpoint.save_full(path, trainer.model) on all ranks.",
+                stacklevel=2,
+            )
+
+    used.replace(trainer_module.Trainer, "save_model", save_model)
 
 
 def _refuse_too_late() -> None:
