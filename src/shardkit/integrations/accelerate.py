@@ -13,7 +13,6 @@ A model that is sharded already stays as it is.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 import warnings
@@ -90,7 +89,7 @@ def _replace_all(used: Installed) -> None:
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
     choose = utils.fsdp2_prepare_auto_wrap_policy
     used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
-    if "use_dcp" not in inspect.signature(utils.load_fsdp_optimizer).parameters:  # 1.12
+    if "get_optimizer_state_dict" not in utils.load_fsdp_optimizer.__code__.co_names:  # 1.12
         _load_sharded_optimizers(used)
     _refuse_sharded_loading(used)
     _after_import(used, "transformers.trainer", functools.partial(_say_what_is_not_saved, used))
