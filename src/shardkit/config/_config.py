@@ -139,7 +139,7 @@ class Config:
         repeated = "each group" if settings.activation_checkpointing else "no"
         prefetch = f"forward {settings.forward_prefetch}, backward {settings.backward_prefetch}"
         lines = [
-            f"strategy: {chosen.name} (a rank has its part of {chosen.shards})",
+            f"strategy: {chosen.name} (split among ranks: {chosen.shards})",
             f"mesh: {self.device_type}, {_meshes.in_words(settings)}",
             f"groups: {wrapped[settings.wrap]}",
             f"mixed precision: {policy if settings.precision != 'no' else 'no'}",
