@@ -125,7 +125,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages of docs/ into site/; a warning is an error. No source is imported."""
+    """Build the pages of docs/ into site/; a warning is an error. No source is imported.
+
+    ``SHARDKIT_REPOSITORY`` is the address of the repository, which pages link to where it is set.
+    """
     if not use_outer_environment(session):
         session.install(*nox.project.load_toml()["project"]["optional-dependencies"]["docs"])
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})

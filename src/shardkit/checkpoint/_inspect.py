@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
 from shardkit.checkpoint._dcp.directory import DAMAGED_FILE
 from shardkit.checkpoint._dcp.item_file import ItemFile
@@ -169,13 +170,15 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Find
 
 
 def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Findings) -> None:
-    for name, stored in manifest.files.items():
-        with ItemFile(checkpoint.path / name, manifest.block_nbytes) as file:
-            for item in stored.items:
-                try:
-                    file.read(item, f"item at byte {item.offset}")
-                except CheckpointError as error:
-                    found.problems.append(str(error))
+    with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
+        meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
+        for name, stored in manifest.files.items():
+            with ItemFile(checkpoint.path / name, manifest.block_nbytes, meter.add) as file:
+                for item in stored.items:
+                    try:
+                        file.read(item, f"item at byte {item.offset}")
+                    except CheckpointError as error:
+                        found.problems.append(str(error))
     noted = checkpoint.path / DAMAGED_FILE
     if noted.exists() and not found.problems:
         found.problems.append(

@@ -16,6 +16,7 @@ import shardkit
 from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory, stream
+from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -288,6 +289,7 @@ def test_a_terminal_shows_how_far_it_is(
     calls = [
         ("saving x", checkpoint.save, tmp_path / "x", model),
         ("loading x", checkpoint.load, tmp_path / "x", model),
+        ("verifying x", verify, tmp_path / "x"),
         ("consolidating x", checkpoint.consolidate, tmp_path / "x", tmp_path / "x.pt"),
         ("loading x.pt", checkpoint.load_full, tmp_path / "x.pt", model),
         ("initializing Linear", shardkit.materialize, on_meta),
