@@ -89,10 +89,18 @@ def load(
             return {}
         agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
+        def identity() -> int:
+            return zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
+
         def plan() -> _Plan:
-            source = DistributedCheckpoint(target, meter)
-            identity = zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
-            return _Plan(source, identity, model, optimizer, extra, strict=strict)
+            return _Plan(
+                DistributedCheckpoint(target, meter),
+                identity(),
+                model,
+                optimizer,
+                extra,
+                strict=strict,
+            )
 
         planned = agreed(process_group, what, plan, lambda made: made.identity)
 
@@ -100,7 +108,9 @@ def load(
             try:
                 return planned.carry_out()
             except CheckpointError as error:
-                if DAMAGED not in str(error) or not directory.manifest_path(target).exists():
+                is_ours = directory.manifest_path(target).exists()
+                # Another job may have put another one in its place.
+                if DAMAGED not in str(error) or not is_ours or identity() != planned.identity:
                     raise
                 directory.note_damage(target, str(error))
                 msg = f"{error} latest() passes over this one from now on."
