@@ -12,6 +12,7 @@ A model that is sharded already stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate.accelerator
 import accelerate.state
 import accelerate.utils.fsdp_utils
+import torch.distributed.fsdp
 from accelerate.utils import DistributedType
 from accelerate.utils.other import is_compiled_module
 from torch import nn
@@ -31,11 +33,12 @@ from shardkit._after_import import AfterImport
 from shardkit._errors import IntegrationError
 from shardkit._install import Installed, install
 from shardkit._module.fsdp_module import FSDPModule
+from shardkit._module.fully_shard import fully_shard
 from shardkit.checkpoint import load_full
 from shardkit.integrations._versions import check_version, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = ["use"]
 
@@ -224,7 +227,8 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any) -> Any:
         models = [each for each in args if isinstance(each, nn.Module)]
         if not any(isinstance(m, FSDPModule) for model in models for m in model.modules()):
-            prepared = original(self, *args)
+            with _tied_modules_together(models):
+                prepared = original(self, *args)
             _note_for_transformers(prepared)
             return prepared
         [model] = models  # Accelerate has refused several.
@@ -252,6 +256,26 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
         return args
 
     return prepare
+
+
+@contextlib.contextmanager
+def _tied_modules_together(models: list[nn.Module]) -> Iterator[None]:
+    """Let a list of modules that forms a group have all modules that hold its tied weights.
+
+    Accelerate 1.14 puts the embedding into such a list, and leaves the head to the root.
+    """
+
+    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, list):
+            held = {param for each in module for param in each.parameters(recurse=False)}
+            others = [each for model in models for each in model.modules() if each not in module]
+            tied = [m for m in others if not held.isdisjoint(m.parameters(recurse=False))]
+            module = [*module, *tied]
+        return fully_shard(module, *args, **kwargs)
+
+    with Installed() as used:
+        used.replace(torch.distributed.fsdp, "fully_shard", shard)
+        yield
 
 
 def _note_for_transformers(prepared: Iterable[Any]) -> None:
