@@ -287,6 +287,7 @@ def test_what_is_not_sharded_goes_to_the_device(spawn: Spawn) -> None:
     spawn(move_the_rest, 1, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.filterwarnings("ignore:pkg_resources is deprecated")  # Lightning 2.3 asks for it.
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardkit.integrations.lightning import ShardkitStrategy
 
