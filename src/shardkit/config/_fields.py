@@ -96,7 +96,7 @@ TOP = {
     "enable_cpu_affinity": Field(Flag(), "launcher"),
     "mpirun_config": Field(Anything(), "launcher"),
     "ipex_config": Field(  # Of Accelerate 1.12.
-        Anything(), "noted", "Intel's extension of PyTorch is a package that ended with torch 2.8."
+        Anything(), "noted", "It is about Intel's extension of PyTorch, which is not used."
     ),
     "tpu_name": Field(Text(), "launcher"),
     "tpu_zone": Field(Text(), "launcher"),
