@@ -24,6 +24,12 @@ nox.options.sessions = ["lint", "types", "tests"]
 VERSIONS = ("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0")  # of torch; README names both ends
 # torch_xla loads with the torch it was built for only. That is the lower bound in pyproject.toml.
 XLA = (f"torch=={VERSIONS[0]}", f"torch_xla=={VERSIONS[0]}")
+# Of other packages: what shardkit.integrations._versions names, each without its last number.
+FRAMEWORKS = {
+    "accelerate": ("1.12", "1.13", "1.14", "1.15"),
+    "transformers": ("5.20", "5.21", "5.22", "5.23"),
+    "lightning": ("2.3", "2.4", "2.5", "2.6"),
+}
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NUM_FRESH_SEEDS = 3
 NEED_NOTHING = (  # no more than torch
@@ -119,7 +125,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the pages of docs/ into site/; a warning is an error. No source is imported."""
+    """Build the pages of docs/ into site/; a warning is an error. No source is imported.
+
+    ``SHARDKIT_REPOSITORY`` is the address of the repository, which pages link to where it is set.
+    """
     if not use_outer_environment(session):
         session.install(*nox.project.load_toml()["project"]["optional-dependencies"]["docs"])
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
@@ -202,6 +211,25 @@ def frameworks(session: nox.Session) -> None:
     install(session, "frameworks")
     session.env["HF_HUB_OFFLINE"] = "1"
     session.run("pytest", "-m", "frameworks", "tests/frameworks", "tests/docs", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    ("package", "version"), [(name, each) for name, found in FRAMEWORKS.items() for each in found]
+)
+def framework_versions(session: nox.Session, package: str, version: str) -> None:
+    """Test shardkit beside each version of such a package that it accepts without a warning.
+
+    `nox -s "framework_versions(package='accelerate', version='1.13')"` tests one.
+    """
+    install(session, "frameworks")
+    if session.venv_backend != "none":
+        # Lightning 2.3 asks for pkg_resources.
+        session.install(f"{package}=={version}.*", "setuptools<81")
+    session.env["HF_HUB_OFFLINE"] = "1"
+    wanted = {"accelerate": "accelerate or trainer", "transformers": "accelerate or transformers"}
+    names = ("-k", wanted.get(package, package))
+    session.run("pytest", "-m", "frameworks", "tests/frameworks", *names, *session.posargs)
 
 
 @nox.session(python="3.11")

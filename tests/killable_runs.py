@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit import checkpoint, fully_shard
+from shardkit import checkpoint, from_config, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,11 +145,11 @@ def wait_for_losses(folder: str, count: int, pid: int) -> None:
 
 # --- a save that is killed at one of its steps --------------------------------------------------
 
-_STEPS = ("open", "pwrite", "write", "fsync", "ftruncate", "mkdir", "rename", "unlink", "rmdir")
+_CALLS = ("open", "pwrite", "write", "fsync", "ftruncate", "mkdir", "rename", "unlink", "rmdir")
 
 
-def save_and_die(folder: str, fatal: int) -> None:
-    """Replace a checkpoint; be killed before the `fatal`-th call that changes something."""
+def die_at(fatal: int) -> None:
+    """Have this process killed before the `fatal`-th call that changes a file."""
     calls = 0
 
     def deadly(name: str) -> Callable[..., typing.Any]:
@@ -165,8 +165,13 @@ def save_and_die(folder: str, fatal: int) -> None:
 
         return call
 
-    for name in _STEPS:
+    for name in _CALLS:
         setattr(os, name, deadly(name))
+
+
+def save_and_die(folder: str, fatal: int) -> None:
+    """Replace a checkpoint; be killed before the `fatal`-th call that changes something."""
+    die_at(fatal)
     checkpoint.save(f"{folder}/x", model_of(2), step=2, overwrite=True, keep_last=1)
 
 
@@ -217,6 +222,77 @@ def save_killed_everywhere(folder: str) -> dict[str, list[typing.Any]]:
         if code == 0:
             return {"found": found, "left": left}
     msg = "a save takes more than 200 steps"
+    raise RuntimeError(msg)
+
+
+# --- a config's state dict that is killed on one of two ranks -------------------------------------
+
+_SHAPE = {"use_cpu": True, "distributed_type": "FSDP"}
+
+
+class ConfiguredRun:
+    """One of two ranks with a model that a config sharded: its values are those of a step."""
+
+    def __init__(self, folder: pathlib.Path, kind: str, rank: int, attempt: str) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(f"{folder}/store-{attempt}", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        fields = {"fsdp_version": 1, "fsdp_auto_wrap_policy": "NO_WRAP"}
+        fields["fsdp_state_dict_type"] = kind
+        self.config = from_config({**_SHAPE, "fsdp_config": fields})
+        self.model = self.config.apply(nn.Linear(5, 3))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.5)
+        self.folder = folder / "state"
+        self.rank = rank
+
+    def save(self, step: int) -> None:
+        """Save a state in which all values are the step's."""
+        for param in self.model.parameters():
+            nn.init.constant_(param, step)
+            self.optimizer.state[param]["momentum_buffer"] = torch.full_like(param, step)
+        self.config.save(self.folder, self.model, self.optimizer)
+
+    def found(self) -> list[float]:
+        """Load, and return which values there are."""
+        self.config.load(self.folder, self.model, self.optimizer)
+        momenta = [s["momentum_buffer"] for s in self.optimizer.state.values()]
+        wholes = [t.full_tensor() for t in (*self.model.parameters(), *momenta)]
+        return sorted({value for whole in wholes for value in whole.flatten().tolist()})
+
+
+def configured_save_killed_everywhere(folder: str, kind: str, victim: int) -> list[list[float]]:
+    """Kill one rank at each step of a second save; return which values load each time."""
+    found = []
+    for fatal in range(1, 100):
+        here = pathlib.Path(folder, f"{fatal}")
+        here.mkdir()
+
+        def saves(rank: int, here: pathlib.Path = here, fatal: int = fatal) -> None:
+            run = ConfiguredRun(here, kind, rank, "saves")
+            run.save(1)
+            if rank == victim:
+                die_at(fatal)
+            run.save(2)
+
+        def loads(rank: int, here: pathlib.Path = here) -> None:
+            run = ConfiguredRun(here, kind, rank, "loads")
+            values = run.found()
+            run.save(3)
+            assert run.found() == [3]
+            if rank == 0:
+                (here / "found.json").write_text(json.dumps(values))
+
+        pids = [fork(functools.partial(saves, rank)) for rank in range(2)]
+        (code,) = join([pids[victim]])
+        if code:
+            os.kill(pids[1 - victim], signal.SIGKILL)
+        join([pids[1 - victim]])
+        assert code in {0, -signal.SIGKILL}, code
+        assert join([fork(functools.partial(loads, rank)) for rank in range(2)]) == [0, 0], fatal
+        found.append(json.loads((here / "found.json").read_text()))
+        if code == 0:
+            return found
+    msg = "a save takes more than 100 steps"
     raise RuntimeError(msg)
 
 

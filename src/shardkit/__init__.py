@@ -33,6 +33,7 @@ from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPoli
 from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
+from shardkit._tracebacks import show_short as _show_short
 from shardkit._watch_settings import set_watch
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.plan import ShardPlan
@@ -48,6 +49,8 @@ from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
 
 __version__ = "0.1.0"
+
+_show_short()
 
 __all__ = [
     "AllGather",

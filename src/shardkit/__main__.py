@@ -10,11 +10,11 @@ def main() -> None:
     try:
         from shardkit._cli import app
     except ModuleNotFoundError as error:
-        if error.name not in {"typer", "rich"}:
+        if error.name not in {"typer", "rich", "yaml"}:
             raise
         print(
-            f"python -m shardkit needs the package {error.name!r}, which is not installed: "
-            f"pip install {error.name}",
+            f"python -m shardkit needs the packages of its extra 'cli', and {error.name!r} is not "
+            f"installed: pip install 'shardkit[cli]'",
             file=sys.stderr,
         )
         sys.exit(1)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
 from shardkit._why import report
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from shardkit.checkpoint._inspect import Description, Entry
 
+_NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
 _PIPE_WIDTH = 240
 _UNIT = 1024
 
@@ -49,6 +51,23 @@ _Source = Annotated[str, typer.Argument(metavar="CKPT", show_default=False)]
 _Suffix = Annotated[
     str, typer.Option("--ckpt_suffix", "--ckpt-suffix", help="Pattern after the prefix.")
 ]
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer's signature
+    if wanted:
+        print(f"shardkit {shardkit.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[  # noqa: FBT002 - a flag
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions."),
+    ] = False,
+) -> None:
+    """Take what stands before the command."""
+    del version
 
 
 @app.command(name="consolidate")
@@ -144,7 +163,7 @@ def inspect_command(
         f"{found.world_size} ranks" if found.world_size is not None else "",
         f"{len(found.entries)} tensors, {_size(found.nbytes)}",
         f"{len(found.files)} files, {_size(sum(found.files.values()))}",
-        "checksums" if found.verified else "",
+        "checksums" if found.has_checksums else "not all of it has checksums",
     ]
     console.print(Text(f"{source}: " + ", ".join(fact for fact in facts if fact)))
     table = Table(box=None, pad_edge=False)
@@ -162,19 +181,27 @@ def inspect_command(
 
 @app.command(name="verify")
 def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> None:
-    """Read everything and compare checksums; exit with 1 if something is wrong."""
-    problems = verify(source, ckpt_suffix)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    if problems:
+    """Read everything and compare checksums.
+
+    Exits with 1 if something is wrong, and with 3 if nothing is, but not everything has checksums.
+    """
+    found = verify(source, ckpt_suffix)
+    for line in (*found.problems, *found.unverified):
+        print(line, file=sys.stderr)
+    if found.problems:
         raise typer.Exit(1)
+    if found.unverified:
+        print(f"{source}: nothing wrong was found, but not everything could be verified")
+        raise typer.Exit(_NOT_ALL_VERIFIED)
     print(f"{source}: nothing is wrong")
 
 
 @app.command(name="why")
 def why_command(
     pid: Annotated[int | None, typer.Option(help="Of a rank; default: the latest run.")] = None,
-    no_stacks: Annotated[bool, typer.Option(help="Do not print stacks.")] = False,  # noqa: FBT002
+    no_stacks: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--no-stacks", help="Do not print stacks.")
+    ] = False,
 ) -> None:
     """Say why the ranks of a run on this host wait, and where each of them is.
 
@@ -205,7 +232,7 @@ def launch_command(context: typer.Context) -> None:
 
         python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
     """
-    raise typer.Exit(_or_exit(launch, context.args or ["--help"]))
+    raise typer.Exit(_or_exit(launch, context.args))
 
 
 def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,14 @@ fact that all ranks share is checked before anything is sent, so that all of the
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NUM_NEAREST = 3
+
 
 class ShardkitError(Exception):
     """Base class of every exception that shardkit raises on purpose."""
@@ -76,3 +84,12 @@ class LaunchError(ShardkitError, RuntimeError):
 
 class CheckpointError(ShardkitError, RuntimeError):
     """A checkpoint cannot be written, or what is on disk cannot be loaded."""
+
+
+def nearest(wanted: str, names: Iterable[str]) -> str:
+    """Return a sentence that names what is spelled most alike."""
+    known = list(dict.fromkeys(names))
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(wanted.lower(), list(lowered), n=_NUM_NEAREST, cutoff=0.4)
+    found = [lowered[name] for name in close] or known[:_NUM_NEAREST]
+    return f"The nearest ones are {', '.join(map(repr, found))}." if found else "It has none."

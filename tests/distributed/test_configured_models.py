@@ -422,3 +422,50 @@ def test_what_was_not_saved_is_an_error_on_all_ranks(
     for error in spawn_errors(load_nothing, 2, str(tmp_path)):
         assert error.type_name == "CheckpointError"
         assert "is not there: it is what Config.save writes" in error.message
+
+
+def mix_saves(folder: str, kind: str) -> None:
+    config: Config = from_config(fsdp(1, state_dict_type=kind))
+    model = config.apply(Stack())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config.save(pathlib.Path(folder, "first"), model, optimizer)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    config.save(pathlib.Path(folder, "second"), model, optimizer)
+    if dist.get_rank() == 0:
+        for file in sorted(pathlib.Path(folder, "first").iterdir())[:1]:
+            file.replace(pathlib.Path(folder, "second", file.name))
+    dist.barrier()
+    config.load(pathlib.Path(folder, "second"), model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["LOCAL_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_mixture_of_two_saves_is_refused_by_name(
+    spawn_errors: Spawn, tmp_path: pathlib.Path, kind: str
+) -> None:
+    for error in spawn_errors(mix_saves, 2, str(tmp_path), kind):
+        assert error.type_name == "CheckpointError"
+        assert "holds files of different saves" in error.message
+        first, second = {
+            "LOCAL_STATE_DICT": ("rank-00000000-of-00000002.pth", "rank-00000001-of-00000002.pth"),
+            "FULL_STATE_DICT": ("optimizer.bin", "pytorch_model_fsdp.bin"),
+        }[kind]
+        assert first in error.message
+        assert second in error.message
+
+
+def refused(policy: str) -> list[object]:
+    fields = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": policy}
+    config = from_config(fsdp(2, **fields, top={"mixed_precision": "bf16"}))
+    model = Stack().to(torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    params = dict(model.named_parameters())
+    with pytest.raises(shardkit.WrapError, match=policy):
+        config.apply(model)
+    assert all(dict(model.named_parameters())[name] is params[name] for name in params)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    return [value.dtype for value in before.values()]
+
+
+def test_a_model_that_is_refused_keeps_its_values(spawn: Spawn) -> None:
+    spawn(refused, 2, "NoSuchBlock")

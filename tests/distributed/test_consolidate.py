@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict as torch_get_
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import parallel_models
+import shardkit
 from models import CASES
 from reference import OPTIMIZERS, full, make_mesh, my_batch, shard, train
 from shardkit import fully_shard
@@ -34,7 +35,7 @@ from shardkit.checkpoint import (
     load_full,
     save,
 )
-from shardkit.checkpoint._inspect import describe, verify
+from shardkit.checkpoint._inspect import Findings, describe, verify
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -170,7 +171,7 @@ def test_checkpoints_of_fsdp2(
     else:
         with pytest.raises(CheckpointError, match="has no optimizer's state"):
             consolidate(source, tmp_path / "both.pt", optimizer=True)
-    assert verify(source) == []
+        assert verify(source).problems == []
 
 
 def test_where_the_model_is_can_be_said(spawn: Spawn, tmp_path: pathlib.Path) -> None:
@@ -209,39 +210,59 @@ def flip(path: pathlib.Path, place: int) -> None:
 def test_damage_is_found_and_nothing_is_written(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(save_trained, 2, "mlp", (2,), str(tmp_path))
     source, out = tmp_path / "step-7", tmp_path / "out.pt"
-    assert verify(source) == []
+    assert verify(source) == Findings()
     file = source / "__1_0.distcp"
     kept = file.read_bytes()
     data = kept.index(b"/data/0") + 64  # Behind the first piece's header, in its elements.
     flip(file, data)
-    (problem,) = verify(source)
+    (problem,) = verify(source).problems
     assert re.search("__1_0.distcp.*not what was written", problem)
     with pytest.raises(CheckpointError, match=r"__1_0.distcp.*not what was written"):
         consolidate(source, out, optimizer=True)
     os.truncate(file, len(kept) - 10)
-    assert "__1_0.distcp" in verify(source)[0]
+    assert "__1_0.distcp" in verify(source).problems[0]
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
         consolidate(source, out)
     file.unlink()
-    assert "__1_0.distcp" in verify(source)[0]
+    assert "__1_0.distcp" in verify(source).problems[0]
     file.write_bytes(kept)
     flip(source / ".metadata", 100)
-    assert ".metadata" in verify(source)[0]
+    assert ".metadata" in verify(source).problems[0]
     (source / ".metadata").unlink()
-    assert "incomplete" in verify(source)[0]
+    assert "incomplete" in verify(source).problems[0]
     assert list(tmp_path.iterdir()) == [source]
 
 
 def test_damage_of_a_whole_file_is_found(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": torch.zeros(1000)}, path)
-    assert verify(path) == []
+    assert verify(path) == Findings()
     flip(path, path.stat().st_size // 2)
-    assert re.search(r"model.pt.*data/0 is not what was written", verify(path)[0])
+    assert re.search(r"model.pt.*data/0 is not what was written", verify(path).problems[0])
     safetensors.torch.save_file({"a": torch.zeros(1000)}, tmp_path / "x.safetensors")
-    assert verify(tmp_path / "x.safetensors") == []
+    found = verify(tmp_path / "x.safetensors")
+    assert found.problems == []
+    assert "has no checksums, as the format has none" in found.unverified[0]
     os.truncate(tmp_path / "x.safetensors", 1000)
-    assert "was damaged" in verify(tmp_path / "x.safetensors")[0]
+    assert "was damaged" in verify(tmp_path / "x.safetensors").problems[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_cannot_be_verified_is_said(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(100, 100)
+    plain, ours = tmp_path / "plain", save(tmp_path / "ours", model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=plain, no_dist=True)
+    (ours / "shardkit.json").unlink()
+    for path, unverified in ((plain, "Names and shapes in .metadata"), (ours, "values of 2 ten")):
+        found = verify(path)
+        assert found.problems == []
+        assert unverified in found.unverified[0]
+        result = run("verify", path)
+        assert (result.exit_code, "could be verified" in result.stdout) == (3, True)
+        assert "has no shardkit.json" in result.stderr
+    flip(plain / "__0_0.distcp", 5000)
+    result = run("verify", plain)
+    assert (result.exit_code, "data/0 is not what was written" in result.stderr) == (1, True)
 
 
 def test_hostile_metadata_is_not_executed(tmp_path: pathlib.Path) -> None:
@@ -279,7 +300,7 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     for text in ("[24, 13]", "float32", "1.2 KiB", "__0_0.distcp, __1_0.distcp"):
         assert text in line
     described = json.loads(run("inspect", source, "--json").stdout)
-    assert (described["step"], described["world_size"], described["verified"]) == (7, 2, True)
+    assert (described["step"], described["world_size"], described["has_checksums"]) == (7, 2, True)
     entry = next(e for e in described["entries"] if e["name"] == "model.layers.1.weight")
     assert entry["shape"] == [24, 13]
     names = [each["name"] for each in described["entries"]]
@@ -287,6 +308,11 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     numels = [torch.Size(chunk["sizes"]).numel() for chunk in entry["chunks"]]
     assert sum(numels) == 24 * 13
     assert describe(out).kind == "whole tensors"
+
+    result = run("inspect", tmp_path)
+    assert (result.exit_code, "the directory of 1, the newest first: step-7." in result.stderr) == (
+        *(1, True),
+    )
 
     result = run("verify", source)
     assert (result.exit_code, "nothing is wrong" in result.stdout) == (0, True)
@@ -304,6 +330,10 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
         (("consolidate", "a", "b", "--dtype", "float33"), 2, "no dtype 'float33'"),
         (("inspect", "nowhere"), 1, "there is nothing at nowhere"),
         (("verify", "nowhere"), 1, "there is nothing at nowhere"),
+        (("launch", "nothere.py"), 1, "there is no script 'nothere.py' in"),
+        (("launch", "--module", "not_there.x"), 1, "there is no module 'not_there'"),
+        (("launch",), 2, "the following arguments are required: script.py"),
+        (("why", "--no-no-stacks"), 2, "No such option"),
     ],
 )
 def test_errors_of_commands(args: tuple[str, ...], code: int, message: str) -> None:
@@ -312,13 +342,21 @@ def test_errors_of_commands(args: tuple[str, ...], code: int, message: str) -> N
     assert message in " ".join(re.sub(r"[│╭╰─╮╯]", " ", result.stderr).split())
 
 
+def test_the_version_is_shown() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (
+        *(0, f"shardkit {shardkit.__version__}, torch {torch.__version__}\n"),
+    )
+
+
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: pathlib.Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-m", "shardkit", "--help"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "pip install typer" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'shardkit[cli]'" in result.stderr
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import typing
 import pytest
 
 from checkpoints import assert_same
-from shardkit.checkpoint._progress import Meter
+from shardkit._progress import Meter
 from shardkit.checkpoint._state.parts import room
 from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
@@ -99,3 +99,16 @@ def test_a_save_killed_at_any_step(killable_runs: Call, tmp_path: pathlib.Path) 
     first_new = found.index([2, 2])
     assert found == [[1, 1]] * first_new + [[2, 2]] * (len(found) - first_new)
     assert outcome["left"] == [["x"]] * len(found)
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize(("kind", "victim"), [("LOCAL", 0), ("LOCAL", 1), ("FULL", 0)])
+def test_state_dicts_of_a_config_are_those_of_one_save(
+    killable_runs: Call, tmp_path: pathlib.Path, kind: str, victim: int
+) -> None:
+    found = killable_runs(
+        "configured_save_killed_everywhere", str(tmp_path), f"{kind}_STATE_DICT", victim
+    )
+    assert len(found) > 5
+    first_new = found.index([2.0])
+    assert found == [[1.0]] * first_new + [[2.0]] * (len(found) - first_new)

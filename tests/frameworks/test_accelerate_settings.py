@@ -90,15 +90,38 @@ def test_use_comes_before_the_accelerator(spawn_errors: Spawn) -> None:
         assert "before Accelerator(...)" in error.message
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardkit.integrations import accelerate as integration
 
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.16.2")
-    with pytest.raises(shardkit.IntegrationError, match=r"accelerate 1\.16\.2 is installed"):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.9.1")
+    with pytest.raises(shardkit.IntegrationError, match=r"accelerate 1\.9\.1 is installed"):
         integration.use()
 
 
-def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardkit.integrations import accelerate as integration
+
+    found = importlib.metadata.version
+    versions = {"accelerate": "1.99.2"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda of: versions.get(of) or found(of))
+    with pytest.warns(UserWarning, match=r"1\.99\.2 is newer than .* with, 1\.12 to 1\.15"):
+        integration.use().undo()
+    integration.use().undo()
+
+
+def test_what_a_newer_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import accelerate.utils.fsdp_utils
+
+    from shardkit.integrations import accelerate as integration
+
+    before = torch_fsdp.fully_shard
+    monkeypatch.delattr(accelerate.utils.fsdp_utils, "fsdp2_load_full_state_dict")
+    with pytest.raises(shardkit.IntegrationError, match=r"lacks .*fsdp2_load_full_state_dict"):
+        integration.use()
+    assert torch_fsdp.fully_shard is before
+
+
+def test_an_older_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it is imported. Nothing stays replaced then."""
     import accelerate.accelerator
     import transformers  # noqa: F401
@@ -106,11 +129,11 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
     from shardkit.integrations import accelerate as integration
 
     def version(package: str) -> str:
-        return {"accelerate": "1.15.0", "transformers": "5.24.0"}[package]
+        return {"accelerate": "1.15.0", "transformers": "5.9.0"}[package]
 
     before = accelerate.accelerator.Accelerator._prepare_fsdp2, torch_fsdp.fully_shard
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(shardkit.IntegrationError, match=r"transformers 5\.24\.0 is installed"):
+    with pytest.raises(shardkit.IntegrationError, match=r"transformers 5\.9\.0 is installed"):
         integration.use()
     after = accelerate.accelerator.Accelerator._prepare_fsdp2, torch_fsdp.fully_shard
     assert after == before

@@ -120,6 +120,22 @@ def test_training_and_resuming_equal_replicated_training(
     spawn(train_both, 2, name, fsdp, str(tmp_path), timeout_s=TIMEOUT_S)
 
 
+def save_nothing(folder: str) -> None:
+    with accelerate_ranks():
+        fsdp = {**WRAP, "state_dict_type": "SHARDED_STATE_DICT"}
+        trainer = make_trainer(folder, fsdp, make("llama"), max_steps=1)
+        trainer.train()  # Its checkpoints are complete: no warning.
+        if dist.get_rank() == 0:
+            with pytest.warns(UserWarning, match="save_model wrote no weights: with SHARDED_STATE"):
+                trainer.save_model(f"{folder}/final")
+        else:
+            trainer.save_model(f"{folder}/final")
+
+
+def test_a_model_that_is_not_saved_is_warned_of(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(save_nothing, 2, str(tmp_path), timeout_s=TIMEOUT_S)
+
+
 def save_the_best(folder: str) -> None:
     """Load the best checkpoint in the end, and save what transformers reads."""
     with accelerate_ranks():

@@ -18,6 +18,7 @@ from torch.distributed import fsdp
 import shardkit
 from recording import recording_mesh
 from shardkit import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardkit._wrapping.strategies import STRATEGIES, StrategyName
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +131,11 @@ def test_each_method_can_be_called_as_fsdp2s(name: str) -> None:
 def test_a_handle_of_unshard_can_be_waited_for() -> None:
     assert list(public_methods(shardkit.UnshardHandle)) == ["wait"]
     assert list(parameters(shardkit.UnshardHandle.wait)) == ["self"]
+
+
+def test_all_names_of_strategies_are_in_their_type() -> None:
+    names = {name for each in STRATEGIES for name in (each.name, *each.aliases)}
+    assert set(typing.get_args(StrategyName)) == names
 
 
 # --- the module's class -------------------------------------------------------------------------

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
 
+    class _Base(nn.Module):
+        """What a type checker sees below `FSDPModule`: the class that is sharded comes after it."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Base = object
+
 _sharded_classes: dict[type, type] = {}
 
 
@@ -61,7 +69,7 @@ class UnshardHandle:
             self._state.runtime.wait_unshard(self._state.group)
 
 
-class FSDPModule:
+class FSDPModule(_Base):
     """Methods of a module that `fully_shard` has sharded."""
 
     set_requires_gradient_sync = setters.set_requires_gradient_sync
@@ -153,8 +161,8 @@ class FSDPModule:
         )
         self.reshard()
         attributes = None if state.group is None else state.group.param_attributes()
-        conversion = NotedConversion(self, fn)  # type: ignore[arg-type]
-        result = super()._apply(conversion.fn, *args, **kwargs)  # type: ignore[misc]
+        conversion = NotedConversion(self, fn)
+        result = super()._apply(conversion.fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         state.note_emptied(conversion)
         if state.group is not None and attributes is not None:
             state.group.refresh_params(attributes)
@@ -264,8 +272,8 @@ class FSDPModule:
         Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
         of gradients.
         """
-        params = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        norm = total_norm([p.grad for p in params], float(norm_type))
+        params = [p for p in self.parameters() if p.grad is not None]
+        norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         runtime = state_of(self).runtime
         if error_if_nonfinite and runtime is not None:
             runtime.passes.finish_graph()  # Together, where replicas are threads.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from shardkit import _pickling  # noqa: F401
 from shardkit._errors import WrapError
 from shardkit._module import checks
 from shardkit._module.deferred import execute_sharding
-from shardkit._module.fsdp_module import swap_class
+from shardkit._module.fsdp_module import FSDPModule, swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._params.host_heap import give_back
@@ -30,11 +30,37 @@ from shardkit.backends import accelerator_type, as_device_mesh
 from shardkit.backends.world import accelerator_of_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
     from shardkit.backends import TorchDeviceMesh
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | TorchDeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    reshard_after_forward: bool | int | None = None,  # noqa: FBT001
+    *,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    mesh: DeviceMesh | TorchDeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    reshard_after_forward: bool | int | None = None,  # noqa: FBT001
+    *,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Sequence[FSDPModule]: ...
 
 
 def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
@@ -92,7 +118,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         ignored_params: Left as they are: not sharded, not gathered, gradients not averaged.
 
     Returns:
-        `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own.
+        `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own. For
+        type checkers and editors it is an `FSDPModule`.
 
     Raises:
         WrapError: A module without forward, wrapped twice, a parameter on another device, with

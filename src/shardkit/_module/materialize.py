@@ -25,11 +25,14 @@ from shardkit._module.lent import Lent
 from shardkit._module.on_meta import buffers_on_meta, listed, params_on_meta
 from shardkit._params.fingerprint import WholeValues
 from shardkit._params.host_heap import give_back
+from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit.backends.world import group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
 
+    from shardkit._progress import Progress
     from shardkit._runtime.group import ParamGroup
 
 
@@ -38,6 +41,7 @@ def materialize(
     init_fn: Callable[[nn.Module], object] | None = None,
     *,
     device: torch.device | str | None = None,
+    progress: Progress = None,
 ) -> nn.Module:
     """Give memory and values to what is on the meta device, module by module, in place.
 
@@ -78,6 +82,7 @@ def materialize(
             ``init_weights``, without arguments) and ``reset_buffers()`` or ``rope_init()``.
         device: Where modules are initialized. None: the mesh's device, for XLA the host. With
             ``"cpu"`` an accelerator gets the values of the plain model on the CPU.
+        progress: As of `shardkit.checkpoint.save`, of the bytes of whole tensors.
 
     Returns:
         `model`.
@@ -96,7 +101,9 @@ def materialize(
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
-        Filling(model, init_fn, device).run()
+        what = f"initializing {type(model).__name__}"
+        with Meter(progress, what, rank=max(group_rank(None), 0)) as meter:
+            Filling(model, init_fn, device).run(meter)
     return model
 
 
@@ -144,6 +151,7 @@ class Filling:
             u for u in units_of(model, init_fn) if any(self._wanted_of(u)) or self._writes_inside(u)
         ]
         self._last_group: ParamGroup | None = None
+        self._meter = Meter(progress=False, what="", rank=0)
 
     def _is_pending_in(self, group: ParamGroup) -> bool:
         return any(id(param) in self._pending for b in group.buckets for param in b.sharded)
@@ -163,8 +171,10 @@ class Filling:
         held = [*unit.module.parameters(), *unit.module.buffers()]
         return any(id(tensor) in self._fresh and id(tensor) not in own for tensor in held)
 
-    def run(self) -> None:
+    def run(self, meter: Meter) -> None:
         self._check()
+        self._meter = meter
+        meter.expect(sum(tensor.nbytes for tensor in self._pending.values()))
         try:
             self._fill_all()
         finally:
@@ -296,6 +306,7 @@ class Filling:
             self._execute(self._group_of.get(id(tensor)))
             self._take(tensor, cast("Tensor", result))
             del self._pending[id(tensor)]
+            self._meter.add(tensor.nbytes)
             if isinstance(tensor, ShardedTensor) and result is not None:
                 freed += result.nbytes if result.device.type == "cpu" else 0
         return freed

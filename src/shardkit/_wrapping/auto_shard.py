@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._wrapping.policies import Choice
+    from shardkit._wrapping.strategies import StrategyName
     from shardkit.backends import TorchDeviceMesh
 
 _ROOT = ("",)
@@ -47,7 +48,7 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     policy: Any = None,
     *,
     units: Mapping[Any, Any] | Collection[Any] = (),
-    strategy: str | enum.Enum | Strategy | None = None,
+    strategy: StrategyName | enum.Enum | Strategy | None = None,
     before: Callable[[nn.Module], Any] | None = None,
     offload_budget_nbytes: int | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,

@@ -319,7 +319,7 @@ class ShardPlan:
         lines += [
             "",
             f"model: {shown_nbytes(total)}, padding {shown_nbytes(padding)}",
-            f"memory of a rank: shards {shown_nbytes(memory.shard_nbytes)}"
+            f"memory of a rank, activations not counted: shards {shown_nbytes(memory.shard_nbytes)}"
             + (f" ({shown_nbytes(memory.host_nbytes)} on the host)" if memory.host_nbytes else "")
             + f", largest group unsharded {shown_nbytes(memory.largest_nbytes)}"
             + f", kept from forward to backward {shown_nbytes(memory.kept_nbytes)}"

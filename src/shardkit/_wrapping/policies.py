@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardkit import _compat_modules
-from shardkit._errors import WrapError
+from shardkit._errors import WrapError, nearest
 from shardkit._wrapping.balance import choose_balanced
 from shardkit._wrapping.protocol import (
     choose_by_protocol,
     follows_protocol,
     size_based_auto_wrap_policy,
 )
-from shardkit._wrapping.tree import nearest
 
 if TYPE_CHECKING:
     from shardkit._policy import MixedPrecisionPolicy

@@ -6,11 +6,10 @@ import enum
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit._errors import MeshError, WrapError
+from shardkit._errors import MeshError, WrapError, nearest
 from shardkit._mesh import SHARD_AXIS
-from shardkit._wrapping.tree import nearest
 
 if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
@@ -18,6 +17,22 @@ if TYPE_CHECKING:
 
 REPLICATE_AXIS = "replicate"
 _HYBRID_NDIM = 2
+
+StrategyName = Literal[
+    "replicate",
+    "zero1",
+    "zero2",
+    "zero3",
+    "hybrid",
+    "hybrid_zero2",
+    "NO_SHARD",
+    "ddp",
+    "SHARD_GRAD_OP",
+    "FULL_SHARD",
+    "HYBRID_SHARD",
+    "_HYBRID_SHARD_ZERO2",
+]
+"""Names of strategies and their aliases."""
 
 
 @dataclass(frozen=True)
@@ -294,12 +309,12 @@ def _plain(name: str) -> str:
 _BY_NAME = {_plain(name): each for each in STRATEGIES for name in (each.name, *each.aliases)}
 
 
-def strategy(name: str | enum.Enum | Strategy) -> Strategy:
+def strategy(name: StrategyName | enum.Enum | Strategy) -> Strategy:
     """Return a strategy of data parallelism by its name.
 
-    | name | FSDP1's name | mesh of n ranks | a rank has a part of |
+    | name | FSDP1's name | mesh of n ranks | what is split among ranks |
     | --- | --- | --- | --- |
-    | ``replicate`` | ``NO_SHARD`` | (n, 1) | nothing: as DDP |
+    | ``replicate`` | ``NO_SHARD`` | (n, 1) | nothing, as in DDP |
     | ``zero1`` | | (n,) | optimizer state |
     | ``zero2`` | ``SHARD_GRAD_OP`` | (n,) | gradients, optimizer state; parameters between steps |
     | ``zero3`` | ``FULL_SHARD`` | (n,) | parameters, gradients, optimizer state |

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import difflib
 import re
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shardkit._errors import WrapError
+from shardkit._errors import WrapError, nearest
 from shardkit._params.packing import numel_and_dtype
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CLOSED = (nn.MultiheadAttention, ParametrizationList)
 """Classes whose forward reads the weights of their children without a call of these."""
-
-_NUM_NEAREST = 3
 
 _Label = TypeVar("_Label")
 
@@ -152,12 +149,3 @@ class ModuleTree:
             )
             raise WrapError(msg)
         return found
-
-
-def nearest(wanted: str, names: Iterable[str]) -> str:
-    """Return a sentence that names what is spelled most alike."""
-    known = list(dict.fromkeys(names))
-    lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(wanted.lower(), list(lowered), n=_NUM_NEAREST, cutoff=0.4)
-    found = [lowered[name] for name in close] or known[:_NUM_NEAREST]
-    return f"The nearest ones are {', '.join(map(repr, found))}." if found else "It has none."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
-from shardkit._errors import MeshError
+from shardkit._errors import MeshError, nearest
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardkit.backends.events import Event, Stream
 
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "xla", "npu", "mtia", "hpu", "musa", "mlu")
+"""For hints only: packages add others."""
 
 
 class AcceleratorDevice:
@@ -130,12 +132,15 @@ def device_module(device_type: str) -> Any:
     known = "meshes can be made for 'cpu', 'xla' and accelerators with streams ('cuda', 'xpu', ...)"
     try:
         module = torch.get_device_module(device_type)
-    except RuntimeError as error:
+    except RuntimeError:
+        # What people call an accelerator is not spelled like any.
+        found = accelerator_type() or "cuda" if device_type in {"gpu", "accelerator"} else None
+        near = nearest(device_type, _DEVICE_TYPES) if found is None else f"Write {found!r}."
         msg = (
-            f"unknown device type {device_type!r}; {known}. If a package adds it to torch "
-            f"(torch_npu, ...), import that package first."
+            f"unknown device type {device_type!r}. {near} {known[0].upper()}{known[1:]}. If a "
+            f"package adds it to torch (torch_npu, ...), import that package first."
         )
-        raise MeshError(msg) from error
+        raise MeshError(msg) from None
     if missing := [name for name in _NEEDED if not hasattr(module, name)]:
         msg = (
             f"device type {device_type!r} cannot be sharded over: torch.{device_type} has no "

@@ -131,12 +131,12 @@ def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
 
     Args:
         item: This rank's.
-        group: Torch's; None is the default one.
+        group: Torch's; None is the default one, or this process alone if there is none.
         of: What it is for.
 
     Cost: two all-gathers: of the sizes, of the items.
     """
-    size = dist.get_world_size(group)
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
     items: list[Any] = [item] * size
     if size > 1:
         with channel_of(group).run("exchange", of, 0):

@@ -62,9 +62,7 @@ def agreed(
         what,
         identity(result) if identity is not None and error is None else None,
     )
-    all_of_them: list[tuple[str | None, str, object]] = [mine]
-    if dist.is_initialized():
-        all_of_them = exchange(mine, group, "a checkpoint")
+    all_of_them: list[tuple[str | None, str, object]] = exchange(mine, group, "a checkpoint")
     failed = {rank: reason for rank, (reason, *_) in enumerate(all_of_them) if reason is not None}
     if failed:
         raise CheckpointError(_message(what, failed)) from error

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardkit._progress import Meter
 from shardkit.backends.groups import new_group
 from shardkit.checkpoint._agreement import quote, rank_of
 from shardkit.checkpoint._dcp.staging import Staging
 from shardkit.checkpoint._job import Job, write
-from shardkit.checkpoint._progress import Meter
 
 if TYPE_CHECKING:
     from pathlib import Path

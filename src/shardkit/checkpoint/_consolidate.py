@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
+from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, TensorInfo, info_nbytes
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
-from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._state.sections import nested
 
 if TYPE_CHECKING:
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.checkpoint._progress import Progress
+    from shardkit._progress import Progress
 
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
+_MAX_NAMED = 20
 _OPTIMIZERS = ("optim", "optimizer")
 
 
@@ -162,6 +164,16 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
         msg = (
             f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
             f"checkpoint directory, a file, or the prefix and suffix of per-rank files."
+        )
+        raise CheckpointError(msg)
+    inside = [*complete_in(path)] if path.is_dir() else []
+    inside += sorted({file.parent for file in path.glob(f"[!.]*/{METADATA_FILE}")} - {*inside})
+    if inside:
+        named = ", ".join(entry.name for entry in inside[:_MAX_NAMED])
+        more = f" and {len(inside) - _MAX_NAMED} more" if len(inside) > _MAX_NAMED else ""
+        msg = (
+            f"{path} is no checkpoint, but the directory of {len(inside)}, the newest first: "
+            f"{named}{more}. Give one of them: {inside[0]}"
         )
         raise CheckpointError(msg)
     return WholeFile(path)

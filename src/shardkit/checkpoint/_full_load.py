@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._module.rebuilt import rebuild_buffers
+from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import raise_on_all, rank_of
 from shardkit.checkpoint._files import bytes_io
 from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name, kind_of
 from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._files.in_memory import StateInMemory
-from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
 from shardkit.checkpoint._state.names import EXTRA_STATE, plain_name
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardkit._mesh import DeviceMesh
+    from shardkit._progress import Progress
     from shardkit.checkpoint._files.bytes_io import TensorInfo
-    from shardkit.checkpoint._progress import Progress
     from shardkit.checkpoint._state.model_tensors import Entry
 
 _MAX_LISTED = 50

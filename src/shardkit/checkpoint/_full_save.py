@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import raise_on_all
 from shardkit.checkpoint._files import bytes_io
 from shardkit.checkpoint._files.bytes_io import TensorInfo, info_nbytes
 from shardkit.checkpoint._files.full import Format, FullWriter
-from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardkit._mesh import DeviceMesh
-    from shardkit.checkpoint._progress import Progress
+    from shardkit._progress import Progress
 
 
 def save_full(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
+from shardkit.checkpoint._dcp.directory import DAMAGED_FILE
 from shardkit.checkpoint._dcp.item_file import ItemFile
+from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
+from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import dtype_name, info_nbytes
 from shardkit.checkpoint._files.local import LocalFiles
@@ -18,9 +23,9 @@ from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from shardkit.checkpoint._dcp.manifest import Manifest
     from shardkit.checkpoint._files.bytes_io import Checkpoint
 
 
@@ -51,7 +56,7 @@ class Description:
         kind: ``"checkpoint directory"``, ``"per-rank files"`` or ``"whole tensors"``.
         step: Training step that was saved with it, or None.
         world_size: Ranks that wrote it, or None where that is not recorded.
-        verified: Whether checksums of its content were saved.
+        has_checksums: Whether there are checksums of all of its content.
         entries: Its tensors, sorted by name.
         others: Names of entries that are no tensors.
         files: Sizes of the files in bytes, by name.
@@ -60,7 +65,7 @@ class Description:
     kind: str
     step: int | None
     world_size: int | None
-    verified: bool
+    has_checksums: bool
     entries: list[Entry]
     others: list[str]
     files: dict[str, int]
@@ -80,14 +85,13 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
         CheckpointError: There is none, or its description is damaged.
     """
     checkpoint = open_checkpoint(source, suffix)
-    step, world_size, verified = None, None, False
+    step, world_size = None, None
     if isinstance(checkpoint, DcpFiles):
         kind = "checkpoint directory"
         files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file()]
         manifest = checkpoint.reader.manifest
         if manifest is not None:
             step, world_size = manifest.header.step, manifest.header.world_size
-            verified = True
     elif isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
         kind, files = "per-rank files", checkpoint.files
         world_size = checkpoint.world_size
@@ -101,7 +105,11 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
         for name, info in sorted(checkpoint.infos.items())
     ]
     sizes = {path.name: path.stat().st_size for path in files}
-    return Description(kind, step, world_size, verified, entries, list(checkpoint.others), sizes)
+    has_checksums = all(map(zipfile.is_zipfile, files))  # As torch.save writes them.
+    if isinstance(checkpoint, DcpFiles):
+        has_checksums = checkpoint.reader.manifest is not None
+    others = list(checkpoint.others)
+    return Description(kind, step, world_size, has_checksums, entries, others, sizes)
 
 
 def _chunks(checkpoint: Checkpoint, name: str) -> list[dict[str, Any]]:
@@ -116,60 +124,139 @@ def _chunks(checkpoint: Checkpoint, name: str) -> list[dict[str, Any]]:
     return [{"file": checkpoint.parts[name].name}]
 
 
-def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[str]:
-    """Read all of a checkpoint and return what is wrong with it; an empty list: nothing.
+@dataclass
+class Findings:
+    """What `verify` found.
 
-    Checksums are those of shardkit's manifest, and of the entries of files of torch.save.
-    Checkpoint directories of others and safetensors files have none: there sizes are checked, and
-    that everything can be read.
+    Attributes:
+        problems: What is wrong.
+        unverified: What has no checksums, and what was compared in their place.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)
+
+
+def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Findings:
+    """Read all of a checkpoint, and compare it with its checksums.
+
+    These are those of shardkit's manifest, and of the entries of files of torch.save, which
+    checkpoint directories of others consist of. Where there are none, sizes are compared.
 
     Cost: every byte is read; memory for the largest chunk.
     """
+    found = Findings()
     try:
         checkpoint = open_checkpoint(source, suffix)
+        if isinstance(checkpoint, DcpFiles):
+            checkpoint.reader.check_files()
+            if checkpoint.reader.manifest is not None:
+                _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
+            else:
+                _verify_archives(checkpoint, found)
+            _verify_others(checkpoint, found)
+            return found
     except CheckpointError as error:
-        return [str(error)]
-    if isinstance(checkpoint, DcpFiles):
-        return list(_verify_directory(checkpoint))
+        found.problems.append(str(error))
+        return found
     if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
         paths = checkpoint.files
     else:
         assert isinstance(checkpoint, WholeFile)
         paths = sorted(set(checkpoint.parts.values()))
-    return [problem for path in paths for problem in _verify_file(path)]
+    for path in paths:
+        _verify_file(path, found)
+    return found
 
 
-def _verify_directory(checkpoint: DcpFiles) -> Iterator[str]:
-    manifest = checkpoint.reader.manifest
-    try:
-        checkpoint.reader.check_files()
-    except CheckpointError as error:
-        yield str(error)
-        return
-    if manifest is not None:
+def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Findings) -> None:
+    with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
+        meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
         for name, stored in manifest.files.items():
-            with ItemFile(checkpoint.path / name, manifest.block_nbytes) as file:
+            with ItemFile(checkpoint.path / name, manifest.block_nbytes, meter.add) as file:
                 for item in stored.items:
                     try:
                         file.read(item, f"item at byte {item.offset}")
                     except CheckpointError as error:
-                        yield str(error)
-    for name in checkpoint.infos if manifest is None else ():
+                        found.problems.append(str(error))
+    noted = checkpoint.path / DAMAGED_FILE
+    if noted.exists() and not found.problems:
+        found.problems.append(
+            f"{noted} says that load() found damage: {noted.read_text().strip()} It is not there "
+            f"any more. Delete this file, and latest() returns the checkpoint again."
+        )
+
+
+def _verify_archives(checkpoint: DcpFiles, found: Findings) -> None:
+    """Compare the checksums in the archives that a checkpoint without a manifest consists of."""
+    without = []
+    for index, where in checkpoint.reader.storage_data.items():
+        with (checkpoint.path / where.relative_path).open("rb") as file:
+            file.seek(where.offset)
+            content = io.BytesIO(file.read(where.length))
+        what = f"{checkpoint.path / where.relative_path}: {index.fqn!r} at byte {where.offset}"
         try:
-            checkpoint.read(name, 0, torch.Size(checkpoint.infos[name].shape).numel())
-        except CheckpointError as error:
-            yield str(error)
+            with zipfile.ZipFile(content) as archive:
+                entries = archive.infolist()
+                # shardkit leaves these out, for they are in the manifest.
+                bare = [e for e in entries if e.file_size and not e.CRC]
+                damaged = [
+                    e.filename for e in entries if e not in bare and not _is_whole(archive, e)
+                ]
+        except zipfile.BadZipFile:
+            found.problems.append(f"{what} is not what torch.save writes.")
+            continue
+        if damaged:
+            found.problems.append(f"{what}: the content of {damaged[0]} is not what was written.")
+        elif bare:
+            without.append(index.fqn)
+    for name in checkpoint.infos:
+        if not found.problems:
+            try:
+                checkpoint.read(name, 0, torch.Size(checkpoint.infos[name].shape).numel())
+            except CheckpointError as error:
+                found.problems.append(str(error))
+    lacking = f"{checkpoint.path} has no {MANIFEST_FILE} with checksums"
+    if without:
+        found.unverified.append(
+            f"{lacking}: it was lost, or left behind when the checkpoint was copied. The values of "
+            f"{len(without)} tensors or parts of them ({', '.join(without[:3])}, ...) are not "
+            f"verified: only that they are there, in their sizes, and can be read."
+        )
+    else:
+        found.unverified.append(
+            f"{lacking}, as torch.distributed.checkpoint writes none. Values are verified by the "
+            f"checksums of torch.save. Names and shapes in {METADATA_FILE} have none: they are not "
+            f"verified."
+        )
+
+
+def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
+    try:
+        archive.read(entry)
+    except zipfile.BadZipFile:
+        return False
+    return True
+
+
+def _verify_others(checkpoint: DcpFiles, found: Findings) -> None:
     for name in checkpoint.others:
         try:
             checkpoint.read_other(name)
         except CheckpointError as error:
-            yield str(error)
+            found.problems.append(str(error))
 
 
-def _verify_file(path: Path) -> Iterator[str]:
+def _verify_file(path: Path, found: Findings) -> None:
     if not zipfile.is_zipfile(path):
-        return  # Of safetensors: its size was compared with its header when it was opened.
+        found.unverified.append(
+            f"{path} has no checksums, as the format has none. Only its size was compared, with "
+            f"what its header says: its values are not verified."
+        )
+        return
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        yield f"{path}: the content of its entry {damaged} is not what was written."
+        found.problems.append(
+            f"{path}: the content of its entry {damaged} is not what was written."
+        )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardkit.checkpoint._progress import Meter, Progress
+    from shardkit._progress import Meter, Progress
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit.checkpoint._agreement import agreed, quote, rank_of
 from shardkit.checkpoint._dcp import directory
+from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._full_load import load_full
 from shardkit.checkpoint._job import check_arguments
-from shardkit.checkpoint._progress import Meter
 from shardkit.checkpoint._save import wait_for_last_save
 from shardkit.checkpoint._state.findings import Findings
 from shardkit.checkpoint._state.parts import ExtrasPart, ModelPart, OptimizerPart
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardkit.checkpoint._progress import Progress
+    from shardkit._progress import Progress
     from shardkit.checkpoint._state.sources import Source
 
 
@@ -88,13 +89,34 @@ def load(
             return {}
         agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
+        def identity() -> int:
+            return zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
+
         def plan() -> _Plan:
-            source = DistributedCheckpoint(target, meter)
-            identity = zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
-            return _Plan(source, identity, model, optimizer, extra, strict=strict)
+            return _Plan(
+                DistributedCheckpoint(target, meter),
+                identity(),
+                model,
+                optimizer,
+                extra,
+                strict=strict,
+            )
 
         planned = agreed(process_group, what, plan, lambda made: made.identity)
-        return agreed(process_group, what, planned.carry_out)
+
+        def carry_out() -> dict[str, Any]:
+            try:
+                return planned.carry_out()
+            except CheckpointError as error:
+                is_ours = directory.manifest_path(target).exists()
+                # Another job may have put another one in its place.
+                if DAMAGED not in str(error) or not is_ours or identity() != planned.identity:
+                    raise
+                directory.note_damage(target, str(error))
+                msg = f"{error} latest() passes over this one from now on."
+                raise CheckpointError(msg) from error
+
+        return agreed(process_group, what, carry_out)
 
 
 def is_full(path: pathlib.Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
 from shardkit.checkpoint._agreement import rank_of
 from shardkit.checkpoint._background import Background, SaveHandle
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._job import Job, write
-from shardkit.checkpoint._progress import Meter
 
 if TYPE_CHECKING:
     import os
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardkit.checkpoint._progress import Progress
+    from shardkit._progress import Progress
 
 _background = Background()
 

@@ -42,8 +42,11 @@ class _Terminal:
         return typer.confirm(text, default=default)
 
     def text(self, text: str) -> str:
-        answer: str = typer.prompt(text)
-        return answer.strip()
+        while True:
+            answer: str = typer.prompt(text, default="", show_default=False)
+            if answer.strip():
+                return answer.strip()
+            print("It is asked for, and there is no default: write it, or end by ctrl-C.")
 
 
 def config_command(
@@ -73,7 +76,9 @@ def config_command(
             show_default=False,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the file.")] = False,  # noqa: FBT002
+    overwrite: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--overwrite", help="Replace the file.")
+    ] = False,
 ) -> None:
     """Write a config file for shardkit.from_config, and for accelerate launch.
 

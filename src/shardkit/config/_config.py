@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from shardkit._errors import ConfigError
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import accelerator_type, tensor_parallel_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardkit._mesh import DeviceMesh
+    from shardkit._module.fsdp_module import FSDPModule
+    from shardkit._wrapping.strategies import StrategyName
     from shardkit.backends import TorchDeviceMesh
 
 CONFIG_VARIABLE = "SHARDKIT_CONFIG"
@@ -103,7 +106,7 @@ class Config:
 
     def strategy(self) -> Strategy:
         """Return what is sharded: of FULL_SHARD `zero3`, and so on."""
-        return strategy(self.settings.strategy)
+        return strategy(cast("StrategyName", self.settings.strategy))
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes of `mixed_precision`, as Accelerate has them.
@@ -136,7 +139,7 @@ class Config:
         repeated = "each group" if settings.activation_checkpointing else "no"
         prefetch = f"forward {settings.forward_prefetch}, backward {settings.backward_prefetch}"
         lines = [
-            f"strategy: {chosen.name} (a rank has its part of {chosen.shards})",
+            f"strategy: {chosen.name} (split among ranks: {chosen.shards})",
             f"mesh: {self.device_type}, {_meshes.in_words(settings)}",
             f"groups: {wrapped[settings.wrap]}",
             f"mixed precision: {policy if settings.precision != 'no' else 'no'}",
@@ -180,7 +183,7 @@ class Config:
 
     def apply(
         self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None
-    ) -> nn.Module:
+    ) -> FSDPModule:
         """Shard a model as the config says, in place. Call it on all ranks.
 
         With `mixed_precision`, parameters that are trained become fp32 first, as in Accelerate, and
@@ -202,7 +205,8 @@ class Config:
             ConfigError: A name of `fsdp_ignored_modules` fits no module; no parameter is split,
                 though `tp_size` is above 1. Nothing has been changed.
             WrapError: The model cannot be sharded so, see `auto_shard`: a class of
-                `fsdp_transformer_layer_cls_to_wrap` is not there, for instance.
+                `fsdp_transformer_layer_cls_to_wrap` is not there, for instance. Parameters are
+                what they were before.
             MeshError: See `mesh`.
 
         Cost: if rank 0's values are sent, broadcasts of all of them in parts of 16 MiB; memory for
@@ -211,23 +215,17 @@ class Config:
         settings, mesh = self.settings, self.mesh()
         self._check(model)
         ignored = self._ignored_params(model)
+        kept = [(param, param.dtype, param.device) for param in model.parameters()]
         values = _sync.take_values(model, mesh, ignored) if settings.sync_module_states else None
-        if settings.precision != "no":
-            _make_masters(model, ignored)
-        _move(model, mesh, ignored, offload=settings.offload_params)
-        policy = self.policy()
-        root = dataclasses.replace(policy, output_dtype=torch.float32)
-        auto_shard(
-            model,
-            mesh,
-            self._wrap_policy(),
-            units={"": {"mp_policy": root}} if settings.precision != "no" else (),
-            strategy=self.strategy(),
-            before=checkpoint_module if settings.activation_checkpointing else None,
-            mp_policy=policy,
-            offload_policy=self.offload_policy(),
-            ignored_params=ignored,
-        )
+        try:
+            self._shard(model, mesh, ignored)
+        except BaseException:
+            if values is not None:
+                values.put_back()
+            for param, dtype, device in kept:
+                if not isinstance(param, ShardedTensor):
+                    param.data = param.data.to(device, dtype)
+            raise
         self._set_prefetch(model)
         if values is not None:
             values.send(model)
@@ -235,7 +233,7 @@ class Config:
             from shardkit._module.materialize import materialize
 
             materialize(model, param_init_fn)
-        return model
+        return cast("FSDPModule", model)
 
     def save(
         self,
@@ -250,6 +248,8 @@ class Config:
         - ``FULL_STATE_DICT``: whole tensors by their names, ``pytorch_model_fsdp.bin`` and
           ``optimizer.bin``, as Accelerate calls them; rank 0 writes.
         - ``LOCAL_STATE_DICT``: each rank its pieces, which load with the same config only.
+
+        If it is killed meanwhile, `load` loads what was saved before.
 
         Raises:
             CheckpointError: It cannot be written, or `path` holds a checkpoint already
@@ -268,11 +268,30 @@ class Config:
         """Load what `save` wrote, in place. Call it on all ranks.
 
         Raises:
-            CheckpointError: It is not there, or does not fit.
+            CheckpointError: It is not there, does not fit, or is of two saves.
         """
         _states.load(self.settings.state_dict_type, path, model, optimizer)
 
     # --- parts of apply ---
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+        settings = self.settings
+        if settings.precision != "no":
+            _make_masters(model, ignored)
+        _move(model, mesh, ignored, offload=settings.offload_params)
+        policy = self.policy()
+        root = dataclasses.replace(policy, output_dtype=torch.float32)
+        auto_shard(
+            model,
+            mesh,
+            self._wrap_policy(),
+            units={"": {"mp_policy": root}} if settings.precision != "no" else (),
+            strategy=self.strategy(),
+            before=checkpoint_module if settings.activation_checkpointing else None,
+            mp_policy=policy,
+            offload_policy=self.offload_policy(),
+            ignored_params=ignored,
+        )
 
     def _wrap_policy(self) -> Any:
         settings = self.settings

@@ -95,6 +95,9 @@ TOP = {
     "main_training_function": Field(Text(), "launcher"),
     "enable_cpu_affinity": Field(Flag(), "launcher"),
     "mpirun_config": Field(Anything(), "launcher"),
+    "ipex_config": Field(  # Of Accelerate 1.12.
+        Anything(), "noted", "It is about Intel's extension of PyTorch, which is not used."
+    ),
     "tpu_name": Field(Text(), "launcher"),
     "tpu_zone": Field(Text(), "launcher"),
     "tpu_use_cluster": Field(Flag(), "launcher"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardkit._wrapping.tree import nearest
+from shardkit._errors import nearest
 from shardkit.config._source import Section
 
 if TYPE_CHECKING:

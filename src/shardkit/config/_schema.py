@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit._errors import ConfigError
-from shardkit._wrapping.tree import nearest
+from shardkit._errors import ConfigError, nearest
 from shardkit.config._fields import DEVICES, PREFETCHES, PREFIXES, SECTIONS, STRATEGIES
 from shardkit.config._kinds import Flag, NotOfKindError
 from shardkit.config._source import Entry, Section

@@ -76,7 +76,10 @@ def import_yaml() -> ModuleType:
     try:
         import yaml
     except ModuleNotFoundError as error:
-        msg = "config files need the package 'pyyaml', which is not installed: pip install pyyaml"
+        msg = (
+            "config files need the package 'pyyaml', which is not installed: "
+            "pip install 'shardkit[config]'"
+        )
         raise ConfigError(msg) from error
     module: ModuleType = yaml
     return module

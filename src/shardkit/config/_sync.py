@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import first_of_all
 from shardkit.backends.world import current_world_size
 
@@ -23,18 +24,33 @@ class Values:
         state: As of `state_dict`, on rank 0; on others its tensors are not looked at.
         other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
             dicts leave out.
+        taken: Parameters that are on meta now, each with a parameter that has its values.
     """
 
-    def __init__(self, mesh: DeviceMesh, state: dict[str, Any], other: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        state: dict[str, Any],
+        other: dict[str, Tensor],
+        taken: list[tuple[nn.Parameter, nn.Parameter]],
+    ) -> None:
         self._mesh = mesh
         self._state = state
         self._other = other
+        self._taken = taken
+
+    def put_back(self) -> None:
+        """Give the values back to this rank's parameters, but for those that are sharded."""
+        for param, values in self._taken:
+            if not isinstance(param, ShardedTensor):
+                torch.utils.swap_tensors(param, values)
 
     def send(self, model: nn.Module) -> None:
         """Give all ranks rank 0's values. Collective."""
         from shardkit.checkpoint import load_full
         from shardkit.checkpoint._state.broadcast import FromRank0
 
+        self._taken.clear()
         load_full(self._state, model, broadcast_from_rank0=True, progress=False)
         self._state = {}
         device = self._mesh.backend.device
@@ -73,11 +89,13 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
         return None
     state = model.state_dict()
     other = {n: b.detach() for n, b in model.named_buffers() if n not in state}
+    taken = []
     for param in set(model.parameters()) - ignored:
-        on_meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        other_param = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         if not param.is_meta:
-            torch.utils.swap_tensors(param, on_meta)
-    return Values(mesh, state, other)
+            torch.utils.swap_tensors(param, other_param)
+            taken.append((param, other_param))
+    return Values(mesh, state, other, taken)
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

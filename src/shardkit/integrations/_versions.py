@@ -1,27 +1,71 @@
-"""Which versions of other packages are known."""
+"""Which versions of other packages were tried."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import re
+import warnings
+from typing import TYPE_CHECKING
 
 from shardkit._errors import IntegrationError
 
-KNOWN = {"accelerate": "1.15", "transformers": "5.23", "lightning": "2.6"}
-"""Of each the version without its last number: those differ by corrections only."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRIED = {
+    "accelerate": ("1.12", "1.13", "1.14", "1.15"),
+    "transformers": ("5.20", "5.21", "5.22", "5.23"),
+    "lightning": ("2.3", "2.4", "2.5", "2.6"),
+}
+"""Of each the versions without their last number: those differ by corrections only."""
+
+_warned: set[str] = set()
 
 
 def check_version(package: str) -> None:
-    """Raise unless a package has the version whose functions are known.
+    """Warn once if a package is newer than what was tried.
 
     Raises:
-        IntegrationError: It has another one.
+        IntegrationError: It is older.
     """
     version = importlib.metadata.version(package)
-    known = KNOWN[package]
-    if not version.startswith(f"{known}."):
+    oldest, newest = TRIED[package][0], TRIED[package][-1]
+    if _numbers(version) < _numbers(oldest):
         msg = (
-            f"{package} {version} is installed, and shardkit knows {known}: in another one, "
-            f"functions that it replaces may do something else, and training may be wrong without "
-            f"an error. Install the known one: pip install '{package}=={known}.*'"
+            f"{package} {version} is installed, and shardkit was tried with {oldest} to {newest}: "
+            f"older ones lack functions that it replaces. Install one of these: "
+            f"pip install '{package}=={newest}.*'"
         )
         raise IntegrationError(msg)
+    if _numbers(version) > _numbers(newest) and package not in _warned:
+        _warned.add(package)
+        msg = (
+            f"{package} {version} is newer than what shardkit was tried with, {oldest} to "
+            f"{newest}. Functions that it replaces may do something else there. Compare the first "
+            f"losses with those of {newest}, or install that: pip install '{package}=={newest}.*'"
+        )
+        warnings.warn(msg, stacklevel=3)
+
+
+@contextlib.contextmanager
+def replacing(package: str) -> Iterator[None]:
+    """Name the package's version where something to be replaced is not there.
+
+    Raises:
+        IntegrationError: It is not.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        version, tried = importlib.metadata.version(package), TRIED[package]
+        msg = (
+            f"{package} {version} lacks what shardkit replaces ({error}). It was tried with "
+            f"{tried[0]} to {tried[-1]}: pip install '{package}=={tried[-1]}.*'"
+        )
+        raise IntegrationError(msg) from error
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

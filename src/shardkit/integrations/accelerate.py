@@ -12,27 +12,33 @@ A model that is sharded already stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator
 import accelerate.state
 import accelerate.utils.fsdp_utils
+import torch.distributed.fsdp
 from accelerate.utils import DistributedType
 from accelerate.utils.other import is_compiled_module
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import StateDictType
 
 from shardkit._after_import import AfterImport
 from shardkit._errors import IntegrationError
 from shardkit._install import Installed, install
 from shardkit._module.fsdp_module import FSDPModule
+from shardkit._module.fully_shard import fully_shard
 from shardkit.checkpoint import load_full
-from shardkit.integrations._versions import check_version
+from shardkit.integrations._versions import check_version, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = ["use"]
 
@@ -53,11 +59,11 @@ def use() -> Installed:
         that are sharded stay sharded.
 
     Raises:
-        IntegrationError: Accelerate's version is not known, or that of transformers, which is asked
-            when that is imported; or an `Accelerator` on the CPU was
-            made before. Later, when one is made: FSDP1 is asked for, or a device of XLA; when a
-            model is prepared: only parts of it are sharded; when transformers loads one: it is to
-            be sharded while it is loaded (``DistributedConfig(fsdp_size=n)``).
+        IntegrationError: Accelerate is older than what was tried, or transformers is, which is
+            asked when that is imported; or an `Accelerator` on the CPU was made before. Later, when
+            one is made: FSDP1 is asked for, or a device of XLA; when a model is prepared: only
+            parts of it are sharded; when transformers loads one: it is to be sharded while it is
+            loaded (``DistributedConfig(fsdp_size=n)``).
     """
     check_version("accelerate")
     used = Installed()
@@ -65,7 +71,8 @@ def use() -> Installed:
         return used
     _refuse_too_late()
     try:
-        _replace_all(used)
+        with replacing("accelerate"):
+            _replace_all(used)
     except BaseException:
         used.undo()
         raise
@@ -85,7 +92,56 @@ def _replace_all(used: Installed) -> None:
     used.replace(utils, "fsdp2_load_full_state_dict", _load_full_state_dict)
     choose = utils.fsdp2_prepare_auto_wrap_policy
     used.replace(utils, "fsdp2_prepare_auto_wrap_policy", _only_groups(choose))
+    if "get_optimizer_state_dict" not in utils.load_fsdp_optimizer.__code__.co_names:  # 1.12
+        _load_sharded_optimizers(used)
     _refuse_sharded_loading(used)
+    _after_import(used, "transformers.trainer", functools.partial(_say_what_is_not_saved, used))
+
+
+def _load_sharded_optimizers(used: Installed) -> None:
+    """Let optimizers be loaded that have not stepped: 1.12 reads what they have in `state_dict`."""
+    original = accelerate.utils.fsdp_utils.load_fsdp_optimizer
+
+    @functools.wraps(original)
+    def load(
+        plugin: Any, accelerator: Any, optimizer: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
+            state = get_optimizer_state_dict(model, optimizer)
+            optimizer.state_dict = lambda: state
+        try:
+            original(plugin, accelerator, optimizer, model, *args, **kwargs)
+        finally:
+            vars(optimizer).pop("state_dict", None)
+
+    for module in (accelerate.utils.fsdp_utils, accelerate.utils, accelerate.accelerator):
+        used.replace(module, original.__name__, load)
+    _after_import(used, "transformers.trainer", lambda m: used.replace(m, original.__name__, load))
+
+
+def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
+    """Warn where the Trainer writes nothing, and says nothing."""
+    original = trainer_module.Trainer.save_model
+
+    @functools.wraps(original)
+    def save_model(
+        self: Any,
+        output_dir: str | None = None,
+        _internal_call: bool = False,  # noqa: FBT001, FBT002 - the Trainer's signature
+    ) -> None:
+        original(self, output_dir, _internal_call)
+        if _internal_call or not self.is_fsdp_enabled or not self.args.should_save:
+            return  # A checkpoint: its files are written by other functions.
+        kind = self.accelerator.state.fsdp_plugin.state_dict_type
+        if kind != StateDictType.FULL_STATE_DICT:
+            warnings.warn(
+                f"save_model wrote no weights: with {kind.name} the Trainer leaves that to its "
+                f"checkpoints. Pass fsdp_config={{'state_dict_type': 'FULL_STATE_DICT', ...}}, or "
+                f"call shardkit.checkpoint.save_full(path, trainer.model) on all ranks.",
+                stacklevel=2,
+            )
+
+    used.replace(trainer_module.Trainer, "save_model", save_model)
 
 
 def _refuse_too_late() -> None:
@@ -112,7 +168,8 @@ def _refuse_sharded_loading(used: Installed) -> None:
         raise IntegrationError(msg)
 
     def replace(module: Any) -> None:
-        used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
+        with replacing("transformers"):
+            used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
 
     _after_import(used, "transformers.distributed.mixin", replace)
 
@@ -170,7 +227,8 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any) -> Any:
         models = [each for each in args if isinstance(each, nn.Module)]
         if not any(isinstance(m, FSDPModule) for model in models for m in model.modules()):
-            prepared = original(self, *args)
+            with _tied_modules_together(models):
+                prepared = original(self, *args)
             _note_for_transformers(prepared)
             return prepared
         [model] = models  # Accelerate has refused several.
@@ -200,6 +258,26 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
+@contextlib.contextmanager
+def _tied_modules_together(models: list[nn.Module]) -> Iterator[None]:
+    """Let a list of modules that forms a group have all modules that hold its tied weights.
+
+    Accelerate 1.14 puts the embedding into such a list, and leaves the head to the root.
+    """
+
+    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, list):
+            held = {param for each in module for param in each.parameters(recurse=False)}
+            others = [each for model in models for each in model.modules() if each not in module]
+            tied = [m for m in others if not held.isdisjoint(m.parameters(recurse=False))]
+            module = [*module, *tied]
+        return fully_shard(module, *args, **kwargs)
+
+    with Installed() as used:
+        used.replace(torch.distributed.fsdp, "fully_shard", shard)
+        yield
+
+
 def _note_for_transformers(prepared: Iterable[Any]) -> None:
     """Let each rank run every layer and every step that another one runs, in transformers' models.
 
@@ -214,7 +292,7 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what chooses modules: some that Accelerate's policies choose cannot be groups.
 
     Lists of modules are large, but not called. Embeddings, the head and the norm before it become
-    groups after all others, so no module around them can be one.
+    groups after all others (from 1.14 on), so no module around them can be one.
     """
 
     @functools.wraps(original)
@@ -222,7 +300,9 @@ def _only_groups(original: Callable[..., Any]) -> Callable[..., Any]:
         policy = original(plugin, model)
         if policy is None:
             return None
-        ends = {accelerate.utils.fsdp_utils._find_final_norm(model)}
+        # Before 1.14 there is none, for the norm belongs to the root then.
+        find_norm = getattr(accelerate.utils.fsdp_utils, "_find_final_norm", lambda _: None)
+        ends = {find_norm(model)}
         for getter in ("get_input_embeddings", "get_output_embeddings"):
             ends.add(getattr(model, getter, lambda: None)())
 

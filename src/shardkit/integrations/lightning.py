@@ -189,8 +189,8 @@ class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
         timeout: As of Lightning's strategy; None is its default.
 
     Raises:
-        IntegrationError: Lightning's version is not known; ranks do not divide by the sizes; tensor
-            parallelism without a `parallelize_fn`; or that shards nothing.
+        IntegrationError: Lightning is older than what was tried; ranks do not divide by the sizes;
+            tensor parallelism without a `parallelize_fn`; or that shards nothing.
     """
 
     def __init__(

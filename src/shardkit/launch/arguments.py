@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +17,7 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
-from shardkit._errors import LaunchError
+from shardkit._errors import LaunchError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     result: argparse.ArgumentParser = get_args_parser()
     result.prog = "python -m shardkit launch"
     result.usage = "%(prog)s [options] script.py [arguments of the script]"
+    for action in result._actions:  # noqa: SLF001 - what torch names training_script
+        if action.dest == "training_script":
+            action.metavar = "script.py"
     result.description = _ABOUT
     result.formatter_class = argparse.RawDescriptionHelpFormatter
     ours = result.add_argument_group("shardkit")
@@ -151,6 +157,27 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     if not first.slurm:
         _choose_rendezvous(result, fields)
     return result
+
+
+def check_script(script: str, *, is_module: bool) -> None:
+    """Raise if there is no such script.
+
+    Raises:
+        LaunchError: It names what is spelled most alike.
+    """
+    if is_module:
+        name = script.partition(".")[0]
+        if PathFinder.find_spec(name, [str(Path.cwd()), *sys.path[1:]]) is None:
+            msg = f"there is no module {name!r}, neither in {Path.cwd()} nor installed."
+            raise LaunchError(msg)
+        return
+    path = Path(script)
+    if path.is_file():
+        return
+    beside = sorted(path.parent.glob("*.py")) if path.parent.is_dir() else []
+    near = nearest(script, [str(file) for file in beside]) if beside else ""
+    msg = f"there is no script {script!r} in {Path.cwd()}. {near}".rstrip()
+    raise LaunchError(msg)
 
 
 def _is_in_environment(name: str) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from shardkit._errors import LaunchError
 from shardkit.config import CONFIG_VARIABLE, from_config
 from shardkit.launch import output, slurm
-from shardkit.launch.arguments import meet, parse
+from shardkit.launch.arguments import check_script, meet, parse
 from shardkit.launch.failures import failures_of, report
 from shardkit.launch.network import check_interface, here_towards
 
@@ -48,10 +48,12 @@ def launch(argv: Sequence[str]) -> int:
         The exit status: 0; 1 if a rank failed; 128 and the number of the signal that ended it.
 
     Raises:
-        LaunchError: What was asked for contradicts itself, or the hosts do not meet.
+        LaunchError: There is no such script, what was asked for contradicts itself, or the hosts do
+            not meet.
         ConfigError: The config file cannot be read.
     """
     arguments = parse(argv, read_config)
+    check_script(arguments.torchrun.training_script, is_module=arguments.torchrun.module)
     os.environ.update(environment_of(arguments))
     if arguments.torchrun.slurm:
         tasks = slurm.tasks_of(os.environ)

@@ -35,8 +35,9 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     Parameters belong to ranks of all axes of their mesh, spread by `cost`. An owner keeps a whole
     copy of its own. If somebody else writes a parameter (`load_state_dict`, weights of an EMA), its
-    whole is made anew at the next step. What goes past version counters (``to_local().data``,
-    NumPy) is not seen. Parameters that are not sharded are stepped on every rank.
+    whole is made anew at the next step. Writes that torch does not count in a tensor's version
+    (``to_local().data``, NumPy) are not noticed. Parameters that are not sharded are stepped on
+    every rank.
 
     Gradients of other batches travel while one batch is computed. The inner optimizer's ``step`` is
     called for each batch. What it counts in parameter groups counts once; what it counts in

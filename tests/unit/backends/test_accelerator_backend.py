@@ -198,8 +198,16 @@ def test_buffers_that_are_elsewhere_or_have_no_other_place_stay() -> None:
 # --- the device's module ------------------------------------------------------------------------
 
 
+def test_what_is_spelled_alike_is_named() -> None:
+    for wrong, named in (("gpu", "Write 'cuda'"), ("cudda", "The nearest ones are 'cuda'")):
+        with pytest.raises(MeshError, match=named) as found:
+            device_module(wrong)
+        assert found.value.__cause__ is None
+        assert found.value.__suppress_context__
+
+
 def test_an_unknown_device_type_is_explained() -> None:
-    with pytest.raises(MeshError, match=r"'nonsense'; .*'cpu', 'xla'.*'cuda', 'xpu'"):
+    with pytest.raises(MeshError, match=r"'nonsense'\. .*'cpu', 'xla'.*'cuda', 'xpu'"):
         device_module("nonsense")
 
 

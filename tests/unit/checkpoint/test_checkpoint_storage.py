@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import typing
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit import checkpoint
+import shardkit
+from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory, stream
+from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
     import pathlib
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",
@@ -263,6 +267,38 @@ def test_frames_are_what_torch_writes() -> None:
     before, after = stream.tensor_frame(tensor.dtype, (3, 4))
     content = before + bytes(stream.raw_bytes(tensor)) + after
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_far_it_is(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(call: Callable[..., object], *args: object) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal := Terminal())
+            call(*args)
+        return terminal.getvalue()
+
+    model = nn.Linear(50, 50)
+    with torch.device("meta"):
+        on_meta = nn.Linear(50, 50)
+    calls = [
+        ("saving x", checkpoint.save, tmp_path / "x", model),
+        ("loading x", checkpoint.load, tmp_path / "x", model),
+        ("verifying x", verify, tmp_path / "x"),
+        ("consolidating x", checkpoint.consolidate, tmp_path / "x", tmp_path / "x.pt"),
+        ("loading x.pt", checkpoint.load_full, tmp_path / "x.pt", model),
+        ("initializing Linear", shardkit.materialize, on_meta),
+    ]
+    checkpoint.save(tmp_path / "quick", model)
+    assert shown(checkpoint.load, tmp_path / "quick", model) == ""
+    monkeypatch.setattr(_progress, "_SHOWN_AFTER_S", 0.0)
+    for text, *call in calls:
+        assert text in shown(*call)
 
 
 def test_progress_is_told(tmp_path: pathlib.Path) -> None:

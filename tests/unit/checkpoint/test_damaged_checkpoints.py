@@ -20,6 +20,7 @@ from torch import nn
 from shardkit import checkpoint
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory, manifest, metadata
+from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -90,6 +91,33 @@ def test_a_file_is_gone(saved: pathlib.Path, gone: str, message: str) -> None:
     (saved / gone).unlink()
     with pytest.raises(CheckpointError, match=message):
         load(saved)
+
+
+def test_a_restart_goes_on_from_the_newest_good_one(saved: pathlib.Path) -> None:
+    newest = checkpoint.save(saved.parent / "y", nn.Linear(1100, 1000), step=6)
+    flip(newest / "__0_0.distcp", 100_000)
+    assert checkpoint.latest(saved.parent) == newest
+    with pytest.raises(CheckpointError, match=r"another one\. latest\(\) passes over"):
+        load(newest)
+    with pytest.warns(UserWarning, match=r"y is passed over: .* are not what was written"):
+        assert checkpoint.latest(saved.parent) == saved
+    assert load(saved) == {"step": 5}
+    with pytest.raises(CheckpointError, match="x exists"):
+        checkpoint.save(saved, nn.Linear(1100, 1000), step=5)
+    checkpoint.save(newest, nn.Linear(1100, 1000), step=6)  # It comes by the damaged one again.
+    assert checkpoint.latest(saved.parent) == newest
+    assert load(newest) == {"step": 6}
+
+
+def test_a_note_of_damage_that_is_gone(saved: pathlib.Path) -> None:
+    flip(saved / "__0_0.distcp", 100_000)
+    with pytest.raises(CheckpointError):
+        load(saved)
+    flip(saved / "__0_0.distcp", 100_000)
+    (problem,) = verify(saved).problems
+    assert "Delete this file, and latest() returns the checkpoint again" in problem
+    (saved / "shardkit.damaged").unlink()
+    assert checkpoint.latest(saved.parent) == saved
 
 
 def test_not_there_and_foreign(tmp_path: pathlib.Path) -> None:

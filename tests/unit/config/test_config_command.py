@@ -111,6 +111,14 @@ def call(*args: object, typed: str = "") -> Result:
     return typer.testing.CliRunner().invoke(app, ["config", *map(str, args)], input=typed)
 
 
+def test_it_says_why_it_asks_again(tmp_path: pathlib.Path) -> None:
+    # CPU; machines; version; reshard; offload; TRANSFORMER_BASED_WRAP; no; then nothing, a name.
+    typed = "\n".join(["y", "0", "1", "2", "y", "n", "", "n", "", "Block", *[""] * 8])
+    found = call("--config_file", tmp_path / "x.yaml", typed=typed)
+    assert "It is at least 1." in found.output
+    assert "It is asked for, and there is no default" in found.output
+
+
 def test_a_line_alone_takes_what_is_offered(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "fsdp.yaml"
     result = call("--config_file", file, typed="y\n\n\n\n\n\nn\nBlock,Head\n" + "\n" * 20)

@@ -433,6 +433,6 @@ def test_without_pyyaml_the_error_names_it(
     monkeypatch.setitem(sys.modules, "yaml", None)
     file = tmp_path / "fsdp.yaml"
     file.write_text("distributed_type: NO\n")
-    with pytest.raises(ConfigError, match="pip install pyyaml"):
+    with pytest.raises(ConfigError, match=r"pip install .shardkit\[config\]."):
         from_config(file)
     assert from_config({"distributed_type": "NO"}).settings.precision == "no"

@@ -36,6 +36,9 @@ from shardkit.checkpoint._files.bytes_io import fsync_directory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+DAMAGED_FILE = "shardkit.damaged"
+"""In a checkpoint that `load` found damaged: what it found."""
+
 _INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
 
 
@@ -73,8 +76,14 @@ def normalized(path: os.PathLike[str] | str) -> Path:
 
 
 def problem(path: Path) -> str:
-    """Say what of a checkpoint is missing or damaged, as far as sizes tell; empty if nothing."""
+    """Say what of a checkpoint is missing or damaged, as far as is known; empty if nothing.
+
+    Known is what sizes tell, and what `load` has found.
+    """
+    noted = path / DAMAGED_FILE
     try:
+        if noted.exists():
+            return noted.read_text().strip()
         check_metadata(path, manifest := read_manifest(path))
         for name, stored in manifest.files.items():
             check_size(path / name, stored.nbytes)
@@ -83,6 +92,12 @@ def problem(path: Path) -> str:
     except (CheckpointError, OSError) as error:
         return str(error)
     return ""
+
+
+def note_damage(path: Path, found: str) -> None:
+    """Have `latest` pass over a checkpoint from now on."""
+    with contextlib.suppress(OSError):  # A disk that cannot be written.
+        (path / DAMAGED_FILE).write_text(f"{found}\n")
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -148,9 +163,10 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
 
     The newest is the one saved last, by the sequence in its manifest. What was being written when
     a run died is not complete. A checkpoint whose files have been damaged since (missing, of
-    another size, a wrong checksum of a manifest) is passed over with a warning that says why;
-    checksums of tensors are verified by `load`. If there are checkpoints of others only, which have
-    no manifest, a warning says so.
+    another size, a wrong checksum of a manifest) is passed over with a warning that says why.
+    Checksums of tensors are compared by `load`. If one is wrong, `load` raises and leaves a file
+    ``shardkit.damaged`` in the checkpoint, and `latest` passes over it from then on. If there are
+    checkpoints of others only, which have no manifest, a warning says so.
 
     Args:
         directory: Holds checkpoints; need not exist.
@@ -224,11 +240,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
     Raises:
         CheckpointError: There is something under it, and either `overwrite` was not asked for or it
-            is no checkpoint.
+            is no checkpoint. A damaged checkpoint may be replaced: a run that goes on from an older
+            one comes by it again.
     """
     if not os.path.lexists(path):
         return
-    if not overwrite:
+    if not overwrite and not (manifest_path(path).exists() and problem(path)):
         msg = (
             f"{path} exists. Give each checkpoint a name of its own, such as 'step-1000', or "
             f"replace it by overwrite=True."

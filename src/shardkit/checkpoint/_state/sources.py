@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Mapping
 
-    from shardkit.checkpoint._progress import Meter
+    from shardkit._progress import Meter
     from shardkit.checkpoint._state.sections import Path
 
 

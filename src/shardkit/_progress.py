@@ -1,4 +1,4 @@
-"""How far a save or a load is: on rank 0's terminal, or told to a function."""
+"""How far something is that may take minutes: on rank 0's terminal, or told to a function."""
 
 from __future__ import annotations
 
