@@ -143,7 +143,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor, keep this rank's piece: the same numbers at every world size."""
     tensor = args[0]
     depends = any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
-    if type(tensor) is not ShardedTensor or depends or func in DEPEND_ON_VALUES:
+    if type(tensor) is not ShardedTensor or depends:
         return whole(func, args, kwargs)
     kwargs.pop("memory_format", None)
     local = tensor.local_piece
@@ -157,9 +157,14 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap(tensor.spec.slice_full(result).clone(), tensor.spec)
 
 
-DEPEND_ON_VALUES = (
-    _aten.bernoulli.default,
-    _aten.multinomial.default,
-    _aten.poisson.default,
-    _aten.native_dropout.default,
+_FILLS = (
+    *("uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"),
+    *("uniform", "normal_functional", "exponential", "geometric", "cauchy", "log_normal", "random"),
+    *("bernoulli_", "bernoulli.p", "rand_like", "randn_like", "randint_like"),
 )
+
+
+def fills_by_shape(func: Any) -> bool:
+    """Whether a random operator looks at the shape of its first operand, and not at its values."""
+    namespace, name = func.name().split("::")
+    return namespace == "aten" and (name in _FILLS or name.split(".")[0] in _FILLS)
