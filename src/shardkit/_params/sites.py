@@ -13,6 +13,8 @@ from shardkit._errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardkit._tensor.written_values import WrittenValue
+
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
 
@@ -24,11 +26,15 @@ class ParamEntry:
         name: For errors: relative to the group's module until the root's first forward.
         param: The user's object.
         sites: Every (module, attribute) that holds it.
+        written: What was written to it as a whole since ranks compared; None: nothing.
+        num_written: How often that was done, in all.
     """
 
     name: str
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]]
+    written: WrittenValue | None = None
+    num_written: int = 0
 
 
 class ParamSites:

@@ -18,6 +18,7 @@ from shardkit._tensor.ops.common import (
 )
 from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import is_param, note_written
 
 _aten = torch.ops.aten
 
@@ -126,16 +127,20 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not ShardedTensor:
         return whole(func, args, kwargs)
-    if type(source) is ShardedTensor and source.spec.same_cut(target.spec):
+    is_sharded, given = type(source) is ShardedTensor, source
+    if is_sharded and source.spec.same_cut(target.spec):
         source = source.local_piece
     else:
         check_in_place(func, target, source)
-        if type(source) is ShardedTensor:
+        if is_sharded:
             source = gathered(func, source)
         source = slice_operand(source, target.spec)
     func(target.local_piece, source, *args[2:], **kwargs)
     target.spec.annotate_sharding(target.local_piece)
-    note_write(target)
+    # A result of operators, as in nn.init.trunc_normal_, updates what was there.
+    note_write(target, is_followed=not is_sharded or (given.flat is None and not is_param(given)))
+    if not is_sharded:
+        note_written(target, lambda: [given])
     return target
 
 
@@ -152,7 +157,8 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _compat.is_mutable_op(func):
         local.copy_(tensor.spec.slice_full(full))
         tensor.spec.annotate_sharding(local)
-        note_write(tensor)
+        note_write(tensor, is_followed=True)
+        note_written(tensor, lambda: [full])
         return tensor
     return wrap(tensor.spec.slice_full(result).clone(), tensor.spec)
 

@@ -24,6 +24,7 @@ from shardkit._tensor.ops.shown import ShardedView, places_of
 from shardkit._tensor.ops.structural import fills_by_shape, reshape
 from shardkit._tensor.ops.wholes import followed, gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -194,4 +195,6 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     func(values, *args, **kwargs)
     piece[places[is_here]] = values[is_here]
     spec.annotate_sharding(piece)
-    note_write(base)
+    note_write(base, is_followed=True)
+    drawn = [values] if fills_by_shape(func) else []
+    note_written(base, lambda: [*iter_tensors([args, kwargs], depth=0), *drawn], part_by=func)
