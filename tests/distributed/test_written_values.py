@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
 import typing
+import warnings
 
 import pytest
 import torch
@@ -242,3 +245,56 @@ def exchanges_of_a_steady_loop() -> list[int]:
 def test_writes_alike_in_every_step_cost_no_exchange(spawn: Spawn) -> None:
     for counts in spawn(exchanges_of_a_steady_loop, 2):
         assert counts == [0] * 31
+
+
+# --- optimizers, and what is saved ----------------------------------------------------------------
+
+
+def act_alone(what: str, mesh_shape: tuple[int, ...]) -> list[str]:
+    """Train; do something on rank 0 only; return what is warned of."""
+    model = sharded(mesh_shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    is_first = dist.get_rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            model(torch.randn(4, 6)).square().mean().backward()
+            if is_first and what == "another rate" and number == 1:
+                optimizer.param_groups[0]["lr"] = 0.02
+            if is_first or what != "a step":
+                optimizer.step()
+            optimizer.zero_grad()
+            if number == 1 and (what == "saves all" or (is_first and what == "saves")):
+                torch.save(model.state_dict(), io.BytesIO())
+            if what == "rates alike":
+                optimizer.param_groups[0]["lr"] *= 0.5
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("a step", r"AdamW took 1 steps on position 0 .*, and 0 on position 1.*call step\(\)"),
+        ("another rate", r"'0\.up\.weight'.* lr=0\.02,.* position 0 .* lr=0\.01,.* position 1"),
+    ],
+)
+def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: str) -> None:
+    for world_size, shape in ((2, (2,)), (4, (2, 2))):
+        for error in spawn_errors(act_alone, world_size, what, shape):
+            assert error is not None
+            assert error.type_name == "RankMismatchError", error.traceback
+            assert "optimizers differ between ranks" in error.message
+        if world_size == 2:
+            assert re.search(said, error.message), error.message
+
+
+def test_pieces_that_one_rank_saves_are_told(spawn: Spawn) -> None:
+    for said in spawn(act_alone, 2, "saves", (2,)):
+        [text] = said
+        assert "position 0 of the process group has pickled its piece" in text
+        assert "save_full" in text
+
+
+@pytest.mark.parametrize("what", ["nothing", "saves all", "rates alike"])
+def test_what_all_do_alike_is_not_told(spawn: Spawn, what: str) -> None:
+    assert spawn(act_alone, 4, what, (2, 2)) == [[]] * 4

@@ -6,17 +6,23 @@ These train without an error, and wrongly. So do unsharded ones, which are shown
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardkit._errors import StateError
 from shardkit._module.optimizer_state import cut_whole_state, forget_known
 from shardkit._params.freed import NAME_ATTRIBUTE, is_unsharded
+from shardkit._runtime.own_actions import note_step
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -30,7 +36,11 @@ _MAX_NAMED = 6
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 _ignored: set[int] = set()  # By id: torch swaps no tensor that has a weak reference.
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_told_of_sync: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _is_installed = False
+
+_DATA_PARALLEL = re.compile("repl|dp|data")
+"""What names of axes have in common over which ranks have other data."""
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
@@ -51,19 +61,25 @@ def watch_optimizers() -> None:
     if not _is_installed:
         register_optimizer_step_pre_hook(cut_whole_state)
         register_optimizer_step_pre_hook(_look)
+        register_optimizer_step_post_hook(note_step)
         _is_installed = True
 
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn at the first step that finds gradients; called by torch before each step."""
     if optimizer in _looked_at:
+        first = next((param for each in optimizer.param_groups for param in each["params"]), None)
+        if first is not None and first.grad is None and len(args) < 2 and not kwargs:  # noqa: PLR2004
+            _warn_of_unsynced(optimizer)
         return
     params = [param for each in optimizer.param_groups for param in each["params"]]
     _refuse_unsharded(optimizer, params)
     if any(param.grad is not None for param in params):
         _looked_at.add(optimizer)
         _warn_of_plain(params)
+        _warn_of_left_out(params)
     elif len(args) < 2 and not kwargs:  # noqa: PLR2004 - no closure, which would make gradients
+        _warn_of_unsynced(optimizer)
         name = _trained_elsewhere()
         if name is not None:
             _looked_at.add(optimizer)
@@ -113,6 +129,49 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
         f"ignored_params.",
         stacklevel=4,
     )
+
+
+def _warn_of_unsynced(optimizer: Optimizer) -> None:
+    """Warn of a step that moves nothing: all gradients wait to be synced."""
+    groups = optimizer.param_groups
+    if any(param.grad is not None for each in groups for param in each["params"]):
+        return
+    if optimizer in _told_of_sync:
+        return
+    held = {id(param) for each in groups for param in each["params"]}
+    waiting = [group for group in _groups if group.gradients.buffer_nbytes]
+    entries = [entry for group in waiting for b in group.buckets for entry in b.entries]
+    name = next((entry.name for entry in entries if id(entry.param) in held), None)
+    if name is not None:
+        _told_of_sync.add(optimizer)
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps without a gradient: those of {name!r} and "
+            f"others were computed, and wait to be synced (memory_stats()['unsynced_grad_nbytes']). "
+            f"Call set_requires_gradient_sync(True), or leave no_sync(), before the last backward "
+            f"of a step.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_left_out(params: Sequence[Any]) -> None:
+    """Warn where copies of a model would drift apart: nobody averages over an axis of its mesh."""
+    sharded = [param for param in params if isinstance(param, ShardedTensor)]
+    used = {name for param in sharded for name in param.device_mesh.mesh_dim_names or ()}
+    for param in sharded:
+        names = [n for n in param.device_mesh.left_out if _DATA_PARALLEL.search(n.lower())]
+        names = [name for name in names if name not in used]
+        if not names or param.spec.tensor_parallel is not None or _averaged_by_ddp():
+            continue
+        own = ", ".join(map(repr, param.device_mesh.mesh_dim_names or ()))
+        warnings.warn(
+            f"{param.spec.name!r} is sharded over axis {own} of a mesh that has axis {names[0]!r} "
+            f"as well, over which nobody averages gradients: copies of the model along "
+            f"{names[0]!r} drift apart. Pass both axes to fully_shard: mesh[{names[0]!r}, {own}]. "
+            f"It is right where your code averages over {names[0]!r} itself, or where each "
+            f"position there trains a model of its own.",
+            stacklevel=4,
+        )
+        return
 
 
 def _is_known(param: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -35,6 +35,16 @@ class ParamEntry:
     sites: list[tuple[nn.Module, str]]
     written: WrittenValue | None = None
     num_written: int = 0
+
+    def __getstate__(self) -> Any:
+        """Return what is pickled: of what was written others know nothing."""
+        return None, {"name": self.name, "param": self.param, "sites": self.sites}
+
+    def __setstate__(self, state: Any) -> None:
+        """Take what was pickled."""
+        self.written, self.num_written = None, 0
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
 
 class ParamSites:

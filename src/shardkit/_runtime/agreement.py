@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit._errors import RankMismatchError
 from shardkit._runtime.group import unwritten
+from shardkit._runtime.own_actions import OwnActions, first_difference, pickled_on_some
 from shardkit._tensor.written_values import fingerprint, num_noted
 from shardkit.backends.base import first_of_all
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardkit._runtime.group import KnownValue, ParamGroup
+    from shardkit._runtime.own_actions import Steps
     from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
 
 _MAX_NAMED = 4
@@ -236,22 +239,25 @@ class UsedParameters:
         self._num_noted = num_noted()
         self._written: dict[int, KnownValue | None] = {}
         self._compares_written = True
+        self._actions = OwnActions(groups)
+        self._done: tuple[list[Steps], str] = ([], "")
 
     def start(self, streams: CommStreams) -> None:
-        """Send which parameters fired here, and a number of what was written to any before.
+        """Send which parameters fired here, and numbers of what this rank did by itself.
 
-        Cost: one all-reduce of 8 bytes per parameter and 16 more, on every axis.
+        Cost: one all-reduce of 8 bytes per parameter and 32 more, on every axis.
         """
         if not self._axes:
             return
         self.finish()  # The last one: another backward may have come right after it.
-        self.check_written()
+        self.check_alike()
         fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
         if not fired:
             self._flags = torch.empty(0, dtype=torch.int64)
             return
-        written = self._take_written()
-        self._flags = torch.tensor([*fired, written, -written], dtype=torch.int64)
+        written, done = self._take_written(), self._take_done()
+        numbers = [*fired, written, -written, done, -done]
+        self._flags = torch.tensor(numbers, dtype=torch.int64)
         self._handle = streams.start_all_reduce_max(self._flags, self._axes, self._describe())
 
     def _describe(self) -> str:
@@ -283,37 +289,51 @@ class UsedParameters:
         # All of them, also where any value may be right here: other ranks may not know.
         return _digest(repr([(entry.name, each.number) for entry, each, _ in taken]).encode())
 
-    def check_written(self) -> None:
-        """Raise if ranks have written to parameters, before the last backward, and not alike.
+    def _take_done(self) -> int:
+        """Return a number of what else this rank did."""
+        steps, pickled = self._done = self._actions.take()
+        return _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
+
+    def check_alike(self) -> None:
+        """Raise if ranks did not do alike, before the last backward, what nothing else compares.
 
         Called on all ranks, when the flags of that backward have come.
 
         Raises:
-            RankMismatchError: On every rank.
+            RankMismatchError: On every rank, if they wrote other values to parameters, or took
+                other steps of an optimizer.
 
         Cost: nothing, but for an exchange on each axis where something differs.
         """
         if not self._flags.numel() or not self._axes:
             return
-        highest, lowest = self._flags[-2:].tolist()
-        self._flags[-2:] = 0
-        if highest == -lowest:
-            return
-        mine = [
-            (entry.name, self._written.get(id(entry), unwritten(entry)))
-            for group in self._groups
-            for bucket in group.buckets
-            for entry in bucket.entries
-        ]
-        text: str | None = None
-        for axis in self._axes:
-            found = _first_written_difference(axis.exchange(mine))  # Also where one is known.
-            text = text or found
-        text = first_of_all(text, self._axes)
-        if text is not None:
-            raise RankMismatchError(text)
-        # What differs is overwritten, or is nobody's piece. In every step that would be asked anew.
-        self._compares_written = False
+        most_written, least_written, most_done, least_done = self._flags[-4:].tolist()
+        self._flags[-4:] = 0
+        if most_done != -least_done:
+            text = self._first_of(first_difference, self._done[0])
+            if text is not None:
+                raise RankMismatchError(text)
+            text = self._first_of(pickled_on_some, self._done[1])
+            if text is not None:
+                warnings.warn(text, stacklevel=2)
+        if most_written != -least_written:
+            mine = [
+                (entry.name, self._written.get(id(entry), unwritten(entry)))
+                for group in self._groups
+                for bucket in group.buckets
+                for entry in bucket.entries
+            ]
+            text = self._first_of(_first_written_difference, mine)
+            if text is not None:
+                raise RankMismatchError(text)
+            # What differs is overwritten, or nobody's piece: not to be asked again in each step.
+            self._compares_written = False
+
+    def _first_of(self, compare: Callable[[list[Any]], str | None], mine: object) -> str | None:
+        """Return what is found over any axis; all ranks of the mesh find the same."""
+        found = [compare(axis.exchange(mine)) for axis in self._axes]
+        text: str | None = first_of_all(next(filter(None, found), None), self._axes)
+        return text
 
     def by_group(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""

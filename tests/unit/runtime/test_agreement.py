@@ -251,6 +251,7 @@ def groups_of_two(names: Sequence[str]) -> typing.Any:
     return [
         types.SimpleNamespace(
             name=name,
+            buckets=[],
             gradients=types.SimpleNamespace(buckets=[bucket_of_two(name)]),
         )
         for name in names
@@ -263,7 +264,7 @@ def test_what_fired_anywhere_is_told_by_group_and_bucket() -> None:
     wire.used[1]._groups[2].gradients.buckets[0].fired[1] = 1  # noqa: SLF001
     for used in wire.used:
         wire.start(used)
-    assert [vector.nbytes for vector in wire.vectors] == [8 * (3 * 2 + 2)] * 2, "8 per parameter"
+    assert [vector.nbytes for vector in wire.vectors] == [8 * (3 * 2 + 4)] * 2, "8 per parameter"
     for used in wire.used:
         assert used.by_group() == [[[0, 0]], [[1, 0]], [[0, 1]]]
 
