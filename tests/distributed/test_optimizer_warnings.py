@@ -117,7 +117,9 @@ def steps_without_sync(how: str) -> list[str]:
 def test_steps_that_move_nothing_are_told_once(spawn: Spawn) -> None:
     for found in spawn(steps_without_sync, 2, "forgotten"):
         [said] = found
-        assert said.startswith("test_optimizer_warnings.py: this SGD steps without a gradient"), said
+        assert said.startswith("test_optimizer_warnings.py: this SGD steps without a gradient"), (
+            said
+        )
         assert "'weight'" in said
         assert "set_requires_gradient_sync(True)" in said
     assert spawn(steps_without_sync, 2, "accumulates") == [[], []]

@@ -146,7 +146,7 @@ def _warn_of_unsynced(optimizer: Optimizer) -> None:
         _told_of_sync.add(optimizer)
         warnings.warn(
             f"this {type(optimizer).__name__} steps without a gradient: those of {name!r} and "
-            f"others were computed, and wait to be synced (memory_stats()['unsynced_grad_nbytes']). "
+            f"others were computed, and wait to be synced (see memory_stats()). "
             f"Call set_requires_gradient_sync(True), or leave no_sync(), before the last backward "
             f"of a step.",
             stacklevel=4,

@@ -10,7 +10,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from shardkit import _compat
 from shardkit._pickling import Pickled
@@ -18,6 +17,8 @@ from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch.optim.optimizer import Optimizer
 
     from shardkit._runtime.group import ParamGroup
 
@@ -39,13 +40,13 @@ class Steps(NamedTuple):
 
     Attributes:
         kind: Name of its class.
-        count: Number of its steps since ranks compared.
+        num_taken: Number of its steps since ranks compared.
         settings: For each of its parameter groups: the name of its first sharded parameter, and
             settings in words.
     """
 
     kind: str
-    count: int
+    num_taken: int
     settings: tuple[tuple[str, str], ...]
 
 
@@ -115,7 +116,7 @@ def first_difference(of_ranks: Sequence[Sequence[Steps]]) -> str | None:
             if here == there:
                 continue
             kind = (here or there).kind  # type: ignore[union-attr]
-            counts = [0 if each is None else each.count for each in (here, there)]
+            counts = [0 if each is None else each.num_taken for each in (here, there)]
             if here is None or there is None or here[:2] != there[:2]:
                 return (
                     f"optimizers differ between ranks: since ranks last compared, {kind} took "

@@ -145,11 +145,17 @@ def note_written(
         steps = zlib.crc32(part_by.name().encode()) + (1 if before is None else 31 * before.steps)
     if _is_sampled(entry.num_written):
         dtype = target.dtype if part_by is None else None
-        parts = [fingerprint(whole, dtype=dtype) for whole in wholes()]
+        parts = [fingerprint(_plain(whole), dtype=dtype) for whole in wholes()]
         if part_by is not None and before is not None and before.sample is not None:
             parts.append(before.sample)
         sample = sum((part.to(parts[0].device) for part in parts[1:]), parts[0]) if parts else None
     entry.written = WrittenValue(steps, sample, _past_operators(memory), id(memory))
+
+
+def _plain(whole: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor: ranks that are compared have the same one."""
+    to_local: Callable[[], Tensor] | None = getattr(whole, "to_local", None)
+    return whole if to_local is None else to_local()
 
 
 def is_param(tensor: ShardedTensor) -> bool:
