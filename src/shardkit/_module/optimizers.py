@@ -11,6 +11,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -19,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardkit._errors import StateError
+from shardkit._errors import OptimizerError, StateError
 from shardkit._module.optimizer_state import cut_whole_state, forget_known
 from shardkit._params.freed import NAME_ATTRIBUTE, is_unsharded
 from shardkit._runtime.own_actions import note_step
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
 
 _MAX_NAMED = 6
+_MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
 
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 _ignored: set[int] = set()  # By id: torch swaps no tensor that has a weak reference.
@@ -74,6 +76,7 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return
     params = [param for each in optimizer.param_groups for param in each["params"]]
     _refuse_unsharded(optimizer, params)
+    _refuse_compiled(optimizer, params)
     if any(param.grad is not None for param in params):
         _looked_at.add(optimizer)
         _warn_of_plain(params)
@@ -104,6 +107,34 @@ def _refuse_unsharded(optimizer: Optimizer, params: Iterable[Any]) -> None:
                 f"sharded: call reshard() first."
             )
             raise StateError(msg)
+
+
+def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
+    """Refuse torchao's optimizers where their compiled steps would fail inside of the compiler.
+
+    They code the state of large parameters in blocks, or round bf16 ones at random.
+
+    Raises:
+        OptimizerError: It is such a one, and has sharded parameters.
+    """
+    if not any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
+        return
+    block_numel = getattr(optimizer, "block_size", float("inf"))
+    rounds = getattr(optimizer, "bf16_stochastic_round", False)
+    for param in params:
+        if not isinstance(param, ShardedTensor):
+            continue
+        is_coded = param.numel() >= _MIN_CODED_NUMEL and param.numel() % block_numel == 0
+        if is_coded or (rounds and param.dtype == torch.bfloat16):
+            kind = type(optimizer).__name__
+            options = f"lr={float(optimizer.param_groups[0]['lr']):g}"
+            options += ", bf16_stochastic_round=True" if rounds else ""
+            msg = (
+                f"torchao's {kind} cannot step sharded {param.spec.name!r} itself: it compiles its "
+                f"update into a graph of plain tensors. Have it step this rank's pieces: "
+                f"shardkit.optim.LocalOptimizer(model.parameters(), {kind}, {options})."
+            )
+            raise OptimizerError(msg)
 
 
 def _warn_of_plain(params: Sequence[Any]) -> None:
