@@ -455,9 +455,7 @@ def train_by_closures(mesh_shape: tuple[int, ...], search: str | None, returns: 
 @pytest.mark.helpers
 @pytest.mark.parametrize("returns", ["tensor", "number"])
 @pytest.mark.parametrize("search", ["strong_wolfe", None])
-def test_closures_return_the_ranks_own_loss(
-    spawn: Spawn, search: str | None, returns: str
-) -> None:
+def test_closures_return_the_ranks_own_loss(spawn: Spawn, search: str | None, returns: str) -> None:
     for mesh_shape in ((2,), (2, 2)):
         found = spawn(train_by_closures, math.prod(mesh_shape), mesh_shape, search, returns)
         # A number is made a tensor of fp32 to be compared.
