@@ -239,6 +239,7 @@ class UsedParameters:
         self._num_noted = num_noted()
         self._written: dict[int, KnownValue | None] = {}
         self._compares_written = True
+        self._is_checked = True
         self._actions = OwnActions(groups)
         self._done: tuple[list[Steps], str] = ([], "")
 
@@ -253,11 +254,11 @@ class UsedParameters:
         self.check_alike()
         fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
         if not fired:
-            self._flags = torch.empty(0, dtype=torch.int64)
             return
         written, done = self._take_written(), self._take_done()
         numbers = [*fired, written, -written, done, -done]
         self._flags = torch.tensor(numbers, dtype=torch.int64)
+        self._is_checked = False
         self._handle = streams.start_all_reduce_max(self._flags, self._axes, self._describe())
 
     def _describe(self) -> str:
@@ -305,10 +306,10 @@ class UsedParameters:
 
         Cost: nothing, but for an exchange on each axis where something differs.
         """
-        if not self._flags.numel() or not self._axes:
+        if self._is_checked:
             return
-        most_written, least_written, most_done, least_done = self._flags[-4:].tolist()
-        self._flags[-4:] = 0
+        self._is_checked = True
+        most_written, least_written, most_done, least_done = self._flags.tolist()[-4:]
         if most_done != -least_done:
             text = self._first_of(first_difference, self._done[0])
             if text is not None:
@@ -360,4 +361,4 @@ class UsedParameters:
     def reset(self) -> None:
         """Forget the step, after an exception."""
         self._handle = None
-        self._flags = torch.empty(0, dtype=torch.int64)
+        self._is_checked = True
