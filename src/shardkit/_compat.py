@@ -267,6 +267,23 @@ def register_foreach_class(cls: type[Tensor]) -> None:
             supported.append(cls)
 
 
+def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], None]) -> None:
+    """Call `hook` after a stock gradient scaler has looked at the gradients of an optimizer.
+
+    With its numbers by device that are not zero if one is not finite; there is no public way.
+    """
+    scaler: Any = torch.amp.GradScaler
+    original = scaler._unscale_grads_
+
+    @functools.wraps(original)
+    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found: dict[Any, Tensor] = original(self, optimizer, *args, **kwargs)
+        hook(optimizer, found)
+        return found
+
+    scaler._unscale_grads_ = unscale
+
+
 def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Take a step of an optimizer inside of another one's step, whose hooks have been called.
 

@@ -40,6 +40,7 @@ class DeviceMesh:
         mesh_dim_names: Names of the axes, or None.
         rank: Global rank of this process.
         backend: What communicates along the axes (`shardkit.backends.Backend`).
+        left_out: Names of the axes of several ranks of the mesh that this is a submesh of.
     """
 
     device_type: str
@@ -48,6 +49,7 @@ class DeviceMesh:
     mesh_dim_names: tuple[str, ...] | None
     rank: int
     backend: Any = field(default=None, compare=False, repr=False)
+    left_out: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check that shape, ranks and names fit each other."""
@@ -159,8 +161,15 @@ class DeviceMesh:
             ranks.append(self.ranks[place])
         own = self.mesh_dim_names
         names = None if own is None else tuple(own[axis] for axis in keep)
+        left_out = [own[i] for i in range(self.ndim) if own and i not in keep and self.shape[i] > 1]
         return DeviceMesh(
-            self.device_type, shape, tuple(ranks), names, self.rank, self.backend.for_axes(keep)
+            self.device_type,
+            shape,
+            tuple(ranks),
+            names,
+            self.rank,
+            self.backend.for_axes(keep),
+            (*self.left_out, *left_out),
         )
 
     def describe_ranks(self) -> str:

@@ -236,7 +236,25 @@ def rebuild_in_process(
     return SavedPiece(*saved)
 
 
-copyreg.pickle(ShardedTensor, reduce_tensor)
+class Pickled:
+    """What was pickled in this process, not counting what is sent to others of this machine.
+
+    Attributes:
+        count: Number of sharded tensors.
+        name: Name of the last one.
+    """
+
+    count = 0
+    name = ""
+
+
+def _reduce_and_note(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
+    result = reduce_tensor(tensor)
+    Pickled.count, Pickled.name = Pickled.count + 1, tensor.spec.name
+    return result
+
+
+copyreg.pickle(ShardedTensor, _reduce_and_note)
 ForkingPickler.register(ShardedTensor, reduce_for_process)
 torch.serialization.add_safe_globals([rebuild_tensor])
 

@@ -25,7 +25,7 @@ from reference import (
     rank_batch,
     shard,
 )
-from shardkit import MixedPrecisionPolicy
+from shardkit import MixedPrecisionPolicy, fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -270,3 +270,45 @@ def scale_accumulated() -> Differences:
 
 def test_scaled_gradients_accumulate(spawn: Spawn) -> None:
     assert_within(spawn(scale_accumulated, 2), grad=1e-6, parameter=1e-6)
+
+
+class WithPlainHead(nn.Module):
+    """Half of it is to be sharded; the head, in another dtype, is each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).double())
+
+
+def scales_with_a_plain_head(mesh_shape: tuple[int, ...], bad_rank: int) -> list[float]:
+    """Let a plain parameter's gradient overflow on one rank; return scales, and steps taken."""
+    torch.manual_seed(0)
+    model = WithPlainHead()
+    fully_shard(model, make_mesh(mesh_shape), ignored_params=set(model.head.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for step in range(3):
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        if step == 1 and dist.get_rank() == bad_rank:
+            model.head.weight.grad[0, 0] = math.inf
+        before = model.head.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [scaler.get_scale(), float((model.head.weight != before).any())]
+    return found
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize(("mesh_shape", "bad_rank"), [((2,), 1), ((2, 2), 3), ((2, 2), 0)])
+def test_an_overflow_of_a_plain_parameter_is_one_on_all_ranks(
+    spawn: Spawn, mesh_shape: tuple[int, ...], bad_rank: int
+) -> None:
+    expected = [1024.0, 1.0, 512.0, 0.0, 512.0, 1.0]
+    for found in spawn(scales_with_a_plain_head, math.prod(mesh_shape), mesh_shape, bad_rank):
+        assert found == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import typing
 
@@ -165,3 +166,64 @@ def test_all_that_does_not_fit_is_listed(
         assert "'layers.2.weight'" in error.message
         assert "new.weight" not in error.message
     assert spawn(load_misfit, 2, str(path), False, Narrower) == [{"step": 1}] * 2
+
+
+# --- another optimizer ----------------------------------------------------------------------------
+
+
+def save_by(folder: str, kind: str) -> None:
+    model, _ = make_sharded(CASES["mlp"], (2,))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    train_on_shares(CASES["mlp"], model, optimizer, range(2))
+    checkpoint.save(folder, model, optimizer)
+
+
+def load_by(folder: str, kind: str) -> str:
+    model, _ = make_sharded(CASES["mlp"], (2,))
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    try:
+        checkpoint.load(folder, model, optimizer)
+    except checkpoint.CheckpointError as error:
+        assert not optimizer.state, "nothing is changed"
+        return str(error)
+    return ""
+
+
+@pytest.mark.helpers
+def test_state_of_another_class_is_named(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "x")
+    spawn(save_by, 2, path, "AdamW")
+    for kind in ("SGD", "RMSprop"):
+        for said in spawn(load_by, 2, path, kind):
+            assert "'exp_avg_sq' of 'layers.0.weight' and others" in said
+            assert f"which {kind} does not keep: another class of optimizer was saved" in said
+    for kind in ("AdamW", "Adam"):
+        assert spawn(load_by, 2, path, kind) == ["", ""]
+
+
+def load_without_optimizer(folder: str) -> list[str]:
+    """Load the model alone; return what is logged."""
+    model, _ = make_sharded(CASES["mlp"], (2,))
+    said: list[str] = []
+    logger, handler = logging.getLogger("shardkit"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        checkpoint.load(folder, model)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return said
+
+
+@pytest.mark.helpers
+def test_state_that_is_left_out_is_said_by_one_rank(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "x")
+    spawn(save_by, 2, path, "AdamW")
+    (first, second) = spawn(load_without_optimizer, 2, path)
+    [said] = first
+    assert "has the state of an optimizer, which is left out" in said
+    assert second == []

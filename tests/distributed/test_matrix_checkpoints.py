@@ -24,6 +24,7 @@ from matrix_cases import (
 from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import ShardedTensor, checkpoint
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -189,3 +190,33 @@ def test_state_belongs_to_owners(spawn: Spawn) -> None:
     assert sum(each["numel"] for each in found) == found[0]["whole"]
     assert max(each["numel"] for each in found) < 0.5 * found[0]["whole"]
     spawn(shown_state, 4, "soap")
+
+
+def load_where_one_rank_cannot_read(folder: str, when: int) -> None:
+    """Load into an optimizer that has stepped; one read of rank 1 fails."""
+    model, by = train_both("muon", (2,), batch_bytes=8000)[1::2]
+    real, calls = DistributedCheckpoint.read, []
+
+    def read(self: DistributedCheckpoint, targets: typing.Any) -> typing.Any:
+        if targets:
+            calls.append(0)
+        if dist.get_rank() == 1 and len(calls) == when:
+            msg = "Input/output error"
+            raise OSError(msg)
+        return real(self, targets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedCheckpoint, "read", read)
+        checkpoint.load(f"{folder}/checkpoint", model, by)
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_all_ranks_hear_why_one_could_not_read(
+    spawn: Spawn, spawn_errors: Spawn, tmp_path: pathlib.Path, when: int
+) -> None:
+    """Though other ranks communicate when they make room for what is read, and when it is put."""
+    spawn(save, 2, "muon", (2,), str(tmp_path), "sharded")
+    for error in spawn_errors(load_where_one_rank_cannot_read, 2, str(tmp_path), when):
+        assert error is not None
+        assert error.type_name == "CheckpointError", error.traceback
+        assert "[rank 1] OSError: Input/output error" in error.message

@@ -9,10 +9,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 
 from models import CASES
 from reference import make_mesh, my_batch
-from shardkit import fully_shard
+from shardkit import fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -91,3 +92,62 @@ def step_with_a_closure() -> list[str]:
 
 def test_a_closure_may_make_the_gradients(spawn: Spawn) -> None:
     assert spawn(step_with_a_closure, 2) == [[], []]
+
+
+def steps_without_sync(how: str) -> list[str]:
+    """Train with accumulation; return what is warned of."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4), mesh=make_mesh((2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            if how == "forgotten" and step == 2:
+                model.set_requires_gradient_sync(False)
+            if how == "accumulates":
+                model.set_requires_gradient_sync(step % 2 == 1)
+            model(torch.ones(1, 4)).sum().backward()
+            if how == "forgotten" or step % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in caught]
+
+
+@pytest.mark.helpers
+def test_steps_that_move_nothing_are_told_once(spawn: Spawn) -> None:
+    for found in spawn(steps_without_sync, 2, "forgotten"):
+        [said] = found
+        assert said.startswith("test_optimizer_warnings.py: this SGD steps without a gradient"), (
+            said
+        )
+        assert "'weight'" in said
+        assert "set_requires_gradient_sync(True)" in said
+    assert spawn(steps_without_sync, 2, "accumulates") == [[], []]
+
+
+def train_on_an_axis(names: tuple[str, ...], used: tuple[str, ...], maker: str) -> list[str]:
+    """Train two steps on a submesh; return what is warned of."""
+    make = init_torch_mesh if maker == "torch" else init_device_mesh
+    mesh = make("cpu", (2, 2), mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh[used])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in caught]
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("maker", ["shardkit", "torch"])
+def test_an_axis_that_nobody_averages_over_is_told_once(spawn: Spawn, maker: str) -> None:
+    axes = ("replicate", "shard")
+    for found in spawn(train_on_an_axis, 4, axes, ("shard",), maker):
+        [said] = found
+        assert said.startswith("test_optimizer_warnings.py: 'weight' is sharded over axis 'shard'")
+        assert "mesh['replicate', 'shard']" in said
+        assert "It is right where" in said
+    for names, used in ((axes, axes), (("pp", "dp"), ("dp",)), (("dp", "tp"), ("dp",))):
+        assert spawn(train_on_an_axis, 4, names, used, maker) == [[]] * 4

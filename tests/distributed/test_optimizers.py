@@ -8,10 +8,18 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import Parameters
-from reference import Differences, assert_within, make_mesh, whole_and_sharded
+from models import CASES, Parameters
+from reference import (
+    Differences,
+    assert_within,
+    make_mesh,
+    rank_batch,
+    shard,
+    whole_and_sharded,
+)
 from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -402,3 +410,53 @@ def test_numbers_stay_plain(spawn: Spawn) -> None:
 
 def test_whole_state_may_be_loaded(spawn: Spawn) -> None:
     assert_within(spawn(load_plain_state, 2, (2,)), grad=0.0, parameter=0.0)
+
+
+# --- closures -------------------------------------------------------------------------------------
+
+
+def train_by_closures(mesh_shape: tuple[int, ...], search: str | None, returns: str) -> Differences:
+    """Train by LBFGS, whose closure returns the rank's own loss, as every tutorial's does."""
+    case = CASES["mlp"]
+    plain = case.make().double()
+    model = shard(case, copy.deepcopy(plain), make_mesh(mesh_shape))
+    optimizers = [
+        torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=6, line_search_fn=search)
+        for each in (model, plain)
+    ]
+    world_size = dist.get_world_size()
+    differences = Differences()
+
+    def loss_of(each: nn.Module, rank: int, step: int) -> Tensor:
+        inputs, *rest = rank_batch(case, rank, step)
+        return case.loss(each, (inputs.double(), *(part.double() for part in rest)))
+
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor | float:
+            optimizers[0].zero_grad()
+            loss = loss_of(model, dist.get_rank(), step)
+            loss.backward()
+            return loss if returns == "tensor" else loss.item()
+
+        def plain_closure(step: int = step) -> Tensor:
+            optimizers[1].zero_grad()
+            losses = [loss_of(plain, rank, step) for rank in range(world_size)]
+            loss = torch.stack(losses).mean()
+            loss.backward()
+            return loss
+
+        found, expected = optimizers[0].step(closure), optimizers[1].step(plain_closure)
+        differences.note("loss", torch.as_tensor(found).detach().double(), expected.detach())
+    differences.note_parameters(model, plain)
+    return differences
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("returns", ["tensor", "number"])
+@pytest.mark.parametrize("search", ["strong_wolfe", None])
+def test_closures_return_the_ranks_own_loss(spawn: Spawn, search: str | None, returns: str) -> None:
+    for mesh_shape in ((2,), (2, 2)):
+        found = spawn(train_by_closures, math.prod(mesh_shape), mesh_shape, search, returns)
+        # A number is made a tensor of fp32 to be compared.
+        assert_within(found, loss=1e-6, parameter=1e-8)

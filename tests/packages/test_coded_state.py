@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import typing
@@ -321,3 +322,50 @@ def test_what_is_not_elementwise_is_refused(name: str) -> None:
         return
     with pytest.raises(OptimizerError, match=f"{name} cannot run on pieces"):
         LocalOptimizer(params, getattr(optim, name), lr=1e-3, **options)
+
+
+# --- given sharded parameters themselves ----------------------------------------------------------
+
+
+def step_without_delegation(name: str, dtype: torch.dtype, options: dict[str, bool]) -> float:
+    """Let a class step sharded parameters itself; return the distance to plain training."""
+    optimizer_class, settings = class_of(name)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 8)).to(dtype)
+    model = copy.deepcopy(plain)
+    fully_shard(model[0], make_mesh((2,)))
+    fully_shard(model, make_mesh((2,)))
+    optimizers = [optimizer_class(m.parameters(), **settings, **options) for m in (model, plain)]
+    for _ in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(torch.ones(4, 96, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((full(p) - q).abs().max()) for p, q in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("torchao 8 bits", torch.float32, {}),
+        ("torchao 4 bits", torch.float32, {}),
+        ("torchao fp8", torch.float32, {}),
+        ("torchao fp32", torch.bfloat16, {"bf16_stochastic_round": True}),
+    ],
+)
+def test_torchao_names_the_line_to_write(
+    spawn_errors: Spawn, name: str, dtype: torch.dtype, options: dict[str, bool]
+) -> None:
+    kind = EVERY[name][1]
+    for error in spawn_errors(step_without_delegation, 2, name, dtype, options, timeout_s=LONG_S):
+        assert error is not None
+        assert error.type_name == "OptimizerError", error.traceback
+        assert "cannot step sharded '0.weight' itself" in error.message
+        assert f"LocalOptimizer(model.parameters(), {kind}, lr=0.01" in error.message
+
+
+@pytest.mark.parametrize("name", ["torchao fp32", "bitsandbytes 8 bits", "bitsandbytes fp32"])
+def test_others_train_as_unsharded(spawn: Spawn, name: str) -> None:
+    for distance in spawn(step_without_delegation, 2, name, torch.float32, {}, timeout_s=LONG_S):
+        assert distance < 1e-6  # Averages are summed in another order.

@@ -5,6 +5,8 @@ Ranks are threads, so that many shapes, cuts and numbers of ranks are tried.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import typing
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import strategies
 from shardkit import ShardedTensor, ShardedTensorError
@@ -108,10 +111,14 @@ def outcome(fn: Callable[[], typing.Any]) -> typing.Any:
 
 
 def check(
-    world_size: int, first: int, shape: tuple[int, ...], use: Callable[[Tensor], typing.Any]
+    world_size: int,
+    first: int,
+    shape: tuple[int, ...],
+    use: Callable[[Tensor], typing.Any],
+    whole: Tensor | None = None,
 ) -> None:
     """Compare a use of a sharded tensor, and what it leaves there, with that of the whole one."""
-    whole = numbers(shape, 1)
+    whole = numbers(shape, 1) if whole is None else whole
 
     def on_rank(specs: list[ShardSpec]) -> typing.Any:
         tensor = piece_of(whole, specs[1])
@@ -186,6 +193,133 @@ def test_operators_on_the_whole(
     name: str, world_size: int, first: int, shape: tuple[int, ...]
 ) -> None:
     check(world_size, first, shape, WHOLES[name])
+
+
+DRAWING = threading.Lock()
+
+
+class Drawing(TorchDispatchMode):
+    """Starts torch's generator anew for each random operator on plain tensors.
+
+    Ranks are threads and share it. The operators that sharded tensors run on plain ones are seen.
+    """
+
+    def __torch_dispatch__(
+        self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
+    ) -> typing.Any:
+        if ShardedTensor in types:
+            with self:
+                return ShardedTensor.__torch_dispatch__(func, types, args, kwargs)
+        with DRAWING:
+            torch.manual_seed(3)
+            return func(*args, **(kwargs or {}))
+
+
+def operators_of(selected: Callable[[typing.Any], bool]) -> dict[str, typing.Any]:
+    """Return aten's operators without ``out=`` that are selected, by name."""
+    found = {}
+    for name in torch._C._dispatch_get_all_op_names():  # noqa: SLF001 - all that there are
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        packet = getattr(torch.ops.aten, base, None) if namespace == "aten" else None
+        func = getattr(packet, overload or "default", None)
+        if func is not None and not overload.endswith("out") and selected(func):
+            found[rest] = func
+    return dict(sorted(found.items()))
+
+
+VALUES: dict[str, typing.Any] = {
+    "float": 0.5,
+    "int": 2,
+    "bool": True,
+    "number": 0.5,
+    "Optional[int]": 9,
+    "Optional[bool]": True,
+}
+"""Of arguments that have no default, by type."""
+
+
+def arguments_of(func: typing.Any, tensors: typing.Iterator[typing.Any]) -> list[typing.Any]:
+    """Return arguments for an operator, of which tensors and lists come from an iterator."""
+    result = []
+    for argument in func._schema.arguments:  # noqa: SLF001
+        kind = str(argument.type)
+        if argument.kwarg_only or (argument.has_default_value() and kind != "Tensor"):
+            break
+        result.append(next(tensors) if "Tensor" in kind else VALUES[kind])
+    return result
+
+
+def runs(func: typing.Any, *, lists: bool) -> bool:
+    """Whether an operator takes such arguments; those of one device or layout do not."""
+    whole = torch.full((2, 2), 0.5)
+    tensors = itertools.repeat([whole.clone()] if lists else whole)
+    try:
+        with torch.inference_mode():
+            func(*arguments_of(func, tensors))
+    except (RuntimeError, IndexError, KeyError):
+        return False
+    return True
+
+
+RANDOM = {
+    name: func
+    for name, func in operators_of(
+        lambda func: torch.Tag.nondeterministic_seeded in func.tags
+    ).items()
+    if any(str(each.type) == "Tensor" for each in func._schema.arguments)  # noqa: SLF001
+    and runs(func, lists=False)
+}
+LISTS = {
+    name: func
+    for name, func in operators_of(lambda func: "::_foreach_" in func.name()).items()
+    if runs(func, lists=True)
+}
+
+
+def test_random_operators_and_those_on_lists_are_found() -> None:
+    assert {"normal.Tensor_float", "_standard_gamma", "dropout", "uniform_"} <= RANDOM.keys()
+    assert {"_foreach_norm.Scalar", "_foreach_lerp_.Scalar"} <= LISTS.keys()
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("name", RANDOM)
+@settings(max_examples=8)
+@given(
+    world_size=world_sizes,
+    first=first_numels,
+    shape=shapes,
+    kinds=st.lists(st.booleans(), min_size=1, max_size=3),
+)
+def test_random_operators_draw_as_of_the_whole(
+    name: str, world_size: int, first: int, shape: tuple[int, ...], kinds: list[bool]
+) -> None:
+    """Whichever of the operands are sharded, and whether they read them or draw by their shape."""
+    func = RANDOM[name]
+
+    def use(p: Tensor) -> typing.Any:
+        plain = numbers(shape, 2).sigmoid()
+        tensors = itertools.chain((p if kind else plain for kind in kinds), itertools.repeat(p))
+        with torch.inference_mode(), Drawing():
+            return func(*arguments_of(func, tensors))
+
+    check(world_size, first, shape, use, numbers(shape, 1).sigmoid())
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("name", LISTS)
+@settings(max_examples=8)
+@given(world_size=world_sizes, first=first_numels, shape=shapes, is_first=st.booleans())
+def test_operators_on_lists_have_the_results_of_wholes(
+    name: str, world_size: int, first: int, shape: tuple[int, ...], *, is_first: bool
+) -> None:
+    func = LISTS[name]
+
+    def use(p: Tensor) -> typing.Any:
+        entries = [p, p * 2] if is_first else [p * 2, p]
+        return func(*arguments_of(func, itertools.repeat(entries)))
+
+    check(world_size, first, shape, use)
 
 
 def index_of(draw: st.DrawFn, size: int) -> typing.Any:

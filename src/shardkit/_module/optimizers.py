@@ -6,17 +6,24 @@ These train without an error, and wrongly. So do unsharded ones, which are shown
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from shardkit._errors import StateError
+from shardkit._errors import OptimizerError, StateError
 from shardkit._module.optimizer_state import cut_whole_state, forget_known
 from shardkit._params.freed import NAME_ATTRIBUTE, is_unsharded
+from shardkit._runtime.own_actions import note_step
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -26,11 +33,16 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
 
 _MAX_NAMED = 6
+_MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
 
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 _ignored: set[int] = set()  # By id: torch swaps no tensor that has a weak reference.
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_told_of_sync: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _is_installed = False
+
+_DATA_PARALLEL = re.compile("repl|dp|data")
+"""What names of axes have in common over which ranks have other data."""
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
@@ -51,19 +63,27 @@ def watch_optimizers() -> None:
     if not _is_installed:
         register_optimizer_step_pre_hook(cut_whole_state)
         register_optimizer_step_pre_hook(_look)
+        register_optimizer_step_pre_hook(_average_losses)
+        register_optimizer_step_post_hook(note_step)
         _is_installed = True
 
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn at the first step that finds gradients; called by torch before each step."""
     if optimizer in _looked_at:
+        first = next((param for each in optimizer.param_groups for param in each["params"]), None)
+        if first is not None and first.grad is None and len(args) < 2 and not kwargs:  # noqa: PLR2004
+            _warn_of_unsynced(optimizer)
         return
     params = [param for each in optimizer.param_groups for param in each["params"]]
     _refuse_unsharded(optimizer, params)
+    _refuse_compiled(optimizer, params)
     if any(param.grad is not None for param in params):
         _looked_at.add(optimizer)
         _warn_of_plain(params)
+        _warn_of_left_out(params)
     elif len(args) < 2 and not kwargs:  # noqa: PLR2004 - no closure, which would make gradients
+        _warn_of_unsynced(optimizer)
         name = _trained_elsewhere()
         if name is not None:
             _looked_at.add(optimizer)
@@ -74,6 +94,40 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 f"{type(optimizer).__name__}(model.parameters()).",
                 stacklevel=3,
             )
+
+
+def _average_losses(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a closure of LBFGS return the average of the ranks' losses, as gradients are averaged.
+
+    LBFGS decides by the loss where to look next, and when to end. With losses of its own each rank
+    would decide otherwise. A loss that was averaged already stays as it is.
+
+    Cost: an all-reduce of 8 bytes on each axis of the mesh, for each call of the closure.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    params = [param for each in optimizer.param_groups for param in each["params"]]
+    mesh = next((param.device_mesh for param in params if isinstance(param, ShardedTensor)), None)
+    if closure is None or mesh is None or mesh.backend.is_traced:
+        return None
+    axes = [mesh.backend.axis(index) for index in range(mesh.ndim)]
+
+    def averaged() -> torch.Tensor | float:
+        loss = closure()
+        total = torch.as_tensor(loss, dtype=torch.float64, device=mesh.backend.device)
+        total = total.detach().clone()
+        for axis in axes:
+            if axis.size > 1:
+                axis.all_reduce(total, "sum")
+        total /= mesh.size()
+        return total.to(loss) if isinstance(loss, torch.Tensor) else total.item()
+
+    if len(args) > 1:
+        return (args[0], averaged, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaged}
 
 
 def _refuse_unsharded(optimizer: Optimizer, params: Iterable[Any]) -> None:
@@ -88,6 +142,34 @@ def _refuse_unsharded(optimizer: Optimizer, params: Iterable[Any]) -> None:
                 f"sharded: call reshard() first."
             )
             raise StateError(msg)
+
+
+def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
+    """Refuse torchao's optimizers where their compiled steps would fail inside of the compiler.
+
+    They code the state of large parameters in blocks, or round bf16 ones at random.
+
+    Raises:
+        OptimizerError: It is such a one, and has sharded parameters.
+    """
+    if not any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
+        return
+    block_numel = getattr(optimizer, "block_size", float("inf"))
+    rounds = getattr(optimizer, "bf16_stochastic_round", False)
+    for param in params:
+        if not isinstance(param, ShardedTensor):
+            continue
+        is_coded = param.numel() >= _MIN_CODED_NUMEL and param.numel() % block_numel == 0
+        if is_coded or (rounds and param.dtype == torch.bfloat16):
+            kind = type(optimizer).__name__
+            options = f"lr={float(optimizer.param_groups[0]['lr']):g}"
+            options += ", bf16_stochastic_round=True" if rounds else ""
+            msg = (
+                f"torchao's {kind} cannot step sharded {param.spec.name!r} itself: it compiles its "
+                f"update into a graph of plain tensors. Have it step this rank's pieces: "
+                f"shardkit.optim.LocalOptimizer(model.parameters(), {kind}, {options})."
+            )
+            raise OptimizerError(msg)
 
 
 def _warn_of_plain(params: Sequence[Any]) -> None:
@@ -113,6 +195,49 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
         f"ignored_params.",
         stacklevel=4,
     )
+
+
+def _warn_of_unsynced(optimizer: Optimizer) -> None:
+    """Warn of a step that moves nothing: all gradients wait to be synced."""
+    groups = optimizer.param_groups
+    if any(param.grad is not None for each in groups for param in each["params"]):
+        return
+    if optimizer in _told_of_sync:
+        return
+    held = {id(param) for each in groups for param in each["params"]}
+    waiting = [group for group in _groups if group.gradients.buffer_nbytes]
+    entries = [entry for group in waiting for b in group.buckets for entry in b.entries]
+    name = next((entry.name for entry in entries if id(entry.param) in held), None)
+    if name is not None:
+        _told_of_sync.add(optimizer)
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps without a gradient: those of {name!r} and "
+            f"others were computed, and wait to be synced (see memory_stats()). "
+            f"Call set_requires_gradient_sync(True), or leave no_sync(), before the last backward "
+            f"of a step.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_left_out(params: Sequence[Any]) -> None:
+    """Warn where copies of a model would drift apart: nobody averages over an axis of its mesh."""
+    sharded = [param for param in params if isinstance(param, ShardedTensor)]
+    used = {name for param in sharded for name in param.device_mesh.mesh_dim_names or ()}
+    for param in sharded:
+        names = [n for n in param.device_mesh.left_out if _DATA_PARALLEL.search(n.lower())]
+        names = [name for name in names if name not in used]
+        if not names or param.spec.tensor_parallel is not None or _averaged_by_ddp():
+            continue
+        own = ", ".join(map(repr, param.device_mesh.mesh_dim_names or ()))
+        warnings.warn(
+            f"{param.spec.name!r} is sharded over axis {own} of a mesh that has axis {names[0]!r} "
+            f"as well, over which nobody averages gradients: copies of the model along "
+            f"{names[0]!r} drift apart. Pass both axes to fully_shard: mesh[{names[0]!r}, {own}]. "
+            f"It is right where your code averages over {names[0]!r} itself, or where each "
+            f"position there trains a model of its own.",
+            stacklevel=4,
+        )
+        return
 
 
 def _is_known(param: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A number that tells whether ranks hold equal values, from a sample of them."""
+"""What is known of whole values that ranks compare: fingerprints of parameters that were cut."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardkit._params.packing import packing_of
+from shardkit._tensor.written_values import fingerprint
 from shardkit._watch_settings import watch_settings
 from shardkit.backends import tensor_parallel_of
 
@@ -17,35 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._params.sites import ParamEntry
-
-_MAX_SAMPLES = 1024
-_PART_NBYTES = 2**20  # Looked at together, which takes 16 times as much memory.
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # Odd, as int64: each place counts by another multiple.
-
-
-@torch.no_grad()
-def fingerprint(tensor: Tensor, max_samples: int = _MAX_SAMPLES) -> Tensor:
-    """Return a 0-dim int64 that depends on the bits of evenly spaced elements.
-
-    Tensors that differ in all elements, as those of different seeds do, have different ones. So do
-    tensors that differ in one of the elements looked at.
-
-    Args:
-        tensor: Any shape and dtype, with memory.
-        max_samples: Of elements; 0: all of them.
-    """
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().reshape(-1)
-    if max_samples and flat.numel() > max_samples:
-        flat = flat[:: flat.numel() // max_samples][:max_samples]
-    octets = flat.contiguous().view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for first, part in enumerate(octets.split(_PART_NBYTES)):
-        start = first * _PART_NBYTES + 1
-        places = torch.arange(start, start + part.numel(), device=tensor.device)
-        total += (places.mul_(_FACTOR)).mul_(part.to(torch.int64).add_(1)).sum()
-    return total
 
 
 class WholeValues:

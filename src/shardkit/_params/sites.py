@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,6 +12,8 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from shardkit._tensor.written_values import WrittenValue
 
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 
@@ -24,11 +26,25 @@ class ParamEntry:
         name: For errors: relative to the group's module until the root's first forward.
         param: The user's object.
         sites: Every (module, attribute) that holds it.
+        written: What was written to it as a whole since ranks compared; None: nothing.
+        num_written: How often that was done, in all.
     """
 
     name: str
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]]
+    written: WrittenValue | None = None
+    num_written: int = 0
+
+    def __getstate__(self) -> Any:
+        """Return what is pickled: of what was written others know nothing."""
+        return None, {"name": self.name, "param": self.param, "sites": self.sites}
+
+    def __setstate__(self, state: Any) -> None:
+        """Take what was pickled."""
+        self.written, self.num_written = None, 0
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
 
 class ParamSites:

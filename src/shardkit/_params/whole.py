@@ -6,7 +6,8 @@ DTensors, and their memory belongs to the schedule. These here are copies in mem
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from shardkit._errors import StateError, WrapError
 from shardkit._params.flat_store import FlatStore
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._tensor.written_values import note_written
 
 if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
@@ -113,6 +115,10 @@ class WholeBucket:
             sites.show_others(None)
         for index, param in enumerate(held):
             self._write(index, param, with_grads=with_grads)
+        for index, param in enumerate(held):  # Later: pieces of all were written past operators.
+            if type(param) is nn.Parameter:
+                target: Any = self._bucket.sharded[index]
+                note_written(target, functools.partial(list, (param,)))
 
     def _found(self, index: int) -> nn.Parameter:
         """Return what modules hold of a parameter: the whole one, or another of its shape."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit._errors import RankMismatchError
-from shardkit._params.fingerprint import fingerprint
+from shardkit._runtime.group import unwritten
+from shardkit._runtime.own_actions import OwnActions, first_difference, pickled_on_some
+from shardkit._tensor.written_values import fingerprint, num_noted
 from shardkit.backends.base import first_of_all
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from shardkit._runtime.group import ParamGroup
+    from shardkit._runtime.group import KnownValue, ParamGroup
+    from shardkit._runtime.own_actions import Steps
     from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
 
 _MAX_NAMED = 4
@@ -36,7 +40,7 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
     """
     axes = [axis for axis in axes if axis.size > 1]
     description = [(group.name, *_describe(group)) for group in groups]
-    digest = _digest(repr(description).encode())
+    digest = _digest(repr([_without_owners(each) for each in description]).encode())
     backend = groups[0].mesh.backend
     # What is read here and now is no part of a graph.
     device = torch.device("cpu") if backend.is_traced else backend.device
@@ -54,13 +58,14 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
         text = first_of_all(text, axes)
     if text is not None:
         raise RankMismatchError(text)
+    for group in groups:
+        group.take_written()
 
 
 def _describe(group: ParamGroup) -> list[tuple[Any, ...]]:
     """Return what ranks must agree on, by parameter.
 
-    Last comes a fingerprint of its whole value when it was sharded; None where that is not known,
-    or has changed since.
+    Last comes a number of its whole value, see `ParamGroup.known_values`.
     """
     values = group.known_values()
     return [
@@ -77,6 +82,12 @@ def _describe(group: ParamGroup) -> list[tuple[Any, ...]]:
         for bucket in group.buckets
         for i, entry in enumerate(bucket.entries)
     ]
+
+
+def _without_owners(described: Sequence[Any]) -> list[Any]:
+    """Return what is alike on all ranks if nothing differs: not who has which piece."""
+    name, *params = described
+    return [name, *((*param[:-1], param[-1] and param[-1].number) for param in params)]
 
 
 def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None:
@@ -114,15 +125,57 @@ def _first_value_difference(descriptions: Sequence[Sequence[Any]]) -> str | None
     """Name the first parameter with other values; where one rank knows none, nothing differs."""
     params = [[param for group in groups for param in group[1:]] for groups in descriptions]
     for of_ranks in zip(*params, strict=True):
-        known = [(rank, param[-1]) for rank, param in enumerate(of_ranks) if param[-1] is not None]
-        others = [rank for rank, value in known if value != known[0][1]]
-        if others:
+        found = _two_that_differ([param[-1] for param in of_ranks])
+        if found is not None:
             return (
                 f"ranks hold different values: parameter {of_ranks[0][0]!r} was not the same on "
-                f"position {known[0][0]} and on position {others[0]} of the process group when it "
-                f"was sharded, so the whole would be patched together from both. Set the same "
-                f"seed on every rank before the model is built (torch.manual_seed(0)), or load the "
-                f"same weights. If that is what you want: shardkit.set_watch(compare_values=False)."
+                f"position {found[0]} and on position {found[1]} of the process group when it was "
+                f"sharded, or was filled or loaded since, {_PATCHWORK}"
+            )
+    return None
+
+
+_PATCHWORK = (
+    "so the whole would be patched together from both. Set the same seed on every rank before the "
+    "model is built or initialized (torch.manual_seed(0)), and load the same weights on every "
+    "rank: load_state_dict() fills the pieces of those ranks that call it. If that is what you "
+    "want: shardkit.set_watch(compare_values=False)."
+)
+
+
+def _two_that_differ(values: Sequence[KnownValue | None]) -> tuple[int, int] | None:
+    """Return two positions with other values; None is like any.
+
+    Who has written nothing, and has no piece, may differ from those that have written.
+    """
+    known = [(rank, value) for rank, value in enumerate(values) if value is not None]
+    for alike in (
+        [each for each in known if not each[1].is_empty],
+        [each for each in known if not each[1].is_written],
+    ):
+        for rank, value in alike:
+            if value.number != alike[0][1].number:
+                return alike[0][0], rank
+    return None
+
+
+def _first_written_difference(
+    written: Sequence[Sequence[tuple[str, KnownValue | None]]],
+) -> str | None:
+    """Name the first parameter that ranks have written since they compared, and not alike."""
+    for of_ranks in zip(*written, strict=True):
+        values = [value for _, value in of_ranks]
+        found = _two_that_differ(values)
+        if found is not None:
+            a, b = found
+            has_written = [(value is not None and value.is_written) for value in values]
+            how = f"not with the same values on position {a} and on position {b}"
+            if not (has_written[a] and has_written[b]):
+                a, b = (a, b) if has_written[a] else (b, a)
+                how = f"on position {a}, and not on position {b}"
+            return (
+                f"ranks hold different values: parameter {of_ranks[0][0]!r} was written before "
+                f"this step {how} of the process group, {_PATCHWORK}"
             )
     return None
 
@@ -183,19 +236,29 @@ class UsedParameters:
         self._axes = [axis for axis in axes if axis.size > 1]
         self._handle: CheckHandle | None = None
         self._flags = torch.empty(0, dtype=torch.int64)
+        self._num_noted = num_noted()
+        self._written: dict[int, KnownValue | None] = {}
+        self._compares_written = True
+        self._is_checked = True
+        self._actions = OwnActions(groups)
+        self._done: tuple[list[Steps], str] = ([], "")
 
     def start(self, streams: CommStreams) -> None:
-        """Send which parameters fired here.
+        """Send which parameters fired here, and numbers of what this rank did by itself.
 
-        Cost: one all-reduce of 8 bytes per parameter, on every axis.
+        Cost: one all-reduce of 8 bytes per parameter and 32 more, on every axis.
         """
         if not self._axes:
             return
         self.finish()  # The last one: another backward may have come right after it.
+        self.check_alike()
         fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
-        self._flags = torch.tensor(fired, dtype=torch.int64)
         if not fired:
             return
+        written, done = self._take_written(), self._take_done()
+        numbers = [*fired, written, -written, done, -done]
+        self._flags = torch.tensor(numbers, dtype=torch.int64)
+        self._is_checked = False
         self._handle = streams.start_all_reduce_max(self._flags, self._axes, self._describe())
 
     def _describe(self) -> str:
@@ -213,6 +276,65 @@ class UsedParameters:
         ]
         without = f", without the frozen {', '.join(frozen[:_MAX_NAMED])}" if frozen else ""
         return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
+
+    def _take_written(self) -> int:
+        """Return a number of what was written since the last step: 0, as a rule."""
+        if self._num_noted == num_noted():
+            self._written = {}
+            return 0
+        self._num_noted = num_noted()
+        taken = [each for group in self._groups for each in group.take_written()]
+        self._written = {id(entry): value for entry, _, value in taken}
+        if not taken or not self._compares_written:
+            return 0
+        # All of them, also where any value may be right here: other ranks may not know.
+        return _digest(repr([(entry.name, each.number) for entry, each, _ in taken]).encode())
+
+    def _take_done(self) -> int:
+        """Return a number of what else this rank did."""
+        steps, pickled = self._done = self._actions.take()
+        return _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
+
+    def check_alike(self) -> None:
+        """Raise if ranks did not do alike, before the last backward, what nothing else compares.
+
+        Called on all ranks, when the flags of that backward have come.
+
+        Raises:
+            RankMismatchError: On every rank, if they wrote other values to parameters, or took
+                other steps of an optimizer.
+
+        Cost: nothing, but for an exchange on each axis where something differs.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        most_written, least_written, most_done, least_done = self._flags.tolist()[-4:]
+        if most_done != -least_done:
+            text = self._first_of(first_difference, self._done[0])
+            if text is not None:
+                raise RankMismatchError(text)
+            text = self._first_of(pickled_on_some, self._done[1])
+            if text is not None:
+                warnings.warn(text, stacklevel=2)
+        if most_written != -least_written:
+            mine = [
+                (entry.name, self._written.get(id(entry), unwritten(entry)))
+                for group in self._groups
+                for bucket in group.buckets
+                for entry in bucket.entries
+            ]
+            text = self._first_of(_first_written_difference, mine)
+            if text is not None:
+                raise RankMismatchError(text)
+            # What differs is overwritten, or nobody's piece: not to be asked again in each step.
+            self._compares_written = False
+
+    def _first_of(self, compare: Callable[[list[Any]], str | None], mine: object) -> str | None:
+        """Return what is found over any axis; all ranks of the mesh find the same."""
+        found = [compare(axis.exchange(mine)) for axis in self._axes]
+        text: str | None = first_of_all(next(filter(None, found), None), self._axes)
+        return text
 
     def by_group(self) -> list[list[list[int]]]:
         """Wait; return per group and bucket which parameters fired on any rank."""
@@ -239,3 +361,4 @@ class UsedParameters:
     def reset(self) -> None:
         """Forget the step, after an exception."""
         self._handle = None
+        self._is_checked = True

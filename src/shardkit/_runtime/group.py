@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._params.fingerprint import WholeValues
 from shardkit._params.gradients import GroupGradients
@@ -13,6 +15,7 @@ from shardkit._params.sites import ParamEntry
 from shardkit._runtime.grad_hooks import GradHooks
 from shardkit._state.state_dict import install_hooks
 from shardkit._tensor.sharded import user_attributes
+from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._runtime.events import BackwardListener
     from shardkit._settings import GroupSettings
+    from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
 
 _PICKLED = ("modules", "name", "policy", "settings", "is_root", "is_innermost")
@@ -88,6 +92,7 @@ class ParamGroup:
         self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
         self.replicate_axis: AxisComm | None = mesh.backend.axis(0) if mesh.ndim > 1 else None
         self._set_buckets(buckets)
+        self._values.versions = self.shard_versions
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Have these buckets, and what reduces their gradients."""
@@ -299,9 +304,56 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.sites.show(unsharded=unsharded)
 
-    def known_values(self) -> dict[int, int]:
-        """Return fingerprints of whole parameters, by the entry's id, as far as they still hold."""
-        return self._values.known(self.shard_versions)
+    def known_values(self) -> dict[int, KnownValue | None]:
+        """Return what is known of whole parameters, by the entry's id, for ranks to compare.
+
+        None where any value may be right: pieces were written, which nobody followed.
+        """
+        if self.mesh.backend.is_traced or not watch_settings.compare_values:
+            return {}
+        is_untouched = self.shard_versions == self._values.versions
+        first = self._values.known(self.shard_versions)
+        written = {id(entry): value for entry, _, value in self._written(first)}
+        found: dict[int, KnownValue | None] = {}
+        for bucket in self.buckets:
+            for index, entry in enumerate(bucket.entries):
+                is_own = bucket.store.has_piece_of(index)
+                number: int | None = first.get(id(entry))
+                if number is None:
+                    version = _compat.version_of(entry.param.local_piece)  # type: ignore[attr-defined]
+                    number = 0 if (is_untouched if is_own else version == 0) else None
+                default = None if number is None else unwritten(entry, number)
+                found[id(entry)] = written.get(id(entry), default)
+        return found
+
+    def _written(
+        self, first: dict[int, int]
+    ) -> list[tuple[ParamEntry, WrittenValue, KnownValue | None]]:
+        """Return what was written since ranks compared, and what that is to be compared by.
+
+        Args:
+            first: Numbers of the values that parameters had before a part was written.
+        """
+        result = []
+        for bucket in self.buckets:
+            # Elsewhere pieces may have been written, of which nothing is seen here.
+            has_elements = any(spec.piece_numel for spec in bucket.store.specs)
+            for entry in bucket.entries:
+                written = entry.written
+                if written is not None:
+                    value = None
+                    if has_elements and written.is_seen and written.holds_for(entry.param):
+                        base = first.get(id(entry), 0) if written.steps else 0
+                        value = KnownValue(written.number + base, is_written=True)
+                    result.append((entry, written, value))
+        return result
+
+    def take_written(self) -> list[tuple[ParamEntry, WrittenValue, KnownValue | None]]:
+        """Return what was written since ranks compared; forget it."""
+        result = self._written({})
+        for entry, _, _ in result:
+            entry.written = None
+        return result
 
     # --- gradients: `grad_hooks.GradTaker` ---
 
@@ -374,6 +426,26 @@ class ParamGroup:
             ]
         )
         self.set_reshard_after_forward(self.settings.reshard_after_forward)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownValue:
+    """What ranks compare of a parameter.
+
+    Attributes:
+        number: Of its values; 0 if nothing is known of them.
+        is_written: It was written on this rank since ranks compared.
+        is_empty: It was not, and this rank has no piece that could be.
+    """
+
+    number: int
+    is_written: bool = False
+    is_empty: bool = False
+
+
+def unwritten(entry: Any, number: int = 0) -> KnownValue:
+    """Return what ranks compare of a parameter that was not written on this rank."""
+    return KnownValue(number, is_empty=not entry.param.to_local().numel())
 
 
 def _copied(entry: ParamEntry, memo: dict[int, Any]) -> ParamEntry:

@@ -200,6 +200,8 @@ class Reductions:
                 group.gradients.settle(used[group.index])
         for group in synced:
             group.gradients.forget_fired()
+        if self._is_host_synchronous:
+            self._used.check_alike()
 
     def reset(self) -> None:
         """Forget everything after an exception; unsynced gradients are dropped."""

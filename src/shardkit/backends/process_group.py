@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardkit import _compat
 from shardkit._mesh import DeviceMesh
 from shardkit.backends.base import Backend, CommStreams
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
@@ -210,4 +211,15 @@ def from_torch_mesh(
         mesh_dim_names=tuple(mesh.mesh_dim_names) if mesh.mesh_dim_names else None,
         rank=dist.get_rank(),
         backend=backend_class(mesh, range(mesh.ndim)),
+        left_out=_left_out_of(mesh),
     )
+
+
+def _left_out_of(mesh: torch_mesh.DeviceMesh) -> tuple[str, ...]:
+    """Return the names of axes of several ranks that a submesh lacks; those of flattened: none."""
+    root = _compat.root_mesh(mesh)
+    own, names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    if not own or not set(own) <= set(names):
+        return ()
+    sizes = zip(names, root.shape, strict=True)
+    return tuple(name for name, size in sizes if name not in own and size > 1)

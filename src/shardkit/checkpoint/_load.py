@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
@@ -23,13 +24,16 @@ from shardkit.checkpoint._state.sources import DistributedCheckpoint
 if TYPE_CHECKING:
     import os
     import pathlib
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from torch import nn
 
     from shardkit._progress import Progress
     from shardkit.checkpoint._state.sources import Source
+
+_logger = logging.getLogger("shardkit")
+T = TypeVar("T")
 
 
 def load(
@@ -68,8 +72,8 @@ def load(
             reading, the model and optimizers may hold a part of the checkpoint; if an object among
             the extras refuses its state, all of it.
 
-    Cost: three all-gathers of a few bytes. Of memory beside the state: for one saved chunk, where
-    it must be cut or converted.
+    Cost: three all-gathers of a few bytes, with optimizers five. Of memory beside the state: for
+    one saved chunk, where it must be cut or converted.
     """
     wait_for_last_save()
     target = directory.normalized(path)
@@ -104,19 +108,36 @@ def load(
 
         planned = agreed(process_group, what, plan, lambda made: made.identity)
 
-        def carry_out() -> dict[str, Any]:
-            try:
-                return planned.carry_out()
-            except CheckpointError as error:
-                is_ours = directory.manifest_path(target).exists()
-                # Another job may have put another one in its place.
-                if DAMAGED not in str(error) or not is_ours or identity() != planned.identity:
-                    raise
-                directory.note_damage(target, str(error))
-                msg = f"{error} latest() passes over this one from now on."
-                raise CheckpointError(msg) from error
+        def noting_damage(act: Callable[[], T]) -> Callable[[], T]:
+            def carry_out() -> T:
+                try:
+                    return act()
+                except CheckpointError as error:
+                    is_ours = directory.manifest_path(target).exists()
+                    # Another job may have put another one in its place.
+                    if DAMAGED not in str(error) or not is_ours or identity() != planned.identity:
+                        raise
+                    directory.note_damage(target, str(error))
+                    msg = f"{error} latest() passes over this one from now on."
+                    raise CheckpointError(msg) from error
 
-        return agreed(process_group, what, carry_out)
+            return carry_out
+
+        if rank == 0 and planned.leaves_optimizers_out:
+            _logger.info(
+                "%s has the state of an optimizer, which is left out: load() got none. Pass the "
+                "optimizer to go on training.",
+                quote(target),
+            )
+        if not planned.has_optimizers:
+            return agreed(process_group, what, noting_damage(planned.load_all))
+        agreed(process_group, what, noting_damage(planned.load_model))
+        # Optimizers of whole matrices communicate where they show their state, and where they get
+        # it. No rank does so before all have read what they need.
+        room = planned.make_room()
+        read = agreed(process_group, what, noting_damage(lambda: planned.read(room)))
+        planned.put_optimizers(read)
+        return agreed(process_group, what, noting_damage(planned.put_extras))
 
 
 def is_full(path: pathlib.Path) -> bool:
@@ -157,6 +178,7 @@ class _Plan:
         _check_arguments(model, optimizers, objects)
         findings = Findings()
         self._source = source
+        self._loaded: Mapping[str, Any] = {}
         self.identity = identity
         self._model: ModelPart | None = None
         self._optimizers: OptimizerPart | None = None
@@ -172,17 +194,48 @@ class _Plan:
         self._extras = ExtrasPart(source, claimed, objects, findings)
         findings.check(strict=strict)
 
-    def carry_out(self) -> dict[str, Any]:
-        """Read all, and give it to its objects; return the extras."""
+    @property
+    def leaves_optimizers_out(self) -> bool:
+        """Whether state of an optimizer was saved beside a model, and none was given to get it."""
+        has_state = bool(entries_of_optimizers(self._source.infos))
+        return self._model is not None and self._optimizers is None and has_state
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether optimizers are loaded."""
+        return self._optimizers is not None
+
+    def load_all(self) -> dict[str, Any]:
+        """Read the model's and the extras' entries, and give them to their objects."""
+        self.load_model()
+        return self.put_extras()
+
+    def load_model(self) -> None:
+        """Read the model's and the extras' entries; give the model its own."""
         targets = dict(self._extras.targets)
         if self._model is not None:
             targets |= self._model.targets
-        loaded = self._source.read(targets)
+        self._loaded = self.read(targets)
         if self._model is not None:
-            self._model.put(loaded)
-        if self._optimizers is not None:
-            self._optimizers.put(self._source.read(self._optimizers.make_room()))
-        return self._extras.put(loaded)
+            self._model.put(self._loaded)
+
+    def make_room(self) -> dict[str, Any]:
+        """Return what is read of optimizers. May communicate."""
+        assert self._optimizers is not None
+        return self._optimizers.make_room()
+
+    def read(self, targets: dict[str, Any]) -> Mapping[str, Any]:
+        """Read entries."""
+        return self._source.read(targets)
+
+    def put_optimizers(self, loaded: Mapping[str, Any]) -> None:
+        """Give optimizers their state. May communicate."""
+        assert self._optimizers is not None
+        self._optimizers.put(loaded)
+
+    def put_extras(self) -> dict[str, Any]:
+        """Give the extras to their objects; return the others."""
+        return self._extras.put(self._loaded)
 
 
 def _check_arguments(model: nn.Module | None, optimizers: Any, objects: Mapping[str, Any]) -> None:

@@ -232,9 +232,10 @@ def test_initialization_needs_one_parameter_besides() -> None:
     model = sharded_on_meta()
     model.to_empty(device="cpu")
     shards = model.memory_stats()["shard_nbytes"]
+    samples = 1024 * 4 * 2 * 8  # Of fp32 values that ranks compare: two numbers for each byte.
     with PeakMemory() as memory:
         reset_parameters(model)
-    assert max(sizes) <= memory.peak <= shards + 2 * max(sizes)
+    assert max(sizes) <= memory.peak <= shards + 2 * max(sizes) + samples
     assert shards + 2 * max(sizes) < sum(sizes) / 1.5
 
 

@@ -46,6 +46,7 @@ class Ranks:
 
     def __init__(self, *others: list[typing.Any], size: int | None = None) -> None:
         self.others = others
+        self.described = [[(g.name, *_describe(g)) for g in groups] for groups in others]
         self.size = size or 1 + len(others)
         self.compared: list[tuple[torch.dtype, int, str]] = []
         self.exchanged = 0
@@ -62,8 +63,7 @@ class Ranks:
         self.exchanged += 1
         if item is None or isinstance(item, str):  # What was found over other axes.
             return [item] * self.size
-        described = [[(g.name, *_describe(g)) for g in groups] for groups in self.others]
-        return [item, *described]
+        return [item, *self.described]
 
 
 class _Sent:
@@ -182,12 +182,20 @@ def test_a_parameter_with_other_values_is_named() -> None:
         compare(groups_of(), groups_of(other_values))
 
 
-def test_values_that_were_written_since_are_not_compared() -> None:
-    """As those of ranks that wait for the first one to load a checkpoint."""
+def test_pieces_that_were_written_since_are_not_compared() -> None:
+    """As those of checkpoints."""
     groups = groups_of(other_values)
     with torch.no_grad():
-        groups[0].buckets[0].entries[0].param.zero_()
+        groups[0].buckets[0].entries[0].param.to_local().zero_()
     compare(groups_of(), groups)
+
+
+def test_what_one_rank_alone_has_written_is_named() -> None:
+    groups = groups_of()
+    with torch.no_grad():
+        groups[0].buckets[0].entries[0].param.fill_(7)
+    with pytest.raises(RankMismatchError, match=r"'1\.weight' was not the same.*filled or loaded"):
+        compare(groups_of(), groups)
 
 
 def test_values_are_not_compared_where_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +251,7 @@ def groups_of_two(names: Sequence[str]) -> typing.Any:
     return [
         types.SimpleNamespace(
             name=name,
+            buckets=[],
             gradients=types.SimpleNamespace(buckets=[bucket_of_two(name)]),
         )
         for name in names
@@ -255,7 +264,7 @@ def test_what_fired_anywhere_is_told_by_group_and_bucket() -> None:
     wire.used[1]._groups[2].gradients.buckets[0].fired[1] = 1  # noqa: SLF001
     for used in wire.used:
         wire.start(used)
-    assert [vector.nbytes for vector in wire.vectors] == [8 * 3 * 2] * 2, "8 per parameter"
+    assert [vector.nbytes for vector in wire.vectors] == [8 * (3 * 2 + 4)] * 2, "8 per parameter"
     for used in wire.used:
         assert used.by_group() == [[[0, 0]], [[1, 0]], [[0, 1]]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardkit import _compat
 from shardkit._tensor.ops.dispatch import dispatch
-from shardkit._tensor.ops.norms import total_norm
+from shardkit._tensor.ops.norms import share_overflow, total_norm
 from shardkit._tensor.ops.shown import set_view_dispatcher
 from shardkit._tensor.ops.state_allocator import StateAllocator
 from shardkit._tensor.ops.views import dispatcher_of_views
@@ -19,6 +19,7 @@ from shardkit._tensor.sharded import ShardedTensor, set_dispatcher
 __all__ = ["StateAllocator", "total_norm"]
 
 _compat.register_foreach_class(ShardedTensor)
+_compat.after_unscaling(share_overflow)
 _dispatch_mixed = dispatcher_of_views(dispatch)
 set_dispatcher(dispatch, _dispatch_mixed)
 set_view_dispatcher(_dispatch_mixed)

@@ -12,6 +12,7 @@ from shardkit._errors import ShardedTensorError
 from shardkit._tensor.host_values import HostValues
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.write_log import note_raised
+from shardkit._tensor.written_values import follow
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
@@ -39,18 +40,24 @@ def first_sharded(args: Any) -> ShardedTensor:
     raise AssertionError(msg)
 
 
-def note_write(*targets: ShardedTensor, pieces: Sequence[Any] = ()) -> None:
+def note_write(
+    *targets: ShardedTensor, pieces: Sequence[Any] = (), is_followed: bool = False
+) -> None:
     """Raise the version counters, which say that a shard is stale: a dispatch does not do it.
 
     Args:
         *targets: What was written; of pieces written as one, the first.
         pieces: All that were written, where those are more.
+        is_followed: What ranks wrote before is updated, or this write is noted as well; see
+            `written_values`.
     """
     written = {id(t.flat): t.flat for t in targets if t.flat is not None}
     written |= {id(t.local_piece): t.local_piece for t in targets if t.flat is None}
     torch.autograd.graph.increment_version(list(written.values()))
     for memory in written.values():
         note_raised(memory, pieces or targets)
+        if is_followed:
+            follow(memory)
 
 
 def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:

@@ -1,8 +1,9 @@
 """Which operator is of which kind. An operator is put into its kind when it is first seen.
 
 The rule: an operator on pieces if it is elementwise, one collective if it reduces all there is, a
-view if it is one, else the whole tensors. What has its own handler below is one of these, told to
-be so because torch does not say it.
+view if it is one, else the whole tensors. A random one runs on the whole tensors as well, but for
+those that look at nothing but the shape. What has its own handler below is one of these, told to be
+so because torch does not say it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 
 from shardkit import _compat
 from shardkit._tensor.ops.common import cut_gradients
-from shardkit._tensor.ops.lists import foreach, largest
+from shardkit._tensor.ops.lists import foreach, largest, one_by_one
 from shardkit._tensor.ops.norms import foreach_norm, unscale, vector_norm
 from shardkit._tensor.ops.pointwise import mutating, pointwise, pointwise_mutating
 from shardkit._tensor.ops.reductions import agree, extreme, item, mean, reduce_by, truth
 from shardkit._tensor.ops.structural import (
     copy_into,
+    fills_by_shape,
     new_like,
     plain_empty,
     random,
@@ -51,15 +53,38 @@ def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _classify(func: Any) -> Any:
     """Choose the handler of an operator seen for the first time."""
     name = func.name().split("::")[-1].split(".")[0]
-    if name.startswith(("_foreach_", "_fused_")):
+    if _is_list_of_elementwise(name):
         return foreach
+    if name.startswith("_foreach_"):
+        return one_by_one
     if func.is_view:
         return view
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return random
+        # Those that read values run on wholes: so may do how many numbers they draw.
+        return random if fills_by_shape(func) else whole
     if torch.Tag.pointwise in func.tags:
         return pointwise_mutating if _compat.is_mutable_op(func) else pointwise
     return whole
+
+
+_FUSED_OPTIMIZERS = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+_COPIES = ("clone", "copy", "zero")  # Elementwise, though torch does not tag them so.
+
+
+def _is_list_of_elementwise(name: str) -> bool:
+    """Whether an operator on lists does to each entry what an elementwise one does to one tensor.
+
+    Torch tags the operators on single tensors only.
+    """
+    single = name.removesuffix("_")
+    if not single.startswith("_foreach_"):
+        return single in _FUSED_OPTIMIZERS
+    single = single.removeprefix("_foreach_")
+    packet = getattr(_aten, single, None)
+    overloads = () if packet is None else packet.overloads()
+    return single in _COPIES or any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads
+    )
 
 
 def _register(handler: Any, *funcs: Any) -> None:

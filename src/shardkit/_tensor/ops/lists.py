@@ -36,11 +36,11 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
     runs = find_runs(args)
     if _has_data(func, args, runs):
-        return _one_by_one(func, args, kwargs)
+        return one_by_one(func, args, kwargs)
     if runs is None:
         lists = [_local_list(func, arg, first) for arg in args]
         if any(items is None for items in lists):
-            return _one_by_one(func, args, kwargs)
+            return one_by_one(func, args, kwargs)
         result = func(*lists, **kwargs)
         written = [item for item in first if type(item) is ShardedTensor]
     else:
@@ -104,7 +104,7 @@ def _local_entry(func: Any, item: Tensor, reference: Tensor) -> Tensor | None:
     return slice_operand(gathered(func, item), spec)
 
 
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on lists on the wholes of one entry after another."""
     count = len(next(arg for arg in args if isinstance(arg, (list, tuple))))
     results: list[Any] = []

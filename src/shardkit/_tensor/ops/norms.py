@@ -144,3 +144,31 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     func(pieces, found_inf, inv_scale, **kwargs)
     for axis in by_axis(grads):
         axis.all_reduce(found_inf, "max")
+
+
+def share_overflow(optimizer: torch.optim.Optimizer, found_inf: dict[Any, Tensor]) -> None:
+    """Let an overflow of a plain parameter, which each rank has for itself, be one on all ranks.
+
+    Its gradient may be of another dtype or device than those that are sharded, and other on each
+    replica. Else some ranks would skip the step.
+
+    Cost: where an optimizer has both kinds, an all-reduce of 4 bytes on each axis of the mesh.
+    """
+    sharded, plain = [], []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ShardedTensor):
+                sharded.append(param)
+            elif param.requires_grad:
+                plain.append(param)
+    if not sharded or not plain or sharded[0].spec.is_traced:
+        return
+    for device in dict.fromkeys(param.device for param in plain):
+        # Where no gradient came on this rank there is none.
+        found_inf.setdefault(device, torch.zeros((), device=device))
+    meshes = {id(param.spec.mesh.backend): param.spec.mesh for param in sharded}
+    axes = [mesh.backend.axis(i) for mesh in meshes.values() for i in range(mesh.ndim)]
+    for device in sorted(found_inf, key=str):
+        for axis in dict.fromkeys(axes):
+            if axis.size > 1:
+                axis.all_reduce(found_inf[device], "max")

@@ -17,6 +17,7 @@ from shardkit._tensor.ops.common import (
 )
 from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import constant, note_written
 
 _aten = torch.ops.aten
 _TAKE_A_NUMBER = {_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
@@ -97,12 +98,14 @@ def pointwise_mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         check_in_place(func, target, sources)
         local = _sliced(func, target.spec, args, kwargs)
     func(*local[0], **local[1])
-    note_write(target)
+    note_write(target, is_followed="out" not in kwargs)
     return target
 
 
 def mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place operator of one tensor, e.g. ``zero_``."""
-    func(args[0].local_piece, *args[1:], **kwargs)
-    note_write(args[0])
-    return args[0]
+    """Run an in-place operator that writes a number: ``zero_``, ``fill_``."""
+    target = args[0]
+    func(target.local_piece, *args[1:], **kwargs)
+    note_write(target, is_followed=True)
+    note_written(target, lambda: [constant(args[1] if len(args) > 1 else 0, target)])
+    return target

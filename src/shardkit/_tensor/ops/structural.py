@@ -18,6 +18,7 @@ from shardkit._tensor.ops.common import (
 )
 from shardkit._tensor.ops.wholes import gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import is_param, note_written
 
 _aten = torch.ops.aten
 
@@ -126,16 +127,20 @@ def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not ShardedTensor:
         return whole(func, args, kwargs)
-    if type(source) is ShardedTensor and source.spec.same_cut(target.spec):
+    is_sharded, given = type(source) is ShardedTensor, source
+    if is_sharded and source.spec.same_cut(target.spec):
         source = source.local_piece
     else:
         check_in_place(func, target, source)
-        if type(source) is ShardedTensor:
+        if is_sharded:
             source = gathered(func, source)
         source = slice_operand(source, target.spec)
     func(target.local_piece, source, *args[2:], **kwargs)
     target.spec.annotate_sharding(target.local_piece)
-    note_write(target)
+    # A result of operators, as in nn.init.trunc_normal_, updates what was there.
+    note_write(target, is_followed=not is_sharded or (given.flat is None and not is_param(given)))
+    if not is_sharded:
+        note_written(target, lambda: [given])
     return target
 
 
@@ -143,7 +148,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor, keep this rank's piece: the same numbers at every world size."""
     tensor = args[0]
     depends = any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
-    if type(tensor) is not ShardedTensor or depends or func in DEPEND_ON_VALUES:
+    if type(tensor) is not ShardedTensor or depends:
         return whole(func, args, kwargs)
     kwargs.pop("memory_format", None)
     local = tensor.local_piece
@@ -152,14 +157,20 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _compat.is_mutable_op(func):
         local.copy_(tensor.spec.slice_full(full))
         tensor.spec.annotate_sharding(local)
-        note_write(tensor)
+        note_write(tensor, is_followed=True)
+        note_written(tensor, lambda: [full])
         return tensor
     return wrap(tensor.spec.slice_full(result).clone(), tensor.spec)
 
 
-DEPEND_ON_VALUES = (
-    _aten.bernoulli.default,
-    _aten.multinomial.default,
-    _aten.poisson.default,
-    _aten.native_dropout.default,
+_FILLS = (
+    *("uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"),
+    *("uniform", "normal_functional", "exponential", "geometric", "cauchy", "log_normal", "random"),
+    *("bernoulli_", "bernoulli.p", "rand_like", "randn_like", "randint_like"),
 )
+
+
+def fills_by_shape(func: Any) -> bool:
+    """Whether a random operator looks at the shape of its first operand, and not at its values."""
+    namespace, name = func.name().split("::")
+    return namespace == "aten" and (name in _FILLS or name.split(".")[0] in _FILLS)

@@ -21,9 +21,10 @@ from shardkit._tensor.ops.common import (
     runs_on_wholes,
 )
 from shardkit._tensor.ops.shown import ShardedView, places_of
-from shardkit._tensor.ops.structural import DEPEND_ON_VALUES, reshape
+from shardkit._tensor.ops.structural import fills_by_shape, reshape
 from shardkit._tensor.ops.wholes import followed, gathered, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -165,8 +166,8 @@ def _writes_elements(func: Any) -> bool:
         return True
     if not func.name().split(".")[0].endswith("_"):
         return False
-    is_random = torch.Tag.nondeterministic_seeded in func.tags and func not in DEPEND_ON_VALUES
-    return is_random or torch.Tag.pointwise in func.tags
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return fills_by_shape(func) or (torch.Tag.pointwise in func.tags and not is_random)
 
 
 def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) -> None:
@@ -194,4 +195,6 @@ def _write(func: Any, target: ShardedView, args: Any, kwargs: dict[str, Any]) ->
     func(values, *args, **kwargs)
     piece[places[is_here]] = values[is_here]
     spec.annotate_sharding(piece)
-    note_write(base)
+    note_write(base, is_followed=True)
+    drawn = [values] if fills_by_shape(func) else []
+    note_written(base, lambda: [*iter_tensors([args, kwargs], depth=0), *drawn], part_by=func)

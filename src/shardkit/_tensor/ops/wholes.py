@@ -16,6 +16,7 @@ from shardkit import _compat
 from shardkit._tensor.ops.common import check_in_place, note_write, refuse
 from shardkit._tensor.ops.shown import ShardedView, in_whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import note_written
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def store(func: Any, target: Tensor, values: Tensor) -> None:
         return
     base.local_piece.copy_(base.spec.slice_full(values))
     base.spec.annotate_sharding(base.local_piece)
-    note_write(base)
+    note_write(base, is_followed=True)
+    note_written(base, lambda: [values])
 
 
 def _base(tensor: Any) -> ShardedTensor:

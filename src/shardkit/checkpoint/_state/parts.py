@@ -22,7 +22,7 @@ from shardkit.checkpoint._state.model_and_optimizer import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from shardkit.checkpoint._state.names import EXTRA_STATE, names_of_parameters
+from shardkit.checkpoint._state.names import EXTRA_STATE, as_optimizers, names_of_parameters
 from shardkit.checkpoint._state.optimizer import (
     optimizer_template,
     parameters_by_name,
@@ -204,6 +204,7 @@ class OptimizerPart:
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
         _compare_names(first_name, saved, groups, findings)
+        _compare_classes(model, optimizers, saved, findings)
         self._saved, self._groups = saved, groups
         self._check_shapes(model_part, findings)
 
@@ -304,6 +305,48 @@ def _compare_names(
         f"optimizer: {name!r} in a parameter group"
         for name in sorted(in_groups - first_name.keys() - set(saved))
     ]
+
+
+_KEPT = {
+    "SGD": ("momentum_buffer",),
+    "Adam": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "NAdam": ("step", "exp_avg", "exp_avg_sq", "mu_product"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Adagrad": ("step", "sum"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "RMSprop": ("step", "square_avg", "momentum_buffer", "grad_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "ASGD": ("step", "eta", "mu", "ax"),
+}
+"""What torch's optimizers keep of a parameter. Of others nobody knows it before they step."""
+_KEPT_BESIDE = ("step", "master")  # Also where a class has its inner one keep it.
+
+
+def _compare_classes(
+    model: nn.Module,
+    optimizers: Any,
+    saved: Mapping[str, Mapping[str, TensorInfo | None]],
+    findings: Findings,
+) -> None:
+    """Note state that an optimizer never uses: it was saved by one of another class."""
+    for optimizer in as_optimizers(optimizers):
+        kind = getattr(optimizer, "optimizer_class", type(optimizer))
+        kept = _KEPT.get(kind.__name__) if kind.__module__.startswith("torch.optim.") else None
+        if kept is None:
+            continue
+        found: dict[str, str] = {}
+        for aliases, _ in parameters_by_name(model, optimizer):
+            for name in aliases:
+                for key in saved.get(name, ()):
+                    if key not in kept and key not in _KEPT_BESIDE:
+                        found.setdefault(key, name)
+        findings.unexpected += [
+            f"optimizer: {key!r} of {name!r} and others, which {kind.__name__} does not keep: "
+            f"another class of optimizer was saved"
+            for key, name in found.items()
+        ]
 
 
 class ExtrasPart:

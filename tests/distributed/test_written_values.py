@@ -1,0 +1,300 @@
+"""What ranks write to parameters by loads and resets is compared, and never what is right."""
+
+from __future__ import annotations
+
+import io
+import re
+import typing
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from reference import make_mesh
+from shardkit import fully_shard, summon_full_params
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+pytestmark = pytest.mark.helpers
+
+
+class Block(nn.Module):
+    """Two layers, of which one begins as vision models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+
+    def reset(self) -> None:
+        nn.init.trunc_normal_(self.up.weight)
+        self.down.weight.data.normal_(std=0.1)
+        nn.init.zeros_(self.up.bias)
+        self.down.bias.data.fill_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def blocks(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block(), nn.Linear(6, 3))
+
+
+def sharded(mesh_shape: tuple[int, ...], *, on_meta: bool = False) -> typing.Any:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = blocks()
+    mesh = make_mesh(mesh_shape)
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load_alone(model: typing.Any) -> None:
+    if dist.get_rank() == 0:
+        model.load_state_dict(blocks(1).state_dict())
+
+
+def load_others(model: typing.Any) -> None:
+    model.load_state_dict(blocks(dist.get_rank()).state_dict())
+
+
+def assign_others(model: typing.Any) -> None:
+    model.load_state_dict(blocks(dist.get_rank()).state_dict(), assign=True)
+
+
+def reset_by_other_seeds(model: typing.Any) -> None:
+    torch.manual_seed(dist.get_rank())
+    for block in model[:2]:
+        block.reset()
+
+
+def reset_a_row_alone(model: typing.Any) -> None:
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            model[1].up.weight[0].zero_()
+
+
+def summon_others(model: typing.Any) -> None:
+    with summon_full_params(model):
+        nn.init.constant_(model[0].up.weight, dist.get_rank())
+
+
+WRONG = {
+    each.__name__: each
+    for each in (
+        load_alone,
+        load_others,
+        assign_others,
+        reset_by_other_seeds,
+        reset_a_row_alone,
+        summon_others,
+    )
+}
+
+
+def load_all(model: typing.Any) -> None:
+    model.load_state_dict(blocks(1).state_dict())
+
+
+def reset_all(model: typing.Any) -> None:
+    torch.manual_seed(7)
+    for block in model[:2]:
+        block.reset()
+        with torch.no_grad():
+            block.up.weight[0].zero_()
+            block.up.weight.mul_(2)
+
+
+def other_seeds_and_then_load_all(model: typing.Any) -> None:
+    reset_by_other_seeds(model)
+    load_all(model)
+
+
+def other_seeds_and_then_pieces(model: typing.Any) -> None:
+    """As what loads checkpoints does."""
+    reset_by_other_seeds(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(0.1)
+
+
+def load_twice_on_one_rank(model: typing.Any) -> None:
+    load_alone(model)
+    load_all(model)
+
+
+def write_where_there_are_pieces(model: typing.Any) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.to_local().numel():
+                param.copy_(torch.full(param.shape, 0.1))
+
+
+def look_at_wholes(model: typing.Any) -> None:
+    with summon_full_params(model):
+        sum(param.sum() for param in model.parameters())
+
+
+RIGHT = {
+    each.__name__: each
+    for each in (
+        load_all,
+        reset_all,
+        other_seeds_and_then_load_all,
+        other_seeds_and_then_pieces,
+        load_twice_on_one_rank,
+        write_where_there_are_pieces,
+        look_at_wholes,
+    )
+}
+
+
+def train(
+    mesh_shape: tuple[int, ...],
+    change: str,
+    when: int,
+    on_meta: bool,
+    foreach: bool,
+) -> int:
+    """Train; change values before a step; return how many steps were taken."""
+    model = sharded(mesh_shape, on_meta=on_meta)
+    if on_meta:
+        model.to_empty(device="cpu")
+        if change in WRONG:
+            load_all(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=foreach)
+    taken = 0
+    for number in range(4):
+        if number == when:
+            (WRONG | RIGHT)[change](model)
+        step(model, optimizer)
+        taken += 1
+    return taken
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("change", WRONG)
+def test_what_was_not_written_alike_is_an_error(
+    spawn_errors: Spawn, change: str, when: int
+) -> None:
+    for world_size, shape in ((2, (2,)), (4, (2, 2))):
+        for error in spawn_errors(train, world_size, shape, change, when, False, True):
+            assert error is not None
+            assert error.type_name == "RankMismatchError", error.traceback
+            assert "ranks hold different values: parameter" in error.message
+            assert "weight" in error.message
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("change", RIGHT)
+def test_what_is_right_passes(spawn: Spawn, change: str, *, foreach: bool) -> None:
+    for when in (0, 2):
+        assert spawn(train, 2, (2,), change, when, False, foreach) == [4] * 2
+    assert spawn(train, 4, (2, 2), change, 2, False, foreach) == [4] * 4
+    assert spawn(train, 4, (4,), change, 0, True, foreach) == [4] * 4
+
+
+@pytest.mark.parametrize("change", ["load_alone", "reset_by_other_seeds"])
+def test_a_model_from_meta(spawn_errors: Spawn, change: str) -> None:
+    for error in spawn_errors(begin_on_meta, 2, change):
+        assert error is not None
+        assert "ranks hold different values: parameter" in error.message
+
+
+def begin_on_meta(change: str) -> None:
+    model = sharded((2,), on_meta=True)
+    model.to_empty(device="cpu")
+    WRONG[change](model)
+    model(torch.randn(4, 6))
+
+
+def exchanges_of_a_steady_loop() -> list[int]:
+    """Train, writing in each step; return how often ranks exchanged anything, step by step."""
+    model = sharded((2,))
+    optimizer = torch.optim.AdamW(model.parameters())
+    axis = model._shardkit_state.group.shard_axis  # noqa: SLF001
+    counts = [0]
+    original = type(axis).exchange
+
+    def count(self: typing.Any, item: typing.Any) -> typing.Any:
+        counts[-1] += 1
+        return original(self, item)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(axis), "exchange", count)
+        for number in range(30):
+            step(model, optimizer)
+            with torch.no_grad():
+                model[0].up.weight[0].zero_()
+                model[1].up.bias.clamp_(-1, 1)
+                model[2].bias.copy_(torch.full((3,), float(number)))
+            counts.append(0)
+    return counts
+
+
+def test_writes_alike_in_every_step_cost_no_exchange(spawn: Spawn) -> None:
+    for counts in spawn(exchanges_of_a_steady_loop, 2):
+        assert counts == [0] * 31
+
+
+# --- optimizers, and what is saved ----------------------------------------------------------------
+
+
+def act_alone(what: str, mesh_shape: tuple[int, ...]) -> list[str]:
+    """Train; do something on rank 0 only; return what is warned of."""
+    model = sharded(mesh_shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    is_first = dist.get_rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            model(torch.randn(4, 6)).square().mean().backward()
+            if is_first and what == "another rate" and number == 1:
+                optimizer.param_groups[0]["lr"] = 0.02
+            if is_first or what != "a step":
+                optimizer.step()
+            optimizer.zero_grad()
+            if number == 1 and (what == "saves all" or (is_first and what == "saves")):
+                torch.save(model.state_dict(), io.BytesIO())
+            if what == "rates alike":
+                optimizer.param_groups[0]["lr"] *= 0.5
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("a step", r"AdamW took 1 steps on position 0 .*, and 0 on position 1.*call step\(\)"),
+        ("another rate", r"'0\.up\.weight'.* lr=0\.02,.* position 0 .* lr=0\.01,.* position 1"),
+    ],
+)
+def test_optimizers_that_differ_are_named(spawn_errors: Spawn, what: str, said: str) -> None:
+    for world_size, shape in ((2, (2,)), (4, (2, 2))):
+        for error in spawn_errors(act_alone, world_size, what, shape):
+            assert error is not None
+            assert error.type_name == "RankMismatchError", error.traceback
+            assert "optimizers differ between ranks" in error.message
+        if world_size == 2:
+            assert re.search(said, error.message), error.message
+
+
+def test_pieces_that_one_rank_saves_are_told(spawn: Spawn) -> None:
+    for said in spawn(act_alone, 2, "saves", (2,)):
+        [text] = said
+        assert "position 0 of the process group has pickled its piece" in text
+        assert "save_full" in text
+
+
+@pytest.mark.parametrize("what", ["nothing", "saves all", "rates alike"])
+def test_what_all_do_alike_is_not_told(spawn: Spawn, what: str) -> None:
+    assert spawn(act_alone, 4, what, (2, 2)) == [[]] * 4
