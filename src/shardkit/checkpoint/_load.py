@@ -93,13 +93,10 @@ def load(
             return {}
         agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
-        def identity() -> int:
-            return zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
-
         def plan() -> _Plan:
             return _Plan(
                 DistributedCheckpoint(target, meter),
-                identity(),
+                _identity(target),
                 model,
                 optimizer,
                 extra,
@@ -109,19 +106,7 @@ def load(
         planned = agreed(process_group, what, plan, lambda made: made.identity)
 
         def noting_damage(act: Callable[[], T]) -> Callable[[], T]:
-            def carry_out() -> T:
-                try:
-                    return act()
-                except CheckpointError as error:
-                    is_ours = directory.manifest_path(target).exists()
-                    # Another job may have put another one in its place.
-                    if DAMAGED not in str(error) or not is_ours or identity() != planned.identity:
-                        raise
-                    directory.note_damage(target, str(error))
-                    msg = f"{error} latest() passes over this one from now on."
-                    raise CheckpointError(msg) from error
-
-            return carry_out
+            return lambda: _noting_damage(target, planned.identity, act)
 
         if rank == 0 and planned.leaves_optimizers_out:
             _logger.info(
@@ -138,6 +123,30 @@ def load(
         read = agreed(process_group, what, noting_damage(lambda: planned.read(room)))
         planned.put_optimizers(read)
         return agreed(process_group, what, noting_damage(planned.put_extras))
+
+
+def _identity(target: pathlib.Path) -> int:
+    """Return what tells one save of a name from another: metadata have a random number."""
+    return zlib.crc32((target / METADATA_FILE).read_bytes())
+
+
+def _noting_damage(target: pathlib.Path, identity: int, act: Callable[[], T]) -> T:
+    """Run a part of a load; if it finds damage, have `latest` pass over the checkpoint.
+
+    Args:
+        target: Directory of the checkpoint.
+        identity: Of the save that was planned for: another job may put another one in its place.
+        act: Reads.
+    """
+    try:
+        return act()
+    except CheckpointError as error:
+        is_ours = directory.manifest_path(target).exists()
+        if DAMAGED not in str(error) or not is_ours or _identity(target) != identity:
+            raise
+        directory.note_damage(target, str(error))
+        msg = f"{error} latest() passes over this one from now on."
+        raise CheckpointError(msg) from error
 
 
 def is_full(path: pathlib.Path) -> bool:
