@@ -412,6 +412,16 @@ def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> N
         tensor._backward_hooks = hooks
 
 
+def tensor_hooks(tensor: Tensor) -> Any:
+    """Return the list of hooks on a tensor's gradient, by number; None: there has been none."""
+    return tensor._backward_hooks
+
+
+def share_hooks(tensor: Tensor, hooks: Any) -> None:
+    """Let a leaf have a list of hooks: another tensor's, or its own that torch does not see."""
+    tensor._backward_hooks = hooks
+
+
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())

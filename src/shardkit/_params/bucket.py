@@ -52,8 +52,8 @@ class Bucket:
             None if isinstance(entry.param, ShardedTensor) else self._new_sharded(i)
             for i, entry in enumerate(self.entries)
         ]
-        for spec, entry in zip(store.specs, self.entries, strict=True):
-            spec.entry = weakref.ref(entry)
+        for spec, entry, unsharded in zip(store.specs, self.entries, store.unsharded, strict=True):
+            spec.entry, spec.unsharded = weakref.ref(entry), weakref.ref(unsharded)
         _showing.update({id(param): self for param in store.unsharded})
         self.sites = ParamSites(self.entries, store.unsharded)
 
@@ -87,6 +87,7 @@ class Bucket:
             entry.param.repoint(sharded.local_piece, sharded.spec, sharded.flat)
             return
         if self.store.specs[index].tensor_parallel is not None:
+            _compat.share_hooks(replacement, _compat.tensor_hooks(entry.param))
             entry.param, self._replacements[index] = replacement, entry.param
             for module, attribute in entry.sites:
                 setattr(module, attribute, entry.param)

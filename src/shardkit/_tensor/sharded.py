@@ -19,6 +19,7 @@ from shardkit._errors import ShardedTensorError
 from shardkit._tensor import dcp_protocol
 from shardkit._tensor.host_values import HostValues
 from shardkit._tensor.replicated import ReplicatedTensor, is_replica
+from shardkit._tensor.user_hooks import OwnHook, relay_hooks
 
 if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
@@ -113,6 +114,20 @@ class ShardedTensor(HostValues):
             _compat.add_first_hook(self, self.cut_by)
         if is_gathered:
             self.cut_by.may_be_number = False
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Have a function called with this tensor's gradient, which it may exchange.
+
+        A parameter's gets this rank's whole gradient in each backward, before ranks reduce it.
+        """
+        handle: Any = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        spec = self.spec
+        entry: Any = None if spec.entry is None else spec.entry()
+        unsharded = None if spec.unsharded is None else spec.unsharded()
+        if entry is not None and entry.param is self and unsharded is not None:
+            _compat.share_hooks(self, _compat.tensor_hooks(self))  # `swap_tensors` cuts them off.
+            relay_hooks(self, unsharded)
+        return handle
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""
@@ -346,7 +361,7 @@ class _Cut(torch.autograd.Function):
         return whole, None, None
 
 
-class _GradientCut:
+class _GradientCut(OwnHook):
     """Turns whatever arrives as a sharded tensor's gradient into a sharded one: a hook.
 
     Args:
