@@ -373,6 +373,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often tensors have been written."""
+    return [tensor._version for tensor in tensors]
+
+
 def preserve_versions(tensors: Sequence[Tensor]) -> Any:
     """Return a context in which writes to tensors do not raise their version counters."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

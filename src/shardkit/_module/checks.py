@@ -255,6 +255,21 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
                 f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
             )
             raise WrapError(msg)
+        _check_max_norm(item, mesh)
+
+
+def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:
+    """Refuse lookups that write: each rank would change the rows that it looks up."""
+    for site, _ in item.sites:
+        max_norm = getattr(site, "max_norm", None)
+        if isinstance(site, (nn.Embedding, nn.EmbeddingBag)) and max_norm and mesh.size() > 1:
+            msg = (
+                f"parameter {item.name!r} of {own_class(site).__name__} has max_norm={max_norm}: "
+                f"its forward writes to the rows that it looks up, on each rank to others. Make "
+                f"the module without max_norm, and after each optimizer.step() write, under "
+                f"torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {max_norm}))."
+            )
+            raise WrapError(msg)
 
 
 def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:

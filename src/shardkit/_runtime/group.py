@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, Self
 
+from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._params.fingerprint import WholeValues
 from shardkit._params.gradients import GroupGradients
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
     from shardkit._params.bucket_gradients import BucketGradients
+    from shardkit._params.store import Store
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._runtime.events import BackwardListener
     from shardkit._settings import GroupSettings
@@ -107,6 +109,11 @@ class ParamGroup:
             comm=self.settings.comm,
             weight=self.mesh.backend.gradient_weight,
         )
+        stores = [bucket.store for bucket in buckets if bucket.store.keeps_writes]
+        self._writable = [(store, i) for store in stores for i in range(len(store.entries))]
+        self._shown = [store.unsharded[index] for store, index in self._writable]
+        self._shown_versions = [0] * len(self._shown)
+        self.note_writes()
         self.grad_hooks = GradHooks(self, self.gradients.buckets, at_once=not self.is_local)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
@@ -215,6 +222,9 @@ class ParamGroup:
     def check_trainability(self) -> None:
         """Raise if `requires_grad` was changed while the unsharded parameters were shown."""
         for bucket in self.buckets:
+            wanted = [entry.param.requires_grad for entry in bucket.entries]
+            if wanted == [param.requires_grad for param in bucket.store.unsharded]:
+                continue
             for entry, param in zip(bucket.entries, bucket.store.unsharded, strict=True):
                 if entry.param.requires_grad != param.requires_grad:
                     msg = (
@@ -224,6 +234,23 @@ class ParamGroup:
                     )
                     param.requires_grad_(entry.param.requires_grad)
                     raise StateError(msg)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether modules hold the unsharded parameters."""
+        return any(bucket.sites.is_visible for bucket in self.buckets)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether unsharded parameters, which have memory, were written since the last time."""
+        return _compat.versions_of(self._shown) != self._shown_versions
+
+    def note_writes(self) -> list[tuple[Store, int]]:
+        """Return whose unsharded parameters were written, and regard this as known."""
+        with _compat.plain_torch_functions():
+            before, self._shown_versions = self._shown_versions, _compat.versions_of(self._shown)
+        pairs = zip(before, self._shown_versions, self._writable, strict=True)
+        return [place for old, new, place in pairs if old != new]
 
     # --- sizes and state ---
 

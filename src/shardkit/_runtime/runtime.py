@@ -20,6 +20,7 @@ from shardkit._runtime.agreement import UsedParameters, check_same_model
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.debug import apply_debug
 from shardkit._runtime.events import ForwardRecord, InputGrads
+from shardkit._runtime.forward_writes import keep_writes
 from shardkit._runtime.gathers import Gathers
 from shardkit._runtime.passes import make_passes
 from shardkit._runtime.reductions import Reductions
@@ -259,6 +260,8 @@ class Runtime:
     ) -> None:
         """The forward of a group's module ends with `outputs`, those that require gradients."""
         group.check_trainability()
+        if group.was_written:
+            keep_writes(group, self.streams)
         needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
             self.reductions.order.withdraw(group.index)
@@ -316,6 +319,7 @@ class Runtime:
         if group is not None:
             if record is not None and record.is_first:
                 self.reductions.order.withdraw(group.index)
+            group.note_writes()  # Others may not have come to them.
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self.gathers.carry_out(actions)
@@ -348,6 +352,8 @@ class Runtime:
     ) -> None:
         """The repeated forward ends."""
         del module
+        if group.was_written:
+            keep_writes(group, self.streams)
         if record is not None:
             record.watch_outputs(outputs)
         actions = self.schedule.exit_recompute(group.index)
@@ -373,6 +379,8 @@ class Runtime:
 
     def reshard(self, group: ParamGroup) -> None:
         """Give a group's memory back."""
+        if group.is_shown and group.was_written:
+            keep_writes(group, self.streams)
         group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.reshard(group.index))
         self.gathers.settle_host_reads()
