@@ -52,6 +52,38 @@ def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> 
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
+@functools.cache
+def wrap_engine(chosen: Callable[..., Any]) -> None:
+    """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
+
+    It gets the engine's function and its arguments. Those of a backward for all are not looked at.
+    """
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    position = 3  # Of `inputs`, behind the outputs, in torch 2.9 to 2.13.
+
+    @functools.wraps(original)
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= position or not args[position]:
+            return original(outputs, *args, **kwargs)
+        return chosen(original, outputs, *args, **kwargs)
+
+    autograd._engine_run_backward = run
+
+
+def in_function_transform() -> bool:
+    """Whether a transform of `torch.func` runs, such as vmap or jvp."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched(tensor: Any) -> bool:
+    """Whether a tensor stands for several: inside of a vmap, torch's older one included."""
+    functorch: Any = torch._C._functorch
+    return isinstance(tensor, Tensor) and bool(
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Call `callback` once at the end of the running backward; there is no public way."""
     Variable._execution_engine.queue_callback(callback)

@@ -23,6 +23,7 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
+from shardkit._runtime.chosen_inputs import watch_engine
 from shardkit._runtime.group import ParamGroup, move_buffers
 from shardkit._settings import GroupSettings
 from shardkit._state import torch_state_dicts  # noqa: F401
@@ -143,6 +144,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         give_back(whole_nbytes)
     note_ignored(ignored)
     watch_optimizers()
+    watch_engine()
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:

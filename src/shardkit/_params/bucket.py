@@ -7,7 +7,7 @@ a piece of, and the unsharded parameters, are in the bucket's store.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,7 +42,10 @@ class Bucket:
         plan: Dtypes and devices.
         entries: The parameters, and every module that holds one.
         sites: Exchange what modules hold.
+        group: Weak: what it is part of, once that is made.
     """
+
+    group: weakref.ref[Any] | None = None
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from shardkit import _compat
@@ -94,6 +95,8 @@ class ParamGroup:
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Have these buckets, and what reduces their gradients."""
         self.buckets = buckets
+        for bucket in buckets:
+            bucket.group = weakref.ref(self)
         self.gathered = [b.store for b in buckets if not b.store.aliases_shard]
         dtypes = [bucket.plan.param_dtype for bucket in buckets]
         trainable = [
@@ -234,6 +237,11 @@ class ParamGroup:
                     )
                     param.requires_grad_(entry.param.requires_grad)
                     raise StateError(msg)
+
+    @property
+    def is_user_held(self) -> bool:
+        """Whether the user has called `unshard`, and works with the unsharded parameters."""
+        return self.listener is not None and self.listener.is_user_held(self.index)
 
     @property
     def is_shown(self) -> bool:

@@ -402,6 +402,18 @@ def _averaged_piece(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> T
     return spec.slice_full(values.expand(spec.shape) if is_number else values).clone()
 
 
+def averaged(whole: Tensor, like: ShardedTensor) -> Tensor:
+    """Return the average over the ranks of whole gradients of a tensor, cut as the tensor is.
+
+    Differentiable. Cost: an all-reduce of the tensor's bytes per axis of data.
+    """
+    if like.spec.tensor_parallel is not None and hasattr(whole, "full_tensor"):
+        whole = whole.full_tensor()
+    args = (whole.to(like.dtype), like.spec, False)
+    result: Tensor = _Cut.apply(*args)  # type: ignore[no-untyped-call]
+    return result if result.device == like.device else result.to(like.device)
+
+
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
