@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat, _compat_modules
-from shardkit._errors import StateError
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
@@ -152,6 +151,8 @@ class ModuleState:
         share = self.share.runtime or self.share.make_runtime() if self.share else None
         runtime = Runtime(groups, self.settings, share)
         note_groups(groups)
+        if self.runtime is not None:
+            runtime.take_over_event(self.runtime)
         for group in entered:
             runtime.reductions.order.enter_forward(group.index)
         for state in states:
@@ -159,18 +160,15 @@ class ModuleState:
         self._num_known = _num_installed
         return runtime
 
-    def _check_no_newcomers(self) -> None:
-        """Raise if modules in this root were sharded after its first forward."""
+    def _take_in_newcomers(self) -> None:
+        """Make the root anew if modules in it were sharded after its first forward: a new head."""
         if self._num_known == _num_installed:
             return
-        for name, module in self.module.named_modules():
+        for module in self.module.modules():
             state = get_state(module)
             if state is not None and state.runtime is not self.runtime and state.group is not None:
-                msg = (
-                    f"fully_shard was called on {name!r} after the first forward of its root. "
-                    f"Shard all modules first, the root last, and only then run the model."
-                )
-                raise StateError(msg)
+                self.make_runtime()
+                break
         self._num_known = _num_installed
 
     def name_params(self, groups: Iterable[ParamGroup], roots: Sequence[nn.Module]) -> None:
@@ -207,7 +205,8 @@ class ModuleState:
             is_root = True
             self._open.clear()
             if self._num_known:
-                self._check_no_newcomers()
+                self._take_in_newcomers()
+                runtime = self.runtime or runtime
             refuse_summoned(runtime.groups, "a forward was called")
             if not self._has_values:
                 self._check_has_values(runtime.groups)

@@ -187,6 +187,10 @@ class Runtime:
         """Let the next pass wait for an event after the optimizer's step."""
         self._optimizer_event = event
 
+    def take_over_event(self, before: Runtime) -> None:
+        """Wait for what the runtime before was to wait for."""
+        self._optimizer_event, before._optimizer_event = before._optimizer_event, None
+
     # --- forward ---
 
     @_compat.unseen_by_selective_checkpointing
