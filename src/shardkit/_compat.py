@@ -76,6 +76,14 @@ def in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def inside_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that transforms of `torch.func` have wrapped, or itself."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_batched(tensor: Any) -> bool:
     """Whether a tensor stands for several: inside of a vmap, torch's older one included."""
     functorch: Any = torch._C._functorch
@@ -364,11 +372,12 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-def unseen_by_selective_checkpointing(function: Callable[P, T]) -> Callable[P, T]:
-    """Have torch's selective checkpointing not see a function's operators.
+def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
+    """Have selective checkpointing and transforms of `torch.func` not see a function's operators.
 
-    It counts the operators of a forward, and finds what it kept by counting those of the
-    repetition. What gathers and frees is not the same in both. Other modes see them.
+    Selective checkpointing counts the operators of a forward, and finds what it kept by counting
+    those of the repetition. What gathers and frees is not the same in both. Transforms refuse
+    writes to tensors that are not their arguments. Other modes see the operators.
     """
     selective: tuple[type, ...] = tuple(
         getattr(torch.utils.checkpoint, name)
@@ -378,6 +387,11 @@ def unseen_by_selective_checkpointing(function: Callable[P, T]) -> Callable[P, T
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if in_function_transform():
+            from torch._functorch import pyfunctorch  # It is loaded where a transform runs.
+
+            with pyfunctorch.temporarily_clear_interpreter_stack():
+                return wrapper(*args, **kwargs)
         if torch._C._len_torch_dispatch_stack() == 0:
             return function(*args, **kwargs)
         modes = _python_dispatch._get_current_dispatch_mode_stack()

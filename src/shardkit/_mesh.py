@@ -96,6 +96,11 @@ class DeviceMesh:
         """Return the global rank of this process."""
         return self.rank
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one that speaks for all of the mesh."""
+        return self.rank == self.ranks[0]
+
     def get_coordinate(self) -> list[int] | None:
         """Return this rank's position on every axis; None if it is not in the mesh."""
         if self.rank not in self.ranks:

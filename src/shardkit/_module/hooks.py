@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
+_NEAR = 12
+"""Frames within which `functional_call` calls a root: it, or a model around it."""
 
 
 def get_state(module: nn.Module) -> ModuleState | None:
@@ -124,7 +126,7 @@ class ModuleState:
             if name not in (STATE_ATTRIBUTE, _compat_modules.COMPILED_CALL)
         }
 
-    @_compat.unseen_by_selective_checkpointing
+    @_compat.unseen_by_transforms
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.
 
@@ -220,7 +222,8 @@ class ModuleState:
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
-            if record is not None and not self.group.is_local:
+            is_told = not self.group.is_local and not _compat.in_function_transform()
+            if record is not None and is_told:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         # Not this frame: it would hold itself.
         caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
@@ -316,7 +319,8 @@ class ModuleState:
                 leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
                 leave(group, record, outputs, module)
             if forward.is_root:
-                runtime.end_pass(needs_backward=bool(outputs))
+                is_functional = _compat_modules.in_functional_call(_NEAR)
+                runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
                 output = runtime.passes.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)

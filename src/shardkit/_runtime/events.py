@@ -119,3 +119,9 @@ class InputGrads(torch.autograd.Function):
         """Tell the listener, pass the gradients through."""
         ctx.record.listener.exit_backward(ctx.record)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        """Pass forward-mode gradients through."""
+        del ctx
+        return tuple(None if each is None else each.view_as(each) for each in tangents)

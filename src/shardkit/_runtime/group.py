@@ -334,6 +334,17 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.sites.show(unsharded=unsharded)
 
+    @property
+    def has_only_given(self) -> bool:
+        """Whether its forward computes with nothing but what `functional_call` was given."""
+        return all(bucket.sites.has_only_given for bucket in self.buckets)
+
+    def return_given(self) -> None:
+        """A forward ends: put back what `functional_call` was given."""
+        for bucket in self.buckets:
+            if bucket.sites.has_given:
+                bucket.sites.return_given()
+
     def known_values(self) -> dict[int, int]:
         """Return fingerprints of whole parameters, by the entry's id, as far as they still hold."""
         return self._values.known(self.shard_versions)

@@ -8,13 +8,12 @@ backend.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit import _compat
-from shardkit._errors import StateError
+from shardkit._errors import StateError, warn_user
 from shardkit._params.memory import SlotPool
 from shardkit._runtime.agreement import UsedParameters, check_same_model
 from shardkit._runtime.backward import Backward
@@ -193,7 +192,7 @@ class Runtime:
 
     # --- forward ---
 
-    @_compat.unseen_by_selective_checkpointing
+    @_compat.unseen_by_transforms
     def begin_pass(self, root: object) -> None:
         """A root forward starts."""
         if self._ended_in_exception:
@@ -227,11 +226,12 @@ class Runtime:
                 has_changed = True
         return has_changed
 
-    def end_pass(self, *, needs_backward: bool) -> None:
-        """The root forward ends."""
+    def end_pass(self, *, needs_backward: bool, is_functional: bool = False) -> None:
+        """The root forward ends; in a `functional_call` of it, which returns what modules hold."""
         self.pass_root = None
         for group in self.groups:
-            if self.schedule.in_forward(group.index):  # The root has caught what it raised.
+            # In the second case the root has caught what it raised.
+            if is_functional or self.schedule.in_forward(group.index):
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()
@@ -266,15 +266,21 @@ class Runtime:
         group.check_trainability()
         if group.was_written:
             keep_writes(group, self.streams)
+        is_given = group.has_only_given  # No memory of the group was read.
+        in_transform = _compat.in_function_transform()
+        if is_given or in_transform:
+            outputs = ()
         needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
             self.reductions.order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
-        is_watched = needs_backward or not may_train
+        # A transform goes backward by itself, and nobody tells: it may read the memory.
+        may_be_read = record is not None and in_transform
+        is_watched = needs_backward or is_given or not (may_train or may_be_read)
         if not is_watched:
             # Else nobody would: no output tells that backward has begun.
             group.grad_hooks.collect_at_once()
-        if not is_watched and record is not None and not record.may_lack_outputs:
+        if not is_watched and not in_transform and record and not record.may_lack_outputs:
             self._warn_unwatched(group)
         actions = self.schedule.exit_forward(
             group.index,
@@ -283,8 +289,11 @@ class Runtime:
             is_unfinished=self._is_unfinished(group, module),
         )
         is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
-        if not is_kept and not self.schedule.in_forward(group.index):
-            group.show(unsharded=False)
+        if not self.schedule.in_forward(group.index):
+            if is_kept:
+                group.return_given()
+            else:
+                group.show(unsharded=False)
         self.gathers.carry_out(actions)
 
     def _is_unfinished(self, group: ParamGroup, module: nn.Module) -> bool:
@@ -304,7 +313,7 @@ class Runtime:
                 f"requires one, so its parameters stay unsharded until the next backward has "
                 f"ended. Return what the loss is made of, or run it under torch.no_grad()."
             )
-            warnings.warn(msg, stacklevel=2)
+            warn_user(msg, is_first_rank=group.mesh.is_first_rank)
 
     def interrupt_forward(
         self,
