@@ -66,6 +66,18 @@ def in_functional_call(max_frames: int | None = None) -> bool:
     return False
 
 
+def is_exported(module: torch.nn.Module) -> bool:
+    """Whether `torch.export` has made a module, which keeps weak references to its parameters."""
+    exported = sys.modules.get("torch.export.unflatten")
+    kinds = (getattr(exported, "InterpreterModule", ()), getattr(exported, "UnflattenedModule", ()))
+    return exported is not None and isinstance(module, (torch.fx.GraphModule, *kinds))
+
+
+def computed_name(hook: object) -> str:
+    """Return which attribute an older hook computes: `weight_norm`, `spectral_norm`, pruning."""
+    return str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", ""))
+
+
 COMPILED_CALL = "_compiled_call_impl"
 """Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
 

@@ -76,7 +76,8 @@ class Bucket:
     def swap_in(self, index: int) -> None:
         """Turn the user's parameter `index` into the sharded one; the same call undoes it.
 
-        A DTensor is replaced instead: its objects cannot be turned into others.
+        A DTensor is replaced instead: its objects cannot be turned into others. So is a parameter
+        of modules that torch.export has made: it keeps weak references, which forbid it.
 
         Raises:
             WrapError: Something else keeps a reference that forbids the exchange.
@@ -89,7 +90,8 @@ class Bucket:
             sharded = self.store.sharded(index)
             entry.param.repoint(sharded.local_piece, sharded.spec, sharded.flat)
             return
-        if self.store.specs[index].tensor_parallel is not None:
+        is_exported = all(_compat_modules.is_exported(module) for module, _ in entry.sites)
+        if is_exported or self.store.specs[index].tensor_parallel is not None:
             _compat.share_hooks(replacement, _compat.tensor_hooks(entry.param))
             entry.param, self._replacements[index] = replacement, entry.param
             for module, attribute in entry.sites:

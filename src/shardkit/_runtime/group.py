@@ -438,8 +438,13 @@ def move_buffers(module: nn.Module, backend: Backend) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():  # noqa: SLF001 - named_buffers skips None
             if buffer is not None and buffer.device.type == "cpu":
-                moved = buffer.to(backend.device)
-                try:
-                    buffer.data = moved  # The object stays: others may hold it.
-                except (RuntimeError, TypeError):  # Not for each kind of device.
-                    child._buffers[name] = moved  # noqa: SLF001
+                exchange_buffer(child, name, buffer.to(backend.device))
+
+
+def exchange_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a buffer other contents. The object stays, since other modules may hold it."""
+    buffer: Any = module._buffers[name]  # noqa: SLF001 - past the checks of `setattr`
+    try:
+        buffer.data = value
+    except (RuntimeError, TypeError):  # Not for each kind of device.
+        module._buffers[name] = value  # noqa: SLF001
