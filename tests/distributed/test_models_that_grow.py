@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn.utils import parametrizations, parametrize
 
 import shardkit.checkpoint
 from reference import Differences, assert_within, make_mesh
-from shardkit import ShardedTensor, fully_shard
+from shardkit import ShardedTensor, fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -254,3 +256,42 @@ def beside_a_sharded_model() -> list[str]:
 
 def test_what_is_beside_or_ignored_is_not_told(spawn: Spawn) -> None:
     assert spawn(beside_a_sharded_model, 2) == [[], []]
+
+
+# --- what cannot be done to a sharded model -------------------------------------------------------
+
+
+def resize_in_place() -> None:
+    model = fully_shard(nn.Embedding(4, 2))
+    model.weight.data = torch.zeros(6, 2)
+
+
+def ask_for_the_storage() -> None:
+    fully_shard(nn.Embedding(4, 2)).weight.storage()
+
+
+def remove_a_parametrization() -> None:
+    layer = fully_shard(parametrizations.weight_norm(nn.Linear(4, 4)))
+    parametrize.remove_parametrizations(layer, "weight")
+
+
+def sequence_parallel_on_a_mesh_of_shardkit() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(nn.Sequential(nn.LayerNorm(8)), mesh["tp"], {"0": SequenceParallel()})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said", "line"),
+    [
+        (resize_in_place, "shape (4, 2) cannot take values of shape (6, 2)", "before fully_shard"),
+        (ask_for_the_storage, "no storage of the whole tensor", "save_full(path, model"),
+        (remove_a_parametrization, "the parametrization of 'weight'", "before fully_shard"),
+        (sequence_parallel_on_a_mesh_of_shardkit, "no attribute '_", "torch's init_device_mesh"),
+    ],
+)
+def test_the_error_shows_what_to_do(
+    spawn_errors: Spawn, wrong: typing.Any, said: str, line: str
+) -> None:
+    for error in spawn_errors(wrong, 2):
+        assert said in error.message
+        assert line in error.message

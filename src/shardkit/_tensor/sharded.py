@@ -170,7 +170,18 @@ class ShardedTensor(HostValues):
 
         Copies into this rank's piece; if the dtype is another, or this tensor is on meta, into a
         new piece on the mesh's device, which the group takes up at its next forward.
+
+        Raises:
+            ShardedTensorError: Another shape.
         """
+        if value.shape != self.shape:
+            msg = (
+                f"sharded {self.spec.name!r} of shape {tuple(self.shape)} cannot take values of "
+                f"shape {tuple(value.shape)}: it is cut for its shape. Resize a model "
+                f"(resize_token_embeddings) before fully_shard, or make a new module of "
+                f"full_tensor(), call fully_shard on it and put it into the model."
+            )
+            raise ShardedTensorError(msg)
         if value.dtype == self.dtype and not self.is_meta:
             self.copy_(value)
             return
@@ -259,6 +270,15 @@ class ShardedTensor(HostValues):
         whole = self.full_tensor().as_subclass(ReplicatedTensor)
         whole.spec = self.spec
         return whole
+
+    def storage(self) -> Any:
+        """Refuse: writers of whole files ask for it, transformers' `save_pretrained` for one."""
+        msg = (
+            f"sharded {self.spec.name!r} has no storage of the whole tensor, which a writer of "
+            f"files asks for (save_pretrained, safetensors). Save the whole model, on all ranks, "
+            f'by shardkit.checkpoint.save_full(path, model, format="safetensors").'
+        )
+        raise ShardedTensorError(msg)
 
     def share_memory_(self) -> Self:
         """Move this rank's piece, and what shares its storage, to shared memory."""
