@@ -155,7 +155,7 @@ def _trained_elsewhere() -> str | None:
 
 
 def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
-    """Return the largest module that has parameters, and their names there, or their shapes."""
+    """Return the largest, outermost module that has parameters; their names there, or shapes."""
     wanted = {id(param) for param in params}
     found = nn.Module()
     best: dict[int, str] = {}
@@ -164,7 +164,12 @@ def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
         if not issubclass(type(module), nn.Module):
             continue
         names = {id(param): name for name, param in nn.Module.named_parameters(module)}
-        if (len(wanted & names.keys()), len(names)) > (len(wanted & best.keys()), size):
+        rank, best_rank = (
+            (len(wanted & names.keys()), len(names)),
+            (len(wanted & best.keys()), size),
+        )
+        is_around = rank == best_rank and best and any(each is found for each in module.modules())
+        if rank > best_rank or is_around:
             found, best, size = module, names, len(names)
     return found, [
         repr(best[id(param)]) if id(param) in best else f"a parameter of shape {tuple(param.shape)}"
