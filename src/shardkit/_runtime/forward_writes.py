@@ -42,6 +42,7 @@ def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
         _check_alike(group, known, axes, streams)
     for store, index in places:
         store.keep_written(index)
+    streams.follow_compute()  # The next gather: no version tells it of this.
 
 
 def _check_alike(
