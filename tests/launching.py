@@ -84,6 +84,8 @@ def start_ranks(
     ended: dict[int, float] = {}
     while len(ended) < world_size and time.monotonic() - started < limit_s:
         for rank, process in enumerate(processes):
+            if below(rank):  # Such commands stop themselves when what they run is stopped.
+                process.send_signal(signal.SIGCONT)
             if rank not in ended and process.poll() is not None:
                 ended[rank] = time.monotonic() - started
         time.sleep(0.1)

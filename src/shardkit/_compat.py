@@ -52,6 +52,46 @@ def swap_storage(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> 
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
+@functools.cache
+def wrap_engine(chosen: Callable[..., Any]) -> None:
+    """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
+
+    It gets the engine's function and its arguments. Those of a backward for all are not looked at.
+    """
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    position = 3  # Of `inputs`, behind the outputs, in torch 2.9 to 2.13.
+
+    @functools.wraps(original)
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= position or not args[position]:
+            return original(outputs, *args, **kwargs)
+        return chosen(original, outputs, *args, **kwargs)
+
+    autograd._engine_run_backward = run
+
+
+def in_function_transform() -> bool:
+    """Whether a transform of `torch.func` runs, such as vmap or jvp."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that transforms of `torch.func` have wrapped, or itself."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_batched(tensor: Any) -> bool:
+    """Whether a tensor stands for several: inside of a vmap, torch's older one included."""
+    functorch: Any = torch._C._functorch
+    return isinstance(tensor, Tensor) and bool(
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Call `callback` once at the end of the running backward; there is no public way."""
     Variable._execution_engine.queue_callback(callback)
@@ -349,11 +389,12 @@ def without_dispatch_modes(function: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-def unseen_by_selective_checkpointing(function: Callable[P, T]) -> Callable[P, T]:
-    """Have torch's selective checkpointing not see a function's operators.
+def unseen_by_transforms(function: Callable[P, T]) -> Callable[P, T]:
+    """Have selective checkpointing and transforms of `torch.func` not see a function's operators.
 
-    It counts the operators of a forward, and finds what it kept by counting those of the
-    repetition. What gathers and frees is not the same in both. Other modes see them.
+    Selective checkpointing counts the operators of a forward, and finds what it kept by counting
+    those of the repetition. What gathers and frees is not the same in both. Transforms refuse
+    writes to tensors that are not their arguments. Other modes see the operators.
     """
     selective: tuple[type, ...] = tuple(
         getattr(torch.utils.checkpoint, name)
@@ -363,6 +404,11 @@ def unseen_by_selective_checkpointing(function: Callable[P, T]) -> Callable[P, T
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if in_function_transform():
+            from torch._functorch import pyfunctorch  # It is loaded where a transform runs.
+
+            with pyfunctorch.temporarily_clear_interpreter_stack():
+                return wrapper(*args, **kwargs)
         if torch._C._len_torch_dispatch_stack() == 0:
             return function(*args, **kwargs)
         modes = _python_dispatch._get_current_dispatch_mode_stack()
@@ -388,6 +434,11 @@ def operator_name(operator: Any) -> str:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor has been written; there is no public way to ask."""
     return tensor._version
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often tensors have been written."""
+    return [tensor._version for tensor in tensors]
 
 
 def preserve_versions(tensors: Sequence[Tensor]) -> Any:
@@ -427,6 +478,16 @@ def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> N
     hooks.move_to_end(handle.id, last=False)
     if tensor.is_leaf:
         tensor._backward_hooks = hooks
+
+
+def tensor_hooks(tensor: Tensor) -> Any:
+    """Return the list of hooks on a tensor's gradient, by number; None: there has been none."""
+    return tensor._backward_hooks
+
+
+def share_hooks(tensor: Tensor, hooks: Any) -> None:
+    """Let a leaf have a list of hooks: another tensor's, or its own that torch does not see."""
+    tensor._backward_hooks = hooks
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import stateless
 
 if TYPE_CHECKING:
     import types
@@ -48,6 +49,33 @@ def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
 def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
     """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
     return list(module._state_dict_hooks.values())
+
+
+def in_functional_call(max_frames: int | None = None) -> bool:
+    """Whether `torch.func.functional_call`, or the older one, is on the stack.
+
+    Args:
+        max_frames: Number of frames that are looked at, from the caller on; None: all.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and max_frames != 0:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+        max_frames = None if max_frames is None else max_frames - 1
+    return False
+
+
+def is_exported(module: torch.nn.Module) -> bool:
+    """Whether `torch.export` has made a module, which keeps weak references to its parameters."""
+    exported = sys.modules.get("torch.export.unflatten")
+    kinds = (getattr(exported, "InterpreterModule", ()), getattr(exported, "UnflattenedModule", ()))
+    return exported is not None and isinstance(module, (torch.fx.GraphModule, *kinds))
+
+
+def computed_name(hook: object) -> str:
+    """Return which attribute an older hook computes: `weight_norm`, `spectral_norm`, pruning."""
+    return str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", ""))
 
 
 COMPILED_CALL = "_compiled_call_impl"

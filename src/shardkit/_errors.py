@@ -22,12 +22,35 @@ fact that all ranks share is checked before anything is sent, so that all of the
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NUM_NEAREST = 3
+
+
+def warn_user(message: str, *, is_first_rank: bool = True) -> None:
+    """Warn at the line of the user that led here, past those of shardkit and torch.
+
+    Args:
+        message: What to say.
+        is_first_rank: Of several ranks that would say the same, one does.
+    """
+    if not is_first_rank:
+        return
+    level = 2
+    frame = sys._getframe(1)  # noqa: SLF001 - documented for this use
+    while frame.f_back is not None and _is_of_library(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_of_library(module: str) -> bool:
+    return module.partition(".")[0] in ("shardkit", "torch")
 
 
 class ShardkitError(Exception):

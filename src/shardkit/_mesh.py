@@ -69,6 +69,15 @@ class DeviceMesh:
         if self.backend is not None:
             _made[next(_numbers)] = self
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do where torch wants a mesh of its own, which has more attributes."""
+        msg = (
+            f"a DeviceMesh of shardkit has no attribute {name!r}. Where torch wants a mesh of its "
+            f"own, as parallelize_module does, make it by torch's init_device_mesh (of "
+            f"torch.distributed.device_mesh); fully_shard takes that as well."
+        )
+        raise AttributeError(msg)
+
     @property
     def ndim(self) -> int:
         """Number of axes."""
@@ -97,6 +106,11 @@ class DeviceMesh:
     def get_rank(self) -> int:
         """Return the global rank of this process."""
         return self.rank
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one that speaks for all of the mesh."""
+        return self.rank == self.ranks[0]
 
     def get_coordinate(self) -> list[int] | None:
         """Return this rank's position on every axis; None if it is not in the mesh."""

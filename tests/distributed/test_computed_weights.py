@@ -119,10 +119,14 @@ def test_on_a_mesh_of_two_axes(spawn: Spawn) -> None:
 
 # --- refused ------------------------------------------------------------------------------------
 
-OLD: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "weight_norm": (weight_norm, "parametrizations.weight_norm"),
-    "spectral_norm": (spectral_norm, "parametrizations.spectral_norm"),
-    "pruning": (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "prune.remove"),
+OLD: dict[str, tuple[Callable[[nn.Module], object], str, str]] = {
+    "weight_norm": (weight_norm, "parametrizations.weight_norm", "weight_g"),
+    "spectral_norm": (spectral_norm, "parametrizations.spectral_norm", "weight_orig"),
+    "pruning": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        "prune.remove",
+        "weight_orig",
+    ),
 }
 
 
@@ -141,7 +145,8 @@ def shard_old(name: str) -> None:
 def test_older_ways_are_refused_with_the_newer_one(spawn_errors: Spawn, name: str) -> None:
     for error in spawn_errors(shard_old, 2, name):
         assert error.type_name == "WrapError", error
-        assert "weight" in error.message
+        assert error.message.startswith(f"parameter '{OLD[name][2]}' of a Linear is used by")
+        assert "leaves the whole 'weight'" in error.message
         assert OLD[name][1] in error.message
 
 

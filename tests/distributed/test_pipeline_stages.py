@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import typing
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import shardkit
 from models import regression_batch
 from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within
-from shardkit import fully_shard
+from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -166,3 +167,47 @@ def train_in_uneven_groups() -> None:
 
 def test_ranks_may_be_in_different_numbers_of_groups(spawn: Spawn) -> None:
     spawn(train_in_uneven_groups, 3)
+
+
+# --- stages that torch.export has cut -------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train_exported_stages() -> float:
+    """Shard both stages on both ranks; run them one behind the other."""
+    from torch.distributed.pipelining import SplitPoint, pipeline  # Takes seconds.
+
+    torch.manual_seed(0)
+    plain = Stack()
+    split = {"layers.2": SplitPoint.BEGINNING}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Torch's own.
+        pipe = pipeline(copy.deepcopy(plain), (torch.ones(2, 4),), split_spec=split)
+    stages = [fully_shard(pipe.get_stage_module(index)) for index in range(2)]
+    params = [param for stage in stages for param in stage.parameters()]
+    assert all(isinstance(param, ShardedTensor) for param in params)
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (params, plain.parameters())]
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        stages[1](stages[0](x)).square().sum().backward()
+        plain(x).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(params, plain.parameters(), strict=True)
+    return max((param.full_tensor() - other).abs().max().item() for param, other in pairs)
+
+
+@pytest.mark.helpers
+def test_stages_of_an_exported_model_are_sharded(spawn: Spawn) -> None:
+    assert max(spawn(train_exported_stages, 2)) < 1e-6

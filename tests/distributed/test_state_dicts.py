@@ -8,7 +8,7 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpoints import (
     CHECKPOINT_CASES,
@@ -18,7 +18,7 @@ from checkpoints import (
     whole,
     whole_state,
 )
-from reference import make_mesh
+from reference import full, make_mesh
 from shardkit import ShardedTensor, fully_shard
 from shardkit.checkpoint import (
     StateDictOptions,
@@ -187,3 +187,41 @@ def test_optimizer_state_of_other_parameters_is_refused(spawn_errors: Spawn) -> 
         assert error.type_name == "CheckpointError"
         assert "'layers.0.weight'" in error.message
         assert "strict=False" in error.message
+
+
+# --- modules that save under other names ----------------------------------------------------------
+
+
+class Renaming(nn.Linear):
+    """Saves its weight under another name, and its bias in two parts."""
+
+    def _save_to_state_dict(self, destination: typing.Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}kernel"] = self.weight if keep_vars else self.weight.detach()
+        for index, part in enumerate(self.bias.detach().chunk(2)):
+            destination[f"{prefix}bias{index}"] = part
+
+
+def rename_in_hook(_module: nn.Module, state: typing.Any, prefix: str, _: object) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+def saved_amid_a_step(way: str) -> list[bool]:
+    layer = Renaming(4, 4) if way == "method" else nn.Linear(4, 4)
+    wanted = {name: value.clone() for name, value in layer.state_dict().items()}
+    if way == "hook":
+        wanted["kernel"] = wanted.pop("weight")
+        layer.register_state_dict_post_hook(rename_in_hook)
+    model = fully_shard(nn.Sequential(layer, nn.Linear(4, 4)))
+    loss = model(torch.ones(1, 4)).sum()
+    state = layer.state_dict()
+    is_sharded = isinstance(state["kernel"], ShardedTensor)
+    loss.backward()
+    wholes = {name: full(value) for name, value in state.items()}
+    return [is_sharded, *(torch.equal(wholes[name], value) for name, value in wanted.items())]
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("way", ["method", "hook"])
+def test_what_is_saved_under_another_name_outlives_the_step(spawn: Spawn, way: str) -> None:
+    for found in spawn(saved_amid_a_step, 2, way):
+        assert all(found), found

@@ -11,6 +11,9 @@ _REASONS = {
     "accelerators sum in the dtype on the wire",
     "test_batch_normalization_trains_as_in_ddp": "DDP asks its work for a future, which simulated "
     "collectives have not got",
+    "[of_inputs": "a plain model on the simulated device has no forward-mode gradients either",
+    "[of_parameters": "a plain model on the simulated device has no forward-mode gradients either",
+    "[forward_mode": "a plain model on the simulated device has no forward-mode gradients either",
 }
 
 

@@ -6,12 +6,20 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchNoOffload
 
-from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, WrapError
+from recording import recording_mesh
+from shardkit import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    WrapError,
+    fully_shard,
+)
 from shardkit._policy import as_mixed_precision, as_offload
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -88,3 +96,16 @@ def test_other_policies_are_refused(policy: object) -> None:
         as_mixed_precision(policy)
     with pytest.raises(WrapError, match="takes an OffloadPolicy or a CPUOffloadPolicy"):
         as_offload(policy)
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_shared_buffer_is_cast_and_stays_one(*, is_apart: bool) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    first.register_buffer("table", torch.ones(2))
+    second.register_buffer("table", first.table)
+    model, policy = nn.Sequential(first, second), MixedPrecisionPolicy(buffer_dtype=BF16)
+    mesh, _ = recording_mesh((2,))
+    for module in (*model, model) if is_apart else (model,):
+        fully_shard(module, mesh, policy)
+    assert first.table is second.table
+    assert first.table.dtype == BF16

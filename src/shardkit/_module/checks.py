@@ -255,6 +255,21 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
                 f"module with sparse=False, freeze the parameter, or pass it in ignored_params."
             )
             raise WrapError(msg)
+        _check_max_norm(item, mesh)
+
+
+def _check_max_norm(item: ParamEntry, mesh: DeviceMesh) -> None:
+    """Refuse lookups that write: each rank would change the rows that it looks up."""
+    for site, _ in item.sites:
+        max_norm = getattr(site, "max_norm", None)
+        if isinstance(site, (nn.Embedding, nn.EmbeddingBag)) and max_norm and mesh.size() > 1:
+            msg = (
+                f"parameter {item.name!r} of {own_class(site).__name__} has max_norm={max_norm}: "
+                f"its forward writes to the rows that it looks up, on each rank to others. Make "
+                f"the module without max_norm, and after each optimizer.step() write, under "
+                f"torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {max_norm}))."
+            )
+            raise WrapError(msg)
 
 
 def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -274,16 +289,22 @@ def _check_current_device(name: str, param: nn.Parameter, mesh: DeviceMesh) -> N
 def check_reparametrized(found: list[ParamEntry]) -> None:
     """Refuse what keeps a whole weight, computed from parameters, on the module for good."""
     for item in found:
-        for module, _ in item.sites:
+        for module, attribute in item.sites:
             for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
+                computed = _compat_modules.computed_name(hook)
                 for kind, remedy in _KEEP_WHOLE_WEIGHTS.items():
-                    if isinstance(hook, kind):
+                    if isinstance(hook, kind) and attribute in _names_behind(computed):
                         msg = (
                             f"parameter {item.name!r} of a {type(module).__name__} is used by "
-                            f"{kind.__module__}, which leaves a whole weight, computed in every "
-                            f"forward, on the module: it would never be sharded. {remedy}"
+                            f"{kind.__module__}, which leaves the whole {computed!r}, computed in "
+                            f"every forward, on the module: it would never be sharded. {remedy}"
                         )
                         raise WrapError(msg)
+
+
+def _names_behind(computed: str) -> list[str]:
+    """Return the parameters that older hooks compute another one from."""
+    return [f"{computed}_{part}" for part in ("g", "v", "orig")]
 
 
 _KEEP_WHOLE_WEIGHTS = {

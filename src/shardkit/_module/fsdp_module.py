@@ -7,6 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from shardkit import _compat_modules
 from shardkit._errors import StateError
@@ -48,8 +49,24 @@ def swap_class(module: nn.Module) -> None:
     """Give a module the class with the methods of `FSDPModule`."""
     cls = type(module)
     if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
+        _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     module.__class__ = _sharded_classes[cls]
+
+
+def _parametrized_meta(meta: type) -> Any:
+    """Return a class of classes that refuses what `remove_parametrizations` does first."""
+
+    def refuse(cls: type, name: str) -> None:
+        msg = (
+            f"the parametrization of {name!r} cannot be removed from a sharded "
+            f"{cls.__mro__[2].__name__}: its group holds what the weight is computed from. Call "
+            f"remove_parametrizations before fully_shard; for an export save the model by "
+            f"shardkit.checkpoint.save_full, load the file into a plain one, and remove it there."
+        )
+        raise StateError(msg)
+
+    return type("Parametrized", (meta,), {"__delattr__": refuse})
 
 
 class UnshardHandle:

@@ -23,7 +23,8 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
-from shardkit._runtime.group import ParamGroup, move_buffers
+from shardkit._runtime.chosen_inputs import watch_engine
+from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
 from shardkit._settings import GroupSettings
 from shardkit._state import torch_state_dicts  # noqa: F401
 from shardkit.backends import accelerator_type, as_device_mesh
@@ -170,6 +171,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         give_back(whole_nbytes)
     note_ignored(ignored)
     watch_optimizers()
+    watch_engine()
     for each in modules:
         move_buffers(each, shard_mesh.backend)
         if mp_policy.buffer_dtype is not None:
@@ -214,10 +216,13 @@ def device_type_of(found: list[ParamEntry], offload: OffloadPolicy) -> str:
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers of `module`, not those of sharded modules in it."""
+    """Cast the floating-point buffers of `module`, not those of sharded modules in it.
+
+    The objects stay: modules may share them, also with those of another group.
+    """
     for child in module.modules():
         if child is not module and get_state(child) is not None:
             continue
         for name, buffer in child._buffers.items():  # noqa: SLF001 - named_buffers skips None
             if buffer is not None and buffer.is_floating_point():
-                child._buffers[name] = buffer.to(dtype)  # noqa: SLF001
+                exchange_buffer(child, name, buffer.to(dtype))

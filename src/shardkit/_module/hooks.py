@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat, _compat_modules
-from shardkit._errors import StateError
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.runtime import Runtime
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
+_NEAR = 12
+"""Frames within which `functional_call` calls a root: it, or a model around it."""
 
 
 def get_state(module: nn.Module) -> ModuleState | None:
@@ -125,7 +126,7 @@ class ModuleState:
             if name not in (STATE_ATTRIBUTE, _compat_modules.COMPILED_CALL)
         }
 
-    @_compat.unseen_by_selective_checkpointing
+    @_compat.unseen_by_transforms
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it.
 
@@ -152,6 +153,8 @@ class ModuleState:
         share = self.share.runtime or self.share.make_runtime() if self.share else None
         runtime = Runtime(groups, self.settings, share)
         note_groups(groups)
+        if self.runtime is not None:
+            runtime.take_over_event(self.runtime)
         for group in entered:
             runtime.reductions.order.enter_forward(group.index)
         for state in states:
@@ -159,18 +162,15 @@ class ModuleState:
         self._num_known = _num_installed
         return runtime
 
-    def _check_no_newcomers(self) -> None:
-        """Raise if modules in this root were sharded after its first forward."""
+    def _take_in_newcomers(self) -> None:
+        """Make the root anew if modules in it were sharded after its first forward: a new head."""
         if self._num_known == _num_installed:
             return
-        for name, module in self.module.named_modules():
+        for module in self.module.modules():
             state = get_state(module)
             if state is not None and state.runtime is not self.runtime and state.group is not None:
-                msg = (
-                    f"fully_shard was called on {name!r} after the first forward of its root. "
-                    f"Shard all modules first, the root last, and only then run the model."
-                )
-                raise StateError(msg)
+                self.make_runtime()
+                break
         self._num_known = _num_installed
 
     def name_params(self, groups: Iterable[ParamGroup], roots: Sequence[nn.Module]) -> None:
@@ -207,7 +207,8 @@ class ModuleState:
             is_root = True
             self._open.clear()
             if self._num_known:
-                self._check_no_newcomers()
+                self._take_in_newcomers()
+                runtime = self.runtime or runtime
             refuse_summoned(runtime.groups, "a forward was called")
             if not self._has_values:
                 self._check_has_values(runtime.groups)
@@ -221,7 +222,8 @@ class ModuleState:
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
-            if record is not None and not self.group.is_local:
+            is_told = not self.group.is_local and not _compat.in_function_transform()
+            if record is not None and is_told:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         # Not this frame: it would hold itself.
         caller = sys._getframe(1) if is_root else None  # noqa: SLF001 - documented for this use
@@ -317,7 +319,8 @@ class ModuleState:
                 leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
                 leave(group, record, outputs, module)
             if forward.is_root:
-                runtime.end_pass(needs_backward=bool(outputs))
+                is_functional = _compat_modules.in_functional_call(_NEAR)
+                runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
                 output = runtime.passes.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)

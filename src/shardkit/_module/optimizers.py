@@ -35,9 +35,15 @@ if TYPE_CHECKING:
 _MAX_NAMED = 6
 _MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
 
+_LATER = (
+    "fully_shard([m for m in model.modules() if any(type(p) is torch.nn.Parameter for p in "
+    "m.parameters(recurse=False))])"
+)
+"""Shards what is not yet, wherever it is in a model."""
+
 _groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 _ignored: set[int] = set()  # By id: torch swaps no tensor that has a weak reference.
-_looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _told_of_sync: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _is_installed = False
 
@@ -70,7 +76,8 @@ def watch_optimizers() -> None:
 
 def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn at the first step that finds gradients; called by torch before each step."""
-    if optimizer in _looked_at:
+    number = sum(len(each["params"]) for each in optimizer.param_groups)
+    if _looked_at.get(optimizer) == number:  # Else `add_param_group` was called since.
         first = next((param for each in optimizer.param_groups for param in each["params"]), None)
         if first is not None and first.grad is None and len(args) < 2 and not kwargs:  # noqa: PLR2004
             _warn_of_unsynced(optimizer)
@@ -79,14 +86,14 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _refuse_unsharded(optimizer, params)
     _refuse_compiled(optimizer, params)
     if any(param.grad is not None for param in params):
-        _looked_at.add(optimizer)
+        _looked_at[optimizer] = number
         _warn_of_plain(params)
         _warn_of_left_out(params)
     elif len(args) < 2 and not kwargs:  # noqa: PLR2004 - no closure, which would make gradients
         _warn_of_unsynced(optimizer)
         name = _trained_elsewhere()
         if name is not None:
-            _looked_at.add(optimizer)
+            _looked_at[optimizer] = number
             warnings.warn(
                 f"none of this optimizer's {len(params)} parameters has a gradient, but {name!r} "
                 f"of a sharded model has one: the optimizer updates another model, perhaps a copy. "
@@ -174,7 +181,8 @@ def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
 
 def _warn_of_plain(params: Sequence[Any]) -> None:
     sharded = [param for param in params if isinstance(param, ShardedTensor)]
-    if not any(param.device_mesh.size() > 1 for param in sharded):
+    may_part = any(param.device_mesh.size() > 1 for param in sharded)
+    if not may_part and (sharded or not any(group.mesh.size() > 1 for group in _groups)):
         return
     plain = [
         param
@@ -185,14 +193,21 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     plain = [param for param in plain if id(param) not in averaged]
     if not plain:
         return
-    names = _names_of(plain)
+    model, names = _found_in(plain)
+    groups = {id(module) for group in _groups for module in group.modules}
+    if not may_part and not any(id(module) in groups for module in model.modules()):
+        return  # A model beside sharded ones.
     named = ", ".join(names[:_MAX_NAMED])
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    remedy = "Call fully_shard on the root as well, after its layers."
+    if id(model) in groups:
+        remedy = f"They came into the {type(model).__name__} after it was sharded: call {_LATER}."
+    elif not may_part:
+        remedy = f"Call fully_shard on the {type(model).__name__} that holds them as well."
     warnings.warn(
         f"no group of fully_shard holds {named}{more}, which this optimizer updates. Gradients of "
-        f"these parameters are not averaged over the ranks, so each rank trains its own. Call "
-        f"fully_shard on the root as well, after its layers. If it is meant so, pass them in "
-        f"ignored_params.",
+        f"these parameters are not averaged over the ranks, so each rank trains its own. {remedy} "
+        f"If it is meant so, pass them in ignored_params.",
         stacklevel=4,
     )
 
@@ -265,18 +280,24 @@ def _trained_elsewhere() -> str | None:
     )
 
 
-def _names_of(params: Sequence[Any]) -> list[str]:
-    """Return their names in the largest module that has them, or their shapes."""
+def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
+    """Return the largest, outermost module that has parameters; their names there, or shapes."""
     wanted = {id(param) for param in params}
+    found = nn.Module()
     best: dict[int, str] = {}
     size = 0
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):
             continue
         names = {id(param): name for name, param in nn.Module.named_parameters(module)}
-        if (len(wanted & names.keys()), len(names)) > (len(wanted & best.keys()), size):
-            best, size = names, len(names)
-    return [
+        rank, best_rank = (
+            (len(wanted & names.keys()), len(names)),
+            (len(wanted & best.keys()), size),
+        )
+        is_around = rank == best_rank and best and any(each is found for each in module.modules())
+        if rank > best_rank or is_around:
+            found, best, size = module, names, len(names)
+    return found, [
         repr(best[id(param)]) if id(param) in best else f"a parameter of shape {tuple(param.shape)}"
         for param in params
     ]

@@ -7,7 +7,7 @@ a piece of, and the unsharded parameters, are in the bucket's store.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,7 +42,10 @@ class Bucket:
         plan: Dtypes and devices.
         entries: The parameters, and every module that holds one.
         sites: Exchange what modules hold.
+        group: Weak: what it is part of, once that is made.
     """
+
+    group: weakref.ref[Any] | None = None
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -52,8 +55,8 @@ class Bucket:
             None if isinstance(entry.param, ShardedTensor) else self._new_sharded(i)
             for i, entry in enumerate(self.entries)
         ]
-        for spec, entry in zip(store.specs, self.entries, strict=True):
-            spec.entry = weakref.ref(entry)
+        for spec, entry, unsharded in zip(store.specs, self.entries, store.unsharded, strict=True):
+            spec.entry, spec.unsharded = weakref.ref(entry), weakref.ref(unsharded)
         _showing.update({id(param): self for param in store.unsharded})
         self.sites = ParamSites(self.entries, store.unsharded)
 
@@ -73,7 +76,8 @@ class Bucket:
     def swap_in(self, index: int) -> None:
         """Turn the user's parameter `index` into the sharded one; the same call undoes it.
 
-        A DTensor is replaced instead: its objects cannot be turned into others.
+        A DTensor is replaced instead: its objects cannot be turned into others. So is a parameter
+        of modules that torch.export has made: it keeps weak references, which forbid it.
 
         Raises:
             WrapError: Something else keeps a reference that forbids the exchange.
@@ -86,7 +90,9 @@ class Bucket:
             sharded = self.store.sharded(index)
             entry.param.repoint(sharded.local_piece, sharded.spec, sharded.flat)
             return
-        if self.store.specs[index].tensor_parallel is not None:
+        is_exported = all(_compat_modules.is_exported(module) for module, _ in entry.sites)
+        if is_exported or self.store.specs[index].tensor_parallel is not None:
+            _compat.share_hooks(replacement, _compat.tensor_hooks(entry.param))
             entry.param, self._replacements[index] = replacement, entry.param
             for module, attribute in entry.sites:
                 setattr(module, attribute, entry.param)

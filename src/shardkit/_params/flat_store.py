@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardkit import _compat
 from shardkit._layout.flat import FlatLayout
 from shardkit._params.memory import Buffer
 from shardkit._params.send_buffer import SendBuffer
@@ -68,6 +69,7 @@ class FlatStore(Store):
 
     subclass: Any = None
     may_alias_shard = True
+    keeps_writes = True
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
@@ -257,6 +259,30 @@ class FlatStore(Store):
             is_on_host = self.plan.is_offloaded
             return [Gather(self._full, self._own, self.shard, comm, is_on_host=is_on_host)]
         return [Gather(self._full, self._range_of(part.axis), part.values, comm)]
+
+    # --- what a forward writes to its own parameters ---
+
+    def unsharded_values(self, index: int) -> Tensor:
+        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        start = self.layout.offsets[index]
+        return self._full[start : start + self.layout.numels[index]]
+
+    @torch.no_grad()
+    def keep_written(self, index: int) -> None:
+        """Take what was written to an unsharded parameter over into the shard.
+
+        No version is raised: what was gathered stays as good as it is, on all ranks alike.
+        """
+        self.drop_part()
+        if self.aliases_shard:
+            return
+        kept, written = self.piece(self.shard, index), self.piece(self._own, index)
+        with _compat.preserve_versions([self.shard]):
+            if kept.dtype != written.dtype:  # The rest keeps the digits that a cast would cost.
+                on_device = kept.to(written.device)
+                is_same = written == on_device.to(written.dtype)
+                written = torch.where(is_same, on_device, written.to(kept.dtype))
+            kept.copy_(written)
 
     # --- whole values in storage dtype ---
 

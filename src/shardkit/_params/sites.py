@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit import _compat_modules
+from shardkit import _compat, _compat_modules
 from shardkit._errors import StateError
+from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,7 @@ class ParamSites:
         self._unsharded = unsharded
         self._visible = False
         self._places: list[_Place] = []
+        self._given: dict[int, Any] = {}
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
     def show(self, *, unsharded: bool) -> None:
@@ -69,19 +71,78 @@ class ParamSites:
             StateError: A module holds neither, but a parameter that was put in its place.
         """
         if unsharded == self._visible:
+            if unsharded and not self._given:
+                self._take_given([place[3] for place in self._places])
             return
         if not self._places:  # Late: the user's Parameter objects may still be exchanged.
             self._places = self._find_places()
         if unsharded:
-            for params, attribute, sharded, whole in self._places:
-                if params.get(attribute) is not sharded:
-                    self._refuse_replaced(sharded)
+            self._take_given([place[2] for place in self._places])
+            for _, _, sharded, whole in self._places:
                 if sharded.requires_grad != whole.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
         self._visible = unsharded
-        for params, attribute, sharded, whole in self._places:
-            params[attribute] = whole if unsharded else sharded
+        for index, (params, attribute, sharded, whole) in enumerate(self._places):
+            if index not in self._given:
+                params[attribute] = whole if unsharded else sharded
+        if not unsharded:
+            self.return_given()
         self._update_rnns()
+
+    # --- `functional_call` ---
+
+    @property
+    def has_given(self) -> bool:
+        """Whether modules compute with tensors that `functional_call` has put there."""
+        return bool(self._given)
+
+    @property
+    def has_only_given(self) -> bool:
+        """Whether they compute with no other ones."""
+        return len(self._given) == len(self._places)
+
+    def _take_given(self, own: Sequence[nn.Parameter]) -> None:
+        """Find what `functional_call` has put in the places of own parameters, and show that.
+
+        Raises:
+            StateError: Something else is there, or a transform differentiates by sharded values.
+        """
+        for index, ((params, attribute, sharded, whole), wanted) in enumerate(
+            zip(self._places, own, strict=True)
+        ):
+            held = params.get(attribute)
+            if held is wanted or held is whole:
+                continue
+            if held is None or not _compat_modules.in_functional_call():
+                self._refuse_replaced(sharded)
+            self._given[index] = held
+            params[attribute] = self._as_used(held, sharded, whole)
+
+    def _as_used(self, given: Any, sharded: nn.Parameter, whole: nn.Parameter) -> Any:
+        """Return what a forward computes with in place of a given value: whole, as parameters are.
+
+        Cost: that of `full_tensor` for a sharded one.
+        """
+        if isinstance(_compat.inside_transforms(given), ShardedTensor):
+            if not isinstance(given, ShardedTensor):
+                name = next(entry.name for entry in self._entries if entry.param is sharded)
+                msg = (
+                    f"a transform of torch.func got the sharded {name!r}, and transforms compute "
+                    f"with whole values only. Pass {{name: param.full_tensor().detach() for name, "
+                    f"param in model.named_parameters()}} to it; gradients are this rank's then. "
+                    f"Or call torch.autograd.grad(loss, list(model.parameters()))."
+                )
+                raise StateError(msg)
+            given = given.full_tensor()
+        is_cast = given.is_floating_point() and given.dtype != whole.dtype
+        return given.to(whole.device, whole.dtype if is_cast else given.dtype)
+
+    def return_given(self) -> None:
+        """Put back what `functional_call` had put there: it may run the module once more."""
+        for index, given in self._given.items():
+            params, attribute, _, _ = self._places[index]
+            params[attribute] = given
+        self._given.clear()
 
     @property
     def is_visible(self) -> bool:

@@ -45,6 +45,7 @@ class Store(ABC):
         aliases_shard: The unsharded memory is the shard itself: nothing is gathered.
         keeps_flats: Reduced gradients are views of one tensor, as the pieces are of the shard.
         converts_gradients: Gradients are passed through `part_of_gradient`.
+        keeps_writes: What a forward writes to an unsharded parameter can be kept.
     """
 
     layout: Any
@@ -54,6 +55,7 @@ class Store(ABC):
     aliases_shard = False
     keeps_flats = True
     converts_gradients = False
+    keeps_writes = False
 
     def __init__(self, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
         self.plan = plan
@@ -155,6 +157,16 @@ class Store(ABC):
         """Let any use of the unsharded parameters raise."""
         for param, cls in zip(self.unsharded, self._classes, strict=True):
             param.__class__ = class_without_memory(cls)
+
+    # --- what a forward writes to its own parameters ---
+
+    def unsharded_values(self, index: int) -> Tensor:
+        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        raise NotImplementedError(index)
+
+    def keep_written(self, index: int) -> None:
+        """Take what was written to an unsharded parameter over into the shard."""
+        raise NotImplementedError(index)
 
     # --- a part that stays between forward and backward ---
 

@@ -106,6 +106,7 @@ class SubclassStore(FlatStore):
 
     subclass: Subclass
     may_alias_shard = False
+    keeps_writes = False
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None

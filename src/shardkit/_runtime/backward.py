@@ -70,6 +70,10 @@ class Backward:
         self._reductions.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
+    def is_user_held(self, group: int) -> bool:
+        """Whether the user has unsharded a group, and no forward or backward has used it since."""
+        return self._schedule.state(group).is_user_held
+
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """A gradient of a group's outputs came."""
         group = self._groups[record.group.index]

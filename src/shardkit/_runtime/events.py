@@ -21,6 +21,9 @@ class BackwardListener(Protocol):
     def begin_backward(self) -> None:
         """A backward has begun; its end is to be told."""
 
+    def is_user_held(self, group: int) -> bool:
+        """Whether the user has unsharded a group, and no forward or backward has used it since."""
+
     def on_grad(self, group: int, gradients: BucketGradients, index: int, grad: Tensor) -> None:
         """The gradient of parameter `index` of one of a group's buckets came."""
 
@@ -116,3 +119,9 @@ class InputGrads(torch.autograd.Function):
         """Tell the listener, pass the gradients through."""
         ctx.record.listener.exit_backward(ctx.record)
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        """Pass forward-mode gradients through."""
+        del ctx
+        return tuple(None if each is None else each.view_as(each) for each in tangents)

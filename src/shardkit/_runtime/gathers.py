@@ -85,7 +85,7 @@ class Gathers:
 
     # --- actions ---
 
-    @_compat.unseen_by_selective_checkpointing
+    @_compat.unseen_by_transforms
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the schedule says, in order."""
         ahead = []
@@ -104,7 +104,7 @@ class Gathers:
         if ahead:
             self._prefetch(ahead)
 
-    @_compat.unseen_by_selective_checkpointing
+    @_compat.unseen_by_transforms
     def wait(self, group: ParamGroup) -> None:
         """Let compute issued from now on see the gathered parameters."""
         if group in self._put_off:

@@ -10,6 +10,7 @@ import torch
 
 from shardkit import _compat
 from shardkit._errors import StateError
+from shardkit._tensor.user_hooks import relay_hooks, while_trainable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +58,10 @@ class GradHooks:
             for index, param in enumerate(gradients.bucket.store.unsharded)
         }
         self.at_once = False
+        for gradients in buckets:
+            bucket = gradients.bucket
+            for param, unsharded in zip(bucket.sharded, bucket.store.unsharded, strict=True):
+                relay_hooks(param, unsharded)
         if at_once:
             self.collect_at_once()
         else:
@@ -114,11 +119,8 @@ def _notes_arrival(
 
 def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Register a post-accumulate-grad hook, also on a parameter that is frozen for now."""
-    was_frozen = not param.requires_grad
-    param.requires_grad_(True)
-    param.register_post_accumulate_grad_hook(hook)
-    if was_frozen:
-        param.requires_grad_(False)
+    with while_trainable(param):
+        param.register_post_accumulate_grad_hook(hook)
 
 
 def _take_grad(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
     from shardkit._params.bucket_gradients import BucketGradients
+    from shardkit._params.store import Store
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._runtime.events import BackwardListener
     from shardkit._settings import GroupSettings
@@ -97,6 +99,8 @@ class ParamGroup:
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Have these buckets, and what reduces their gradients."""
         self.buckets = buckets
+        for bucket in buckets:
+            bucket.group = weakref.ref(self)
         self.gathered = [b.store for b in buckets if not b.store.aliases_shard]
         dtypes = [bucket.plan.param_dtype for bucket in buckets]
         trainable = [
@@ -112,6 +116,11 @@ class ParamGroup:
             comm=self.settings.comm,
             weight=self.mesh.backend.gradient_weight,
         )
+        stores = [bucket.store for bucket in buckets if bucket.store.keeps_writes]
+        self._writable = [(store, i) for store in stores for i in range(len(store.entries))]
+        self._shown = [store.unsharded[index] for store, index in self._writable]
+        self._shown_versions = [0] * len(self._shown)
+        self.note_writes()
         self.grad_hooks = GradHooks(self, self.gradients.buckets, at_once=not self.is_local)
 
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
@@ -220,6 +229,9 @@ class ParamGroup:
     def check_trainability(self) -> None:
         """Raise if `requires_grad` was changed while the unsharded parameters were shown."""
         for bucket in self.buckets:
+            wanted = [entry.param.requires_grad for entry in bucket.entries]
+            if wanted == [param.requires_grad for param in bucket.store.unsharded]:
+                continue
             for entry, param in zip(bucket.entries, bucket.store.unsharded, strict=True):
                 if entry.param.requires_grad != param.requires_grad:
                     msg = (
@@ -229,6 +241,28 @@ class ParamGroup:
                     )
                     param.requires_grad_(entry.param.requires_grad)
                     raise StateError(msg)
+
+    @property
+    def is_user_held(self) -> bool:
+        """Whether the user has called `unshard`, and works with the unsharded parameters."""
+        return self.listener is not None and self.listener.is_user_held(self.index)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether modules hold the unsharded parameters."""
+        return any(bucket.sites.is_visible for bucket in self.buckets)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether unsharded parameters, which have memory, were written since the last time."""
+        return _compat.versions_of(self._shown) != self._shown_versions
+
+    def note_writes(self) -> list[tuple[Store, int]]:
+        """Return whose unsharded parameters were written, and regard this as known."""
+        with _compat.plain_torch_functions():
+            before, self._shown_versions = self._shown_versions, _compat.versions_of(self._shown)
+        pairs = zip(before, self._shown_versions, self._writable, strict=True)
+        return [place for old, new, place in pairs if old != new]
 
     # --- sizes and state ---
 
@@ -303,6 +337,17 @@ class ParamGroup:
         """Let the modules hold the unsharded parameters, or the sharded ones."""
         for bucket in self.buckets:
             bucket.sites.show(unsharded=unsharded)
+
+    @property
+    def has_only_given(self) -> bool:
+        """Whether its forward computes with nothing but what `functional_call` was given."""
+        return all(bucket.sites.has_only_given for bucket in self.buckets)
+
+    def return_given(self) -> None:
+        """A forward ends: put back what `functional_call` was given."""
+        for bucket in self.buckets:
+            if bucket.sites.has_given:
+                bucket.sites.return_given()
 
     def known_values(self) -> dict[int, KnownValue | None]:
         """Return what is known of whole parameters, by the entry's id, for ranks to compare.
@@ -464,8 +509,13 @@ def move_buffers(module: nn.Module, backend: Backend) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():  # noqa: SLF001 - named_buffers skips None
             if buffer is not None and buffer.device.type == "cpu":
-                moved = buffer.to(backend.device)
-                try:
-                    buffer.data = moved  # The object stays: others may hold it.
-                except (RuntimeError, TypeError):  # Not for each kind of device.
-                    child._buffers[name] = moved  # noqa: SLF001
+                exchange_buffer(child, name, buffer.to(backend.device))
+
+
+def exchange_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a buffer other contents. The object stays, since other modules may hold it."""
+    buffer: Any = module._buffers[name]  # noqa: SLF001 - past the checks of `setattr`
+    try:
+        buffer.data = value
+    except (RuntimeError, TypeError):  # Not for each kind of device.
+        module._buffers[name] = value  # noqa: SLF001

@@ -8,18 +8,18 @@ backend.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardkit import _compat
-from shardkit._errors import StateError
+from shardkit._errors import StateError, warn_user
 from shardkit._params.memory import SlotPool
 from shardkit._runtime.agreement import UsedParameters, check_same_model
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.debug import apply_debug
 from shardkit._runtime.events import ForwardRecord, InputGrads
+from shardkit._runtime.forward_writes import keep_writes
 from shardkit._runtime.gathers import Gathers
 from shardkit._runtime.passes import make_passes
 from shardkit._runtime.reductions import Reductions
@@ -186,9 +186,13 @@ class Runtime:
         """Let the next pass wait for an event after the optimizer's step."""
         self._optimizer_event = event
 
+    def take_over_event(self, before: Runtime) -> None:
+        """Wait for what the runtime before was to wait for."""
+        self._optimizer_event, before._optimizer_event = before._optimizer_event, None
+
     # --- forward ---
 
-    @_compat.unseen_by_selective_checkpointing
+    @_compat.unseen_by_transforms
     def begin_pass(self, root: object) -> None:
         """A root forward starts."""
         if self._ended_in_exception:
@@ -222,11 +226,12 @@ class Runtime:
                 has_changed = True
         return has_changed
 
-    def end_pass(self, *, needs_backward: bool) -> None:
-        """The root forward ends."""
+    def end_pass(self, *, needs_backward: bool, is_functional: bool = False) -> None:
+        """The root forward ends; in a `functional_call` of it, which returns what modules hold."""
         self.pass_root = None
         for group in self.groups:
-            if self.schedule.in_forward(group.index):  # The root has caught what it raised.
+            # In the second case the root has caught what it raised.
+            if is_functional or self.schedule.in_forward(group.index):
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()
@@ -259,15 +264,23 @@ class Runtime:
     ) -> None:
         """The forward of a group's module ends with `outputs`, those that require gradients."""
         group.check_trainability()
+        if group.was_written:
+            keep_writes(group, self.streams)
+        is_given = group.has_only_given  # No memory of the group was read.
+        in_transform = _compat.in_function_transform()
+        if is_given or in_transform:
+            outputs = ()
         needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
             self.reductions.order.withdraw(group.index)
         may_train = record is not None and (group.is_trainable or record.has_input_grads)
-        is_watched = needs_backward or not may_train
+        # A transform goes backward by itself, and nobody tells: it may read the memory.
+        may_be_read = record is not None and in_transform
+        is_watched = needs_backward or is_given or not (may_train or may_be_read)
         if not is_watched:
             # Else nobody would: no output tells that backward has begun.
             group.grad_hooks.collect_at_once()
-        if not is_watched and record is not None and not record.may_lack_outputs:
+        if not is_watched and not in_transform and record and not record.may_lack_outputs:
             self._warn_unwatched(group)
         actions = self.schedule.exit_forward(
             group.index,
@@ -276,8 +289,11 @@ class Runtime:
             is_unfinished=self._is_unfinished(group, module),
         )
         is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
-        if not is_kept and not self.schedule.in_forward(group.index):
-            group.show(unsharded=False)
+        if not self.schedule.in_forward(group.index):
+            if is_kept:
+                group.return_given()
+            else:
+                group.show(unsharded=False)
         self.gathers.carry_out(actions)
 
     def _is_unfinished(self, group: ParamGroup, module: nn.Module) -> bool:
@@ -297,7 +313,7 @@ class Runtime:
                 f"requires one, so its parameters stay unsharded until the next backward has "
                 f"ended. Return what the loss is made of, or run it under torch.no_grad()."
             )
-            warnings.warn(msg, stacklevel=2)
+            warn_user(msg, is_first_rank=group.mesh.is_first_rank)
 
     def interrupt_forward(
         self,
@@ -316,6 +332,7 @@ class Runtime:
         if group is not None:
             if record is not None and record.is_first:
                 self.reductions.order.withdraw(group.index)
+            group.note_writes()  # Others may not have come to them.
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self.gathers.carry_out(actions)
@@ -348,6 +365,8 @@ class Runtime:
     ) -> None:
         """The repeated forward ends."""
         del module
+        if group.was_written:
+            keep_writes(group, self.streams)
         if record is not None:
             record.watch_outputs(outputs)
         actions = self.schedule.exit_recompute(group.index)
@@ -373,6 +392,8 @@ class Runtime:
 
     def reshard(self, group: ParamGroup) -> None:
         """Give a group's memory back."""
+        if group.is_shown and group.was_written:
+            keep_writes(group, self.streams)
         group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.reshard(group.index))
         self.gathers.settle_host_reads()

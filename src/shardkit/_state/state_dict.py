@@ -20,6 +20,8 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardkit._params.bucket import Bucket
+
 
 def install_hooks(modules: Iterable[nn.Module]) -> None:
     """Let the state dicts of these modules hold and take sharded parameters, at any time."""
@@ -45,6 +47,24 @@ def save_sharded(module: nn.Module, state_dict: Any, prefix: str, local_metadata
         if param is not None and bucket is not None and saved is not None:
             sharded = bucket.sharded_of(param)
             state_dict[prefix + name] = sharded if saved is param else sharded.detach()
+        elif param is not None and bucket is not None and bucket.store.keeps_writes:
+            _save_renamed(param, bucket, state_dict, prefix)
+
+
+def _save_renamed(param: nn.Parameter, bucket: Bucket, state_dict: Any, prefix: str) -> None:
+    """Find a parameter that the module saves under other names, or in parts, by its memory."""
+    memory = param.untyped_storage().data_ptr()
+    for key, value in list(state_dict.items()):
+        if not key.startswith(prefix) or type(value) not in (Tensor, nn.Parameter):
+            continue
+        if value.is_meta or value.untyped_storage().data_ptr() != memory:
+            continue
+        place = (param.data_ptr(), param.shape, param.stride())
+        if (value.data_ptr(), value.shape, value.stride()) == place:
+            sharded = bucket.sharded_of(param)
+            state_dict[key] = sharded if value is param else sharded.detach()
+        elif param.data_ptr() <= value.data_ptr() < param.data_ptr() + param.nbytes:
+            state_dict[key] = value.detach().clone()  # A part, whose memory will be given back.
 
 
 def load_into_sharded(

@@ -19,6 +19,7 @@ from shardkit._errors import ShardedTensorError
 from shardkit._tensor import dcp_protocol
 from shardkit._tensor.host_values import HostValues
 from shardkit._tensor.replicated import ReplicatedTensor, is_replica
+from shardkit._tensor.user_hooks import OwnHook, relay_hooks
 
 if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
@@ -114,6 +115,20 @@ class ShardedTensor(HostValues):
         if is_gathered:
             self.cut_by.may_be_number = False
 
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Have a function called with this tensor's gradient, which it may exchange.
+
+        A parameter's gets this rank's whole gradient in each backward, before ranks reduce it.
+        """
+        handle: Any = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        spec = self.spec
+        entry: Any = None if spec.entry is None else spec.entry()
+        unsharded = None if spec.unsharded is None else spec.unsharded()
+        if entry is not None and entry.param is self and unsharded is not None:
+            _compat.share_hooks(self, _compat.tensor_hooks(self))  # `swap_tensors` cuts them off.
+            relay_hooks(self, unsharded)
+        return handle
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Show the name, the global shape and this rank's range; no communication."""
         spec = self.spec
@@ -155,7 +170,18 @@ class ShardedTensor(HostValues):
 
         Copies into this rank's piece; if the dtype is another, or this tensor is on meta, into a
         new piece on the mesh's device, which the group takes up at its next forward.
+
+        Raises:
+            ShardedTensorError: Another shape.
         """
+        if value.shape != self.shape:
+            msg = (
+                f"sharded {self.spec.name!r} of shape {tuple(self.shape)} cannot take values of "
+                f"shape {tuple(value.shape)}: it is cut for its shape. Resize a model "
+                f"(resize_token_embeddings) before fully_shard, or make a new module of "
+                f"full_tensor(), call fully_shard on it and put it into the model."
+            )
+            raise ShardedTensorError(msg)
         if value.dtype == self.dtype and not self.is_meta:
             self.copy_(value)
             return
@@ -244,6 +270,15 @@ class ShardedTensor(HostValues):
         whole = self.full_tensor().as_subclass(ReplicatedTensor)
         whole.spec = self.spec
         return whole
+
+    def storage(self) -> Any:
+        """Refuse: writers of whole files ask for it, transformers' `save_pretrained` for one."""
+        msg = (
+            f"sharded {self.spec.name!r} has no storage of the whole tensor, which a writer of "
+            f"files asks for (save_pretrained, safetensors). Save the whole model, on all ranks, "
+            f'by shardkit.checkpoint.save_full(path, model, format="safetensors").'
+        )
+        raise ShardedTensorError(msg)
 
     def share_memory_(self) -> Self:
         """Move this rank's piece, and what shares its storage, to shared memory."""
@@ -346,7 +381,7 @@ class _Cut(torch.autograd.Function):
         return whole, None, None
 
 
-class _GradientCut:
+class _GradientCut(OwnHook):
     """Turns whatever arrives as a sharded tensor's gradient into a sharded one: a hook.
 
     Args:
@@ -385,6 +420,18 @@ def _averaged_piece(whole: Tensor, spec: ShardSpec, *, may_be_number: bool) -> T
             axis.all_reduce(total.view(-1), "sum")
         values = (total / math.prod(axis.size for axis in axes)).to(whole.dtype)
     return spec.slice_full(values.expand(spec.shape) if is_number else values).clone()
+
+
+def averaged(whole: Tensor, like: ShardedTensor) -> Tensor:
+    """Return the average over the ranks of whole gradients of a tensor, cut as the tensor is.
+
+    Differentiable. Cost: an all-reduce of the tensor's bytes per axis of data.
+    """
+    if like.spec.tensor_parallel is not None and hasattr(whole, "full_tensor"):
+        whole = whole.full_tensor()
+    args = (whole.to(like.dtype), like.spec, False)
+    result: Tensor = _Cut.apply(*args)  # type: ignore[no-untyped-call]
+    return result if result.device == like.device else result.to(like.device)
 
 
 class _ToLocal(torch.autograd.Function):

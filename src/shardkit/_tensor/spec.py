@@ -120,6 +120,7 @@ class ShardSpec:
             the same elements, cut in different ways, one of them does.
         is_worthless: A step ran with dummy collectives (`set_debug`): nothing here is to be saved.
         entry: Weak: the parameter, and where its group found it.
+        unsharded: Weak: what modules hold in its place while it is unsharded.
     """
 
     layout: FlatLayout
@@ -139,6 +140,7 @@ class ShardSpec:
     is_written_here: bool = field(init=False, default=True)
     is_worthless: bool = field(init=False, default=False)
     entry: weakref.ref[Entry] | None = field(init=False, default=None)
+    unsharded: weakref.ref[nn.Parameter] | None = field(init=False, default=None)
     packing: Packing | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

@@ -63,8 +63,7 @@ def test_a_child_that_was_put_in_after_the_first_forward() -> None:
     model, mesh = sharded_model()
     assert trains(model)
     model[1] = fully_shard(nn.Linear(4, 4), mesh)
-    with pytest.raises(StateError, match=r"called on '1' after the first forward of its root"):
-        model(torch.ones(2, 4))
+    assert trains(model)
     model[1] = nn.Tanh()
     assert trains(model)
 

@@ -6,13 +6,13 @@ each rank keeps its piece.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardkit import _compat
+from shardkit._errors import warn_user
 from shardkit._tensor.ops.common import check_in_place, note_write, refuse
 from shardkit._tensor.ops.shown import ShardedView, in_whole
 from shardkit._tensor.sharded import ShardedTensor
@@ -55,7 +55,7 @@ def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
             f"register_fsdp_forward_method() on the method that uses it. This is said once for "
             f"each operator."
         )
-        warnings.warn(msg, stacklevel=2)
+        warn_user(msg, is_first_rank=spec.mesh.is_first_rank)
     return spec.gather(_compat.without_tracking(piece)).contiguous()
 
 

@@ -38,6 +38,7 @@ class RunStore:
         self.run = run
         self.connection = connection
         self._keys: Any = c10d.PrefixStore(f"shardkit/{run}", connection)
+        self._asked_at: float | None = None
         # A file is locked for each look: 100 of them a second, in a wait of torch's.
         self._is_file = isinstance(connection, _file_store)
 
@@ -49,48 +50,61 @@ class RunStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a key."""
-        self._keys.set(key, value)
+        self._request(self._keys.set, key, value)
 
     def set_all(self, values: Mapping[str, str]) -> None:
         """Write many keys by one request, where the store can."""
         if self._keys.has_extended_api():
-            self._keys.multi_set(list(values), list(values.values()))
+            self._request(self._keys.multi_set, list(values), list(values.values()))
         else:
             for key, value in values.items():
-                self._keys.set(key, value)
+                self.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key that is there."""
-        value: bytes = self._keys.get(key)
+        value: bytes = self._request(self._keys.get, key)
         return value
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that are there, by one request where the store can."""
         if self._keys.has_extended_api():
-            values: list[bytes] = self._keys.multi_get(list(keys))
+            values: list[bytes] = self._request(self._keys.multi_get, list(keys))
             return values
-        return [self._keys.get(key) for key in keys]
+        return [self.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; return the sum."""
-        return int(self._keys.add(key, amount))
+        return int(self._request(self._keys.add, key, amount))
 
     def claim(self, key: str, value: str) -> bool:
         """Write a key that is not there; return whether this call, or one like it, did."""
-        found: bytes = self._keys.compare_set(key, "", value)
+        found: bytes = self._request(self._keys.compare_set, key, "", value)
         return found.decode() == value
 
     def delete(self, key: str) -> None:
         """Delete a key, if it is there."""
-        self._keys.delete_key(key)
+        self._request(self._keys.delete_key, key)
 
     def has(self, *keys: str) -> bool:
         """Whether all keys are there."""
-        return not keys or bool(self._keys.check(list(keys)))
+        return not keys or bool(self._request(self._keys.check, list(keys)))
 
     def num_keys(self) -> int:
         """Return how many keys the whole store has."""
-        return int(self._keys.num_keys())
+        return int(self._request(self._keys.num_keys))
+
+    def _request(self, call: Callable[..., Any], *args: Any) -> Any:
+        self._asked_at = time.monotonic()
+        try:
+            return call(*args)
+        finally:
+            self._asked_at = None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the store has not answered a request; for other threads to look at."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     # These are several.
 

@@ -283,9 +283,10 @@ class Watchdog:
             return
         self._see_call()
         now = time.monotonic()
-        asker = self._asker
-        if asker is not None and asker.is_alive():
-            self._judge_store(now - self._asked_since)
+        if self._asker is not None and self._asker.is_alive():
+            # Before it has a connection of its own, it makes one.
+            rounds, asks_for_s = self._rounds, now - self._asked_since
+            self._judge_store(rounds.store.silent_s if rounds is not None else asks_for_s)
             return
         for wait in self._all_waits(watch_settings.ask_after_s):
             if now < wait.next_look or self.verdict is not None:

@@ -1,0 +1,285 @@
+"""Transforms of `torch.func` over sharded models, beside the same over plain ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+import typing
+import warnings
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+
+from reference import Differences, assert_within, full, make_mesh
+from shardkit import MixedPrecisionPolicy, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workers import Spawn
+
+pytestmark = [
+    pytest.mark.helpers,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning"),
+]
+TOLERANCE = 1e-12
+
+Results = list[Tensor]
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(5, 3, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+
+
+X, V = draw(1), draw(2)
+
+
+def wholes(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(param).detach() for name, param in model.named_parameters()}
+
+
+def grads_of(model: nn.Module) -> Results:
+    return [param.grad for param in model.parameters()]
+
+
+# --- values given to a forward --------------------------------------------------------------------
+
+
+def computed_of_parameters(model: nn.Module, x: Tensor) -> Results:
+    out = functional_call(model, {n: p * 2 for n, p in model.named_parameters()}, (x,))
+    out.square().sum().backward()
+    return grads_of(model)
+
+
+def plain_values(model: nn.Module, x: Tensor) -> Results:
+    given = {n: value.requires_grad_() for n, value in wholes(model).items()}
+    out = functional_call(model, given, (X,))
+    results = [out, *torch.autograd.grad(out.square().sum(), list(given.values()))]
+    functional_call(model, given, (x,))
+    return results
+
+
+def own_parameters(model: nn.Module, x: Tensor) -> Results:
+    given = dict(model.named_parameters())
+    functional_call(model, given, (x,)).square().sum().backward()
+    assert all(param is given[name] for name, param in model.named_parameters())
+    return grads_of(model)
+
+
+def some_values(model: nn.Module, x: Tensor) -> Results:
+    given = {"0.weight": wholes(model)["0.weight"] * 2}
+    functional_call(model, given, (x,)).square().sum().backward()
+    return grads_of(model)
+
+
+def called_amid_a_step(model: nn.Module, x: Tensor) -> Results:
+    """Between a forward and its backward."""
+    out = model(x)
+    functional_call(model, {n: value * 3 for n, value in wholes(model).items()}, (x,))
+    out.square().sum().backward()
+    return grads_of(model)
+
+
+def adapted(model: nn.Module, x: Tensor) -> Results:
+    """MAML: a step of gradient descent that is differentiated."""
+    params = dict(model.named_parameters())
+    inner = functional_call(model, params, (X,)).square().mean()
+    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}
+    functional_call(model, fast, (x,)).square().mean().backward()
+    return grads_of(model)
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+def of_inputs(model: nn.Module, x: Tensor) -> Results:
+    out, back = vjp(model, X)
+    results = [out, *back(torch.ones_like(out)), *jvp(model, (X,), (V,))]
+    results += [jacrev(model)(X[0]), jacfwd(model)(X[0])]
+    results.append(hessian(lambda each: model(each).square().sum())(X[0]))
+    model(x).square().sum().backward()
+    return results + grads_of(model)
+
+
+def of_batches(model: nn.Module, x: Tensor) -> Results:
+    vmap(model)(x).square().sum().backward()
+    return grads_of(model)
+
+
+def equation(model: nn.Module, x: Tensor) -> Results:
+    """As for differential equations: derivatives by inputs are trained on."""
+    slope = vmap(grad(lambda each: model(each).sum()))(x)
+    (slope.square().sum() + model(x).sum()).backward()
+    return grads_of(model)
+
+
+def of_parameters(model: nn.Module, x: Tensor) -> Results:
+    values = wholes(model)
+
+    def loss_of(given: dict[str, Tensor], each: Tensor) -> Tensor:
+        return functional_call(model, given, (each,)).square().sum()
+
+    per_sample = vmap(grad(loss_of), in_dims=(None, 0))(values, X)
+    along = jvp(lambda given: loss_of(given, X), (values,), (values,))
+    bias = hessian(lambda each: loss_of({**values, "2.bias": each}, X))(values["2.bias"])
+    model(x).square().sum().backward()
+    return [*per_sample.values(), *along, bias, *grads_of(model)]
+
+
+def ensemble(model: nn.Module, x: Tensor) -> Results:
+    twins = [copy.deepcopy(MODEL).double() for _ in range(2)]
+    params, _ = stack_module_state(twins)
+    out = vmap(lambda given: functional_call(model, given, (X,)))(params)
+    model(x).square().sum().backward()
+    return [out, *grads_of(model)]
+
+
+def forward_mode(model: nn.Module, x: Tensor) -> Results:
+    with fwd.dual_level():
+        out = model(fwd.make_dual(X.clone().requires_grad_(), V))
+        tangent = fwd.unpack_dual(out).tangent
+    model(x).square().sum().backward()
+    return [tangent, *grads_of(model)]
+
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+USES: dict[str, Callable[[nn.Module, Tensor], Results]] = {
+    use.__name__: use
+    for use in (
+        computed_of_parameters,
+        plain_values,
+        own_parameters,
+        some_values,
+        called_amid_a_step,
+        adapted,
+        of_inputs,
+        of_batches,
+        equation,
+        of_parameters,
+        ensemble,
+        forward_mode,
+    )
+}
+
+
+def compare(mesh_shape: tuple[int, ...], name: str, is_apart: bool) -> Differences:
+    """Compare what comes out with a plain model's: results, and the mean of the gradients."""
+    plain, mesh = copy.deepcopy(MODEL).double(), make_mesh(mesh_shape)
+    model = copy.deepcopy(plain)
+    if is_apart:
+        fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    differences, ranks = Differences(), range(dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
+        for step in range(2):
+            found = [full(each) for each in USES[name](model, draw(10 * step + dist.get_rank()))]
+            for rank in ranks:
+                wanted = USES[name](plain, draw(10 * step + rank))
+            for param in plain.parameters():
+                if param.grad is not None:
+                    param.grad /= len(ranks)  # In place: it is among the results.
+            for each, other in zip(found, wanted, strict=True):
+                differences.note("result", each, other)
+            differences.note_grads(model, plain)
+            model(X).sum().backward()
+            plain(X).sum().backward()
+            differences.note_grads(model, plain)
+            for each in (model, plain):
+                each.zero_grad()
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("name", USES)
+def test_results_are_those_of_a_plain_model(spawn: Spawn, name: str) -> None:
+    by_rank = spawn(compare, 2, (2,), name, True)
+    assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["adapted", "own_parameters", "of_inputs"])
+def test_with_one_group(spawn: Spawn, name: str) -> None:
+    by_rank = spawn(compare, 2, (2,), name, False)
+    assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["adapted", "of_inputs", "of_parameters", "equation"])
+def test_on_other_meshes(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
+    by_rank = spawn(compare, math.prod(mesh_shape), mesh_shape, name, True)
+    assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
+
+
+def half() -> tuple[torch.dtype, float]:
+    """What is given is computed with in the compute dtype, as the parameters are."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(nn.Linear(3, 2, bias=False), mp_policy=policy)
+    given = {"weight": torch.ones(2, 3, requires_grad=True)}
+    out = functional_call(model, given, (torch.ones(1, 3),))
+    out.sum().backward()
+    return out.dtype, given["weight"].grad.sum().item()
+
+
+def test_given_values_are_cast(spawn: Spawn) -> None:
+    assert spawn(half, 2) == [(torch.bfloat16, 6.0)] * 2
+
+
+def sharded_in_a_transform() -> None:
+    model = fully_shard(nn.Linear(3, 2))
+    loss = lambda given: functional_call(model, given, (torch.ones(1, 3),)).sum()  # noqa: E731
+    grad(loss)(dict(model.named_parameters()))
+
+
+def test_a_transform_by_sharded_values_is_refused_with_the_line(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(sharded_in_a_transform, 2):
+        assert error.type_name == "StateError"
+        assert "got the sharded 'weight'" in error.message
+        assert "{name: param.full_tensor().detach() for name, param in" in error.message
+
+
+def replaced_by_hand() -> None:
+    model = fully_shard(nn.Linear(3, 2))
+    model.weight = nn.Parameter(torch.ones(2, 3))
+    model(torch.ones(1, 3))
+
+
+def test_a_parameter_replaced_by_hand_is_refused_as_before(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(replaced_by_hand, 2):
+        assert "'weight' of a FSDPLinear is no longer the parameter" in error.message
+
+
+class Hidden(nn.Linear):
+    def forward(self, x: Tensor) -> typing.Any:
+        return super().forward(x).detach()
+
+
+def warnings_of_a_forward_without_outputs() -> list[str]:
+    model = fully_shard(Hidden(3, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(1, 3))
+    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in caught]
+
+
+def test_a_warning_points_at_the_users_line_on_one_rank(spawn: Spawn) -> None:
+    [said], others = spawn(warnings_of_a_forward_without_outputs, 2)
+    assert said.startswith("test_function_transforms.py: forward of 'the root' ran with")
+    assert others == []

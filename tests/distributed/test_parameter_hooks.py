@@ -1,0 +1,176 @@
+"""Hooks of users on the gradients of parameters: on each rank's whole gradient, as under DDP."""
+
+from __future__ import annotations
+
+import copy
+import math
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import CASES
+from reference import Differences, assert_within, make_mesh, rank_batch, shard
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardkit._compat import tensor_hooks
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+pytestmark = pytest.mark.helpers
+TOLERANCE = 1e-6
+CASE = CASES["mlp"]
+
+
+def squash(grad: Tensor) -> Tensor:
+    """What no average of the ranks' gradients gives: not linear, and other in each row."""
+    mask = torch.ones(grad.shape, dtype=grad.dtype)
+    mask[: len(mask) // 2] = 0.5
+    return grad.sign() * grad.square() * 10 * mask
+
+
+def hook_all(model: nn.Module) -> list[typing.Any]:
+    return [param.register_hook(squash) for param in model.parameters()]
+
+
+def train_with_hooks(
+    mesh_shape: tuple[int, ...], when: str, options: dict[str, typing.Any], is_compiled: bool
+) -> Differences:
+    """Compare with the mean of what a plain model with the same hooks gives on each rank's data."""
+    torch.manual_seed(0)
+    plain = CASE.make().double()
+    model = copy.deepcopy(plain)
+    if when == "before":
+        handles = hook_all(model)
+    shard(CASE, model, make_mesh(mesh_shape), **options)
+    if when == "after":
+        handles = hook_all(model)
+    elif when == "after a step":
+        loss_of(model, 100, dist.get_rank()).backward()
+        model.zero_grad()
+        handles = hook_all(model)
+    if is_compiled:
+        model.layers[0].compile(backend="aot_eager")
+    plain_handles = hook_all(plain)
+    differences = compare_steps(model, plain, 0, 2)
+    for handle in (*handles, *plain_handles):
+        handle.remove()
+    differences.note(
+        "grad", torch.tensor(compare_steps(model, plain, 2, 3)["grad"]), torch.tensor(0.0)
+    )
+    return differences
+
+
+def compare_steps(model: nn.Module, plain: nn.Module, first: int, last: int) -> Differences:
+    differences, ranks = Differences(), range(dist.get_world_size())
+    for step in range(first, last):
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            loss_of(model, 2 * step + part, dist.get_rank()).backward()
+            for rank in ranks:
+                loss_of(plain, 2 * step + part, rank).backward()
+        for param in plain.parameters():
+            param.grad /= len(ranks)
+        differences.note_grads(model, plain)
+        for each in (model, plain):
+            each.zero_grad()
+    return differences
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = rank_batch(CASE, rank, step)
+    return CASE.loss(model, (x.double(), y.double()))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a step"])
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
+def test_a_hook_gets_the_whole_gradient_of_this_rank(
+    spawn: Spawn, mesh_shape: tuple[int, ...], when: str
+) -> None:
+    by_rank = spawn(train_with_hooks, math.prod(mesh_shape), mesh_shape, when, {}, False)
+    assert_within(by_rank, grad=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"reshard_after_forward": False}],
+    ids=["offloaded", "kept"],
+)
+def test_hooks_with_other_options(spawn: Spawn, options: dict[str, typing.Any]) -> None:
+    assert_within(spawn(train_with_hooks, 2, (2,), "before", options, False), grad=TOLERANCE)
+
+
+def test_hooks_on_a_compiled_layer(spawn: Spawn) -> None:
+    assert_within(spawn(train_with_hooks, 2, (2,), "after", {}, True), grad=TOLERANCE)
+
+
+def seen_dtypes() -> tuple[list[torch.dtype], list[tuple[int, ...]], float]:
+    model = shard(CASE, CASE.make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen: list[Tensor] = []
+    weight = model.layers[0].weight
+    weight.register_hook(lambda grad: seen.append(grad) or torch.zeros_like(grad))
+    model = model.to(torch.float64)  # All parameters get other pieces.
+    x, y = rank_batch(CASE, dist.get_rank(), 0)
+    CASE.loss(model, (x, y)).backward()
+    return [g.dtype for g in seen], [tuple(g.shape) for g in seen], weight.grad.abs().sum().item()
+
+
+def test_a_hook_gets_the_compute_dtype_and_survives_a_conversion(spawn: Spawn) -> None:
+    assert spawn(seen_dtypes, 2) == [([torch.bfloat16], [(13, 7)], 0.0)] * 2
+
+
+def frozen_then_trained() -> list[float]:
+    """Rows of an embedding that a hook masks stay as they are."""
+    model = fully_shard(nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 1)))
+    weight = model[0].weight
+    before = weight.full_tensor().detach().clone()
+    mask = torch.zeros(6, 1)
+    mask[4:] = 1
+    weight.register_hook(lambda grad: grad * mask)
+    weight.requires_grad_(False)
+    model(torch.arange(6)).sum().backward()
+    weight.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.arange(6)).sum().backward()
+    optimizer.step()
+    return (weight.full_tensor() - before).abs().sum(1).tolist()
+
+
+def test_masked_rows_stay(spawn: Spawn) -> None:
+    for moved in spawn(frozen_then_trained, 2):
+        assert moved[:4] == [0.0] * 4
+        assert min(moved[4:]) > 0
+
+
+def hooks_of_weights_used_elsewhere() -> tuple[list[str], float]:
+    """A weight that is used outside of its forward: its sharded gradient passes through as well."""
+    model = fully_shard(nn.Linear(4, 2))
+    seen: list[str] = []
+    model.weight.register_hook(lambda grad: seen.append(type(grad).__name__) or grad * 0)
+    (model.weight.square().sum() + model(torch.ones(1, 4)).sum()).backward()
+    return sorted(seen), model.weight.grad.abs().sum().item()
+
+
+def test_a_gradient_outside_of_the_forward_passes_through_too(spawn: Spawn) -> None:
+    assert spawn(hooks_of_weights_used_elsewhere, 2) == [(["ShardedTensor", "Tensor"], 0.0)] * 2
+
+
+def calls_without_hooks() -> list[int]:
+    """Count hooks on what modules compute with: only of parameters that have had one."""
+    model = shard(CASE, CASE.make())
+    first = model.layers[0].weight.register_hook(torch.Tensor.clone)
+    first.remove()
+    model.layers[1].weight.register_hook(torch.Tensor.clone)
+    model.unshard()
+    counts = []
+    for layer in model.layers:
+        layer.unshard()
+        counts += [len(tensor_hooks(param) or {}) for param in layer.parameters()]
+        layer.reshard()
+    return counts
+
+
+def test_nothing_is_on_parameters_without_hooks(spawn: Spawn) -> None:
+    assert spawn(calls_without_hooks, 1) == [[1, 0, 1, 0, 0, 0]]
