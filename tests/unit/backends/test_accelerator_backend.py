@@ -5,6 +5,7 @@ No card and no other process: devices are named but not used, torch's functions 
 
 from __future__ import annotations
 
+import datetime as dt
 import types
 import typing
 
@@ -271,10 +272,12 @@ class Groups:
         return str(c10d._hash_ranks_to_str([0]))  # type: ignore[attr-defined]  # noqa: SLF001 - what torch asks
 
     def _new_group(self, ranks: Sequence[int], **options: object) -> str:
+        assert options.pop("timeout") == dt.timedelta(minutes=30)
         self.calls.append(("new", ranks, options))
         return self._name()
 
     def _split_group(self, **options: object) -> str:
+        assert options.pop("timeout") == dt.timedelta(minutes=30)
         self.calls.append(("split", options))
         return self._name()
 
