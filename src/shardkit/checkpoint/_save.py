@@ -96,8 +96,12 @@ def async_save(  # noqa: PLR0913 - as `save`
 ) -> SaveHandle:
     """Save as `save` does, but return when the state has been copied to memory of its own.
 
-    A thread writes the copy. It is one at a time: another save waits for it. Call it on all ranks,
-    and before ``dist.destroy_process_group()`` ask for the result.
+    A thread writes the copy. It is one at a time: another save waits for it. Call it on all ranks.
+
+    A process that ends by its last line, ``sys.exit`` or an exception, and
+    ``dist.destroy_process_group()``, wait for it, at most 600 s. So does SIGTERM, at most 25 s, if
+    the process has no handler of its own. What is not complete then, or could not be written, is
+    named in the log (`shardkit`). ``result()`` waits as long as it takes.
 
     Args:
         path: As for `save`.
