@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
-from shardkit.checkpoint._agreement import agreed, quote, rank_of
+from shardkit.backends.groups import exchange
+from shardkit.checkpoint._agreement import agreed, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
@@ -52,8 +53,8 @@ def load(
         path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
         model: Gets its parameters and buffers in place; those on the meta device get memory.
         optimizer: One or several; they need not have been stepped.
-        strict: Raise if entries are missing or left over. Entries of another shape are always an
-            error.
+        strict: Raise if entries are missing, or left over on all ranks. Entries of another shape
+            are always an error.
         process_group: The ranks that load; default: all.
         progress: As for `save`, of bytes read.
         **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
@@ -68,7 +69,7 @@ def load(
             reading, the model and optimizers may hold a part of the checkpoint; if an object among
             the extras refuses its state, all of it.
 
-    Cost: three all-gathers of a few bytes. Of memory beside the state: for one saved chunk, where
+    Cost: four all-gathers of a few bytes. Of memory beside the state: for one saved chunk, where
     it must be cut or converted.
     """
     wait_for_last_save()
@@ -93,16 +94,12 @@ def load(
             return zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
 
         def plan() -> _Plan:
-            return _Plan(
-                DistributedCheckpoint(target, meter),
-                identity(),
-                model,
-                optimizer,
-                extra,
-                strict=strict,
-            )
+            source = DistributedCheckpoint(target, meter)
+            return _Plan(source, identity(), model, optimizer, extra)
 
         planned = agreed(process_group, what, plan, lambda made: made.identity)
+        everyone = exchange(planned.findings, process_group, "a checkpoint")
+        raise_any(what, [each.problem(everyone, strict=strict) for each in everyone])
 
         def carry_out() -> dict[str, Any]:
             try:
@@ -146,16 +143,14 @@ class _Plan:
         model: nn.Module | None,
         optimizers: Any,
         objects: Mapping[str, Any],
-        *,
-        strict: bool,
     ) -> None:
         """Look for everything.
 
         Raises:
-            CheckpointError: Something does not fit, or an argument cannot be meant.
+            CheckpointError: An argument cannot be meant.
         """
         _check_arguments(model, optimizers, objects)
-        findings = Findings()
+        self.findings = findings = Findings()
         self._source = source
         self.identity = identity
         self._model: ModelPart | None = None
@@ -170,7 +165,6 @@ class _Plan:
         else:
             claimed |= self._model.claimed
         self._extras = ExtrasPart(source, claimed, objects, findings)
-        findings.check(strict=strict)
 
     def carry_out(self) -> dict[str, Any]:
         """Read all, and give it to its objects; return the extras."""

@@ -51,8 +51,8 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
             and of one `process_group`.
         overwrite: Replace a checkpoint of this name.
         process_group: The ranks that save; default: all. On the first of them in rank order falls
-            the work for all. Stages of a pipeline hold different models: one group and one path
-            each.
+            the work for all. Stages of a pipeline, which hold different models, save all together
+            if each parameter has a name of its own; else one group and one path each.
         progress: By default a bar on rank 0's terminal, if it takes longer than a second and
             rich is installed; False: none; or a function of the bytes that this rank has written
             and will write.
