@@ -156,6 +156,21 @@ def helpers(session: nox.Session) -> None:
 
 
 @nox.session
+def sequences(session: nox.Session) -> None:
+    """Try what users do to a sharded model and to a plain one in sequences that are new each time.
+
+    It takes about 10 minutes. `SHARDKIT_TEST_SEQUENCES` chooses how many there are for each mesh.
+    """
+    install(session, "test")
+    seed = str(secrets.randbelow(2**32))
+    session.env.setdefault(
+        "SHARDKIT_TEST_SEQUENCES", os.environ.get("SHARDKIT_TEST_SEQUENCES", "60")
+    )
+    fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", seed)
+    session.run("pytest", *fresh, "tests/machine", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("torch", [nox.param(v, id=v) for v in VERSIONS])
 def versions(session: nox.Session, torch: str) -> None:
     """Run unit, property and parity tests on every version of torch that is supported."""

@@ -283,6 +283,34 @@ def separate_attempts() -> None:
     module._create_c10d_store = create
 
 
+def before_threads_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when Python is about to end, while thread pools still take work.
+
+    Functions of `atexit` come later: pools have been shut down. Theirs is registered here as well
+    (CPython 3.9 to 3.14), and the last one is called first.
+    """
+    import concurrent.futures.thread  # noqa: F401 - so that its function is there before
+
+    threading._register_atexit(callback)  # type: ignore[attr-defined]
+
+
+def before_world_ends(callback: Callable[[], None]) -> None:
+    """Call `callback` when ``dist.destroy_process_group()`` is about to end the default group.
+
+    Torch has no hook for it. Who imported the function by its name before does not come by here.
+    """
+    destroy = c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def wrapper(group: Any = None) -> None:
+        if c10d.is_initialized() and group in {None, c10d.GroupMember.WORLD}:
+            callback()
+        destroy(group)
+
+    c10d.destroy_process_group = wrapper
+    torch.distributed.destroy_process_group = wrapper  # noqa: TID251
+
+
 def process_group_backend(group: Any, device: torch.device) -> Any:
     """Return the engine behind a process group for a device type; None if it has none."""
     try:

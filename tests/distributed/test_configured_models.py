@@ -238,6 +238,47 @@ def test_values_come_from_rank_0_and_objects_stay(spawn: Spawn, version: int) ->
     assert all(spawn(optimizer_first, 3, fsdp(version)))
 
 
+class Tables(nn.Module):
+    """Blocks with a buffer of their own and others that all have in common, kept and not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = {name: torch.rand(8) for name in ("kept", "common")}
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        for block in self.blocks:
+            block.register_buffer("own", torch.rand(8), persistent=False)
+            for name, table in tables.items():
+                block.register_buffer(name, table, persistent=name == "kept")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * block.own * block.common * block.kept
+        return x
+
+
+def buffers_of_all(version: int) -> list[tuple[str, str, str, list[float]]]:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = Tables()
+    top = {"mixed_precision": "bf16"}
+    from_config(fsdp(version, top=top, transformer_layer_cls_to_wrap="Linear")).apply(model)
+    model(torch.ones(2, 8)).sum().backward()
+    return [
+        (name, str(buffer.dtype), buffer.device.type, buffer.tolist())
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_buffers_come_from_rank_0_wherever_they_stand(spawn: Spawn, version: int) -> None:
+    first, *others = spawn(buffers_of_all, 2, version)
+    assert len(first) == 9
+    assert {dtype for _, dtype, *_ in first} == {
+        "torch.bfloat16" if version == 1 else "torch.float32"
+    }
+    assert others == [first]
+
+
 def frozen_in_bf16() -> tuple[set[torch.dtype], torch.dtype]:
     model = Stack().bfloat16()
     model.head.requires_grad_(requires_grad=False)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 import shardkit
 from models import regression_batch
 from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within
-from shardkit import ShardedTensor, fully_shard
+from shardkit import ShardedTensor, checkpoint, fully_shard
 
 if typing.TYPE_CHECKING:
+    import pathlib
+
     from workers import Spawn
 
 AXES = ("pp", "dp_replicate", "dp_shard")
@@ -211,3 +213,80 @@ def train_exported_stages() -> float:
 @pytest.mark.helpers
 def test_stages_of_an_exported_model_are_sharded(spawn: Spawn) -> None:
     assert max(spawn(train_exported_stages, 2)) < 1e-6
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def make_part(
+    numbers: tuple[int, ...], mesh: typing.Any, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return some of the stages, with the names that they have in the whole, and an optimizer."""
+    torch.manual_seed(seed)
+    part = Stages()
+    for stage in {0, 1} - {*numbers}:
+        part.stages[stage] = nn.Identity()
+    if mesh is not None:
+        fully_shard(part, mesh)
+    names = dict(part.named_parameters())
+    groups = [
+        {
+            "params": [p for n, p in names.items() if n.startswith(f"stages.{i}.") and kind in n],
+            "lr": seed + 0.1 * (i + 1),
+            "weight_decay": 0.01 * (kind == "weight"),
+        }
+        for i in numbers
+        for kind in ("weight", "bias")
+    ]
+    return part, torch.optim.AdamW(groups)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
+    return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+def load_stages(path: str) -> list[str]:
+    """Save two stages into one checkpoint, load each, and return what is refused."""
+    number = dist.get_rank() // 2
+    mesh = make_submesh("torch", (2, 1, 2))
+    stage, optimizer = make_part((number,), mesh, 0)
+    stage(torch.ones(2, 7 if number == 0 else 13)).sum().backward()
+    optimizer.step()
+    checkpoint.save(path, stage, optimizer, step=3)
+
+    loaded, its_optimizer = make_part((number,), mesh, 1)
+    assert checkpoint.load(path, loaded, its_optimizer) == {"step": 3}
+    for ours, theirs in zip(stage.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+        for key, value in optimizer.state[ours].items():
+            assert torch.equal(value, its_optimizer.state[theirs][key]), key
+    assert options_of(its_optimizer) == options_of(optimizer)
+
+    whole, one_optimizer = make_part((0, 1), None, 1)
+    checkpoint.load(path, whole, one_optimizer)
+    assert options_of(one_optimizer) == options_of(make_part((0, 1), None, 0)[1])
+    assert set(one_optimizer.state) == set(whole.parameters())
+
+    refused = []
+    for name in ("more", "fewer"):
+        other, _ = make_part((number,), None, 1)
+        if name == "more" and number == 0:
+            other.stages[0].append(nn.Linear(13, 13))
+        if name == "fewer" and number == 1:
+            del other.stages[1][3]
+        with pytest.raises(checkpoint.CheckpointError) as found:
+            checkpoint.load(path, other)
+        refused.append(str(found.value))
+    return refused
+
+
+@pytest.mark.helpers
+def test_stages_load_their_own_entries(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    """What another stage takes is not left over; what is missing, or nobody's, is named."""
+    for more, fewer in spawn(load_stages, 4, str(tmp_path / "x")):
+        assert "[ranks 0, 1] entries do not fit" in more
+        assert more.count("missing: model: 'stages.0.4.") == 2
+        assert "unexpected" not in more
+        assert fewer.count("unexpected: model: 'stages.1.3.") == 2
+        assert fewer.count("unexpected") == 2
+        assert "missing" not in fewer

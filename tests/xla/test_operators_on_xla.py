@@ -33,6 +33,11 @@ USES: dict[str, Callable[[Tensor, Tensor], typing.Any]] = {
     "sort": lambda t, w: [*t.sort(1), t.cumsum(0), t.argmax()],
     "written views": lambda t, w: (t[1].fill_(3.0), t[:, 2].add_(w[:, 0]), t)[2],
     "written by wholes": lambda t, w: (t.cumsum_(0), t)[1],
+    "filled": lambda t, w: [torch.add(t, t, alpha=3, out=t), torch.maximum(t, w, out=t), t],
+    "filled plain tensors": lambda t, w: [torch.sub(t, w, out=torch.empty_like(w)), t],
+    "filled by wholes": lambda t, w: [torch.cumsum(t, 0, out=t), t],
+    "filled by products": lambda t, w: torch.mm(t, w.t(), out=torch.empty_like(w @ w.t())),
+    "filled by several": lambda t, w: [*torch.sort(w, 0, out=(t, torch.empty_like(w).long())), t],
     "to the host": lambda t, w: [t.tolist(), t.cpu().sum()],
 }
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -100,3 +105,25 @@ def test_views_of_what_was_made_follow_writes(name: str, mesh: DeviceMesh) -> No
     assert memory.view(-1)[:2].tolist() == [7.0, 7.0]
     memory.add_(1.0)
     assert first.tolist() == [8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+        lambda params: torch.optim.Adamax(params, lr=0.1),
+    ],
+    ids=["amsgrad", "Adamax"],
+)
+def test_optimizers_that_fill_tensors(make: typing.Any, mesh: DeviceMesh) -> None:
+    plain = nn.Linear(COLUMNS, ROWS)
+    model = fully_shard(copy.deepcopy(plain).to("xla"), mesh)
+    x = torch.randn(4, COLUMNS)
+    for net, batch in ((plain, x), (model, x.to("xla"))):
+        optimizer = make(net.parameters())
+        for factor in (2.0, 1.0, 0.5):
+            (net(batch).square().mean() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(as_plain(ours), theirs.detach())

@@ -346,3 +346,84 @@ def test_a_root_that_is_refused_leaves_nothing_behind(mesh: DeviceMesh) -> None:
     assert_outside()
     model.weight = own
     model(x)
+
+
+def integers(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x, dtype=torch.int64)
+
+
+# Of a tensor of zeros of a rank's rows: the draw, and the mean that it should have.
+DRAWN: dict[str, tuple[typing.Callable[[torch.Tensor], torch.Tensor], float | None]] = {
+    "normal, both tensors": (lambda x: torch.normal(x + 3, x + 1), 3.0),
+    "normal, mean a tensor": (lambda x: torch.normal(x + 3, 0.5), 3.0),
+    "normal, std a tensor": (lambda x: torch.normal(3.0, x + 0.5), 3.0),
+    "normal, a size": (lambda x: torch.normal(3.0, 0.5, x.shape, device=x.device), 3.0),
+    "randint_like": (lambda x: torch.randint_like(x, 11).float(), 5.0),
+    "randint_like, from": (lambda x: torch.randint_like(x, 5, 16).float(), 10.0),
+    "random_": (lambda x: integers(x).random_(11).float(), 5.0),
+    "random_, from": (lambda x: integers(x).random_(5, 16).float(), 10.0),
+    "random_, all": (lambda x: x.clone().random_() / 2**24, 0.5),
+    "log_normal_": (lambda x: x.clone().log_normal_(1.0, 0.5).log(), 1.0),
+    "cauchy_": (lambda x: x.clone().cauchy_(2.0, 0.1).clamp(0, 4), 2.0),
+    "geometric_": (lambda x: x.clone().geometric_(0.25), 4.0),
+    "bernoulli_ of a tensor": (lambda x: x.clone().bernoulli_(x + 0.25), 0.25),
+    "rrelu": (lambda x: nn.functional.rrelu(x - 1, 0.2, 0.4, training=True), -0.3),
+    "multinomial": (lambda x: torch.multinomial(x + 1, 3).float()[:, :1] + x[:, :1], None),
+    "multinomial, again": (
+        lambda x: torch.multinomial(x + 1, 9, replacement=True).float() + x[:, :9],
+        None,
+    ),
+    "randperm": (lambda x: x + torch.randperm(x.shape[1], device=x.device), 15.5),
+    "gumbel_softmax": (nn.functional.gumbel_softmax, 1 / 32),
+    "dropout1d": (lambda x: nn.functional.dropout1d(x + 1), 1.0),
+    "alpha_dropout": (lambda x: nn.functional.alpha_dropout(x, 0.5, training=True), None),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draws: dict[str, typing.Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.draws = draws
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        zeros = self.linear(x) * 0
+        return {name: draw(zeros) for name, (draw, _) in self.draws.items()}
+
+
+def test_every_draw_of_a_rank_is_its_own(mesh: DeviceMesh) -> None:
+    model = fully_shard(Drawing(DRAWN).to("xla"), mesh)
+    with torch.no_grad():
+        outputs = {name: y.cpu() for name, y in model(torch.randn(64, 32)).items()}
+    for name, (_, mean) in DRAWN.items():
+        parts = outputs[name].chunk(mesh.size())
+        assert all(not torch.equal(parts[0], other) for other in parts[1:]), name
+        if mean is not None:
+            found = outputs[name].mean().item()
+            assert found == pytest.approx(mean, abs=0.1 * max(abs(mean), 1)), (name, found)
+
+
+def test_rrelu_is_differentiated_by_its_own_numbers(mesh: DeviceMesh) -> None:
+    model = fully_shard(Drawing({"rrelu": (DRAWN["rrelu"][0], 0)}).to("xla"), mesh)
+    output = model(torch.randn(8, 32))["rrelu"]
+    output.sum().backward()
+    assert model.linear.weight.grad.full_tensor().abs().sum() == 0  # Of zeros, but it runs.
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.poisson(x + 1), lambda x: torch.binomial(x + 3, x + 0.5)]
+)
+def test_what_would_be_the_same_on_all_ranks_is_refused(
+    draw: typing.Callable[[torch.Tensor], torch.Tensor], mesh: DeviceMesh
+) -> None:
+    model = fully_shard(Drawing({"draw": (draw, 0)}).to("xla"), mesh)
+    with pytest.raises(StateError, match=r"aten\.(poisson|binomial)"):
+        model(torch.randn(8, 32))
+
+
+def test_a_generator_of_the_user_is_obeyed(mesh: DeviceMesh) -> None:
+    """It is one object for all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    draws = {"draw": (lambda x: x + torch.randn(2, 32, generator=generator).to(x.device), 0)}
+    model = fully_shard(Drawing(draws).to("xla"), mesh)
+    assert model(torch.randn(8, 32))["draw"].cpu().shape == (8, 32)

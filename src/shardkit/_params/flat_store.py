@@ -130,12 +130,13 @@ class FlatStore(Store):
 
         On a mesh of tensor parallelism ranks may hold equal elements of a parameter that is not
         split over it, cut at other places, since other parameters of the bucket have parts of
-        other sizes. The first of these ranks writes.
+        other sizes. The first of these ranks writes. Axes are told by their ranks: DTensors of one
+        model may have equal meshes of several objects, because torch caches what operators return.
         """
         own = self._tensor_parallel[index]
-        split = () if own is None else own.axes
+        split = set() if own is None else {axis.members for axis in own.axes}
         meshes = [tp for tp in self._tensor_parallel if tp is not None]
-        return all(a.rank == 0 for tp in meshes for a in tp.mesh_axes if a not in split)
+        return all(a.rank == 0 for tp in meshes for a in tp.mesh_axes if a.members not in split)
 
     def _part_of(self, index: int, param: Tensor) -> Tensor:
         """Return the plain tensor that is cut."""

@@ -14,6 +14,7 @@ from shardkit._wrapping.balance import choose_balanced
 from shardkit._wrapping.protocol import (
     choose_by_protocol,
     follows_protocol,
+    is_by_size,
     size_based_auto_wrap_policy,
 )
 
@@ -61,7 +62,7 @@ def choose(
         num_ranks: Of the shard axis.
 
     Raises:
-        WrapError: It chooses nothing, names what is not there, or is no policy.
+        WrapError: It chooses nothing, though not by size; names what is not there; or is no policy.
     """
     policy = _by_word(policy)
     if is_balanced(policy):
@@ -69,7 +70,7 @@ def choose(
     if policy == NO_WRAP:
         return {}
     chosen = _choose(tree, policy)
-    if not chosen:
+    if not chosen and policy != SIZE and not is_by_size(policy):
         msg = (
             f"the policy {_described(policy)} chooses no module of this "
             f"{type(tree.model).__name__}, so all would be one group. Choose others, or pass "
@@ -144,8 +145,8 @@ def _no_split_modules(model: nn.Module) -> Collection[str]:
 
 
 def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
-    """Choose modules of classes (their subclasses as well), and of classes by these names."""
-    kinds = tuple(each for each in classes if isinstance(each, type))
+    """Choose modules of classes or their names, and of their subclasses."""
+    kinds = {each for each in classes if isinstance(each, type)}
     names = [each for each in classes if isinstance(each, str)]
     for each in classes:
         if not isinstance(each, str) and not (
@@ -155,7 +156,9 @@ def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
             raise WrapError(msg)
     candidates = [*tree.candidates()]
     for name in names:
-        if not any(_is_called(module, name) for module in tree.modules.values()):
+        called = {type(module) for module in tree.modules.values() if _is_called(module, name)}
+        kinds |= called
+        if not called:
             known = {type(module).__name__: None for _, module in candidates}
             msg = (
                 f"no module of this {type(tree.model).__name__} is of a class {name!r}. "
@@ -163,11 +166,7 @@ def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
                 f"policy={{'layers.*': {{}}}}."
             )
             raise WrapError(msg)
-    return {
-        (path,): {}
-        for path, module in candidates
-        if isinstance(module, kinds) or any(_is_called(module, name) for name in names)
-    }
+    return {(path,): {} for path, module in candidates if isinstance(module, tuple(kinds))}
 
 
 def _is_called(module: nn.Module, name: str) -> bool:

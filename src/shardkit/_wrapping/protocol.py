@@ -139,7 +139,8 @@ def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]
 def choose_by_protocol(tree: ModuleTree, policy: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     """Return the names of the modules that a policy chooses, children before parents.
 
-    Modules without a forward, or without parameters, are no units whatever the policy says.
+    Modules without a forward, or without parameters, are no units whatever the policy says. A
+    module that several have in common counts for the first of them.
     """
     ask = _asker(policy)
     chosen: dict[str, dict[str, Any]] = {}
@@ -147,11 +148,13 @@ def choose_by_protocol(tree: ModuleTree, policy: Callable[..., Any]) -> dict[str
 
     def visit(module: nn.Module) -> int:
         """Choose in a module; return the elements that units in it have."""
+        if id(module) in seen:
+            return tree.numel(module)
         seen.add(id(module))
         numel = tree.numel(module)
         if not ask(module, True, numel):
             return 0
-        taken = sum(visit(child) for child in module.children() if id(child) not in seen)
+        taken = sum(visit(child) for child in module.children())
         if tree.may_be_unit(module) and ask(module, False, numel - taken):
             chosen[tree.name_of(module)] = {}
             return numel
@@ -159,6 +162,13 @@ def choose_by_protocol(tree: ModuleTree, policy: Callable[..., Any]) -> dict[str
 
     visit(tree.model)
     return chosen
+
+
+def is_by_size(policy: Any) -> bool:
+    """Whether a policy is that by size, of whichever package: it may well choose nothing."""
+    while isinstance(policy, functools.partial):
+        policy = policy.func
+    return getattr(policy, "__name__", None) == size_based_auto_wrap_policy.__name__
 
 
 def size_policy(min_num_params: int) -> Callable[..., bool]:

@@ -42,7 +42,7 @@ class Split:
         size: Its elements before the cut.
     """
 
-    axis: AxisComm
+    axis: PeerAxis
     dim: int
     size: int
 
@@ -132,12 +132,12 @@ class TensorParallel:
         )
 
     @property
-    def axes(self) -> tuple[AxisComm, ...]:
+    def axes(self) -> tuple[PeerAxis, ...]:
         """The axes over which ranks hold different elements."""
         return tuple(split.axis for split in self.splits)
 
     @property
-    def mesh_axes(self) -> tuple[AxisComm, ...]:
+    def mesh_axes(self) -> tuple[PeerAxis, ...]:
         """All axes of the DTensor's mesh."""
         return tuple(self.mesh.backend.axis(axis) for axis in range(self.mesh.ndim))
 

@@ -12,7 +12,7 @@ from shardkit.backends.groups import exchange
 from shardkit.backends.world import group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint import api
@@ -63,9 +63,7 @@ def agreed(
         identity(result) if identity is not None and error is None else None,
     )
     all_of_them: list[tuple[str | None, str, object]] = exchange(mine, group, "a checkpoint")
-    failed = {rank: reason for rank, (reason, *_) in enumerate(all_of_them) if reason is not None}
-    if failed:
-        raise CheckpointError(_message(what, failed)) from error
+    raise_any(what, [reason for reason, *_ in all_of_them], error)
     if any(other[2] != mine[2] for other in all_of_them):
         meant = {rank: name for rank, (_, name, _) in enumerate(all_of_them)}
         msg = _message(
@@ -75,6 +73,17 @@ def agreed(
         )
         raise CheckpointError(msg)
     return result
+
+
+def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None = None) -> None:
+    """Raise if any rank has a reason to; all of them have these lists of reasons by rank.
+
+    Raises:
+        CheckpointError: With all reasons.
+    """
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if failed:
+        raise CheckpointError(_message(what, failed)) from cause
 
 
 def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
-from shardkit.checkpoint._agreement import agreed, quote, rank_of
+from shardkit.backends.groups import exchange
+from shardkit.checkpoint._agreement import agreed, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
@@ -56,8 +57,8 @@ def load(
         path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
         model: Gets its parameters and buffers in place; those on the meta device get memory.
         optimizer: One or several; they need not have been stepped.
-        strict: Raise if entries are missing or left over. Entries of another shape are always an
-            error.
+        strict: Raise if entries are missing, or left over on all ranks. Entries of another shape
+            are always an error.
         process_group: The ranks that load; default: all.
         progress: As for `save`, of bytes read.
         **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
@@ -72,7 +73,7 @@ def load(
             reading, the model and optimizers may hold a part of the checkpoint; if an object among
             the extras refuses its state, all of it.
 
-    Cost: three all-gathers of a few bytes, with optimizers five. Of memory beside the state: for
+    Cost: four all-gathers of a few bytes, with optimizers six. Of memory beside the state: for
     one saved chunk, where it must be cut or converted.
     """
     wait_for_last_save()
@@ -100,10 +101,11 @@ def load(
                 model,
                 optimizer,
                 extra,
-                strict=strict,
             )
 
         planned = agreed(process_group, what, plan, lambda made: made.identity)
+        everyone = exchange(planned.findings, process_group, "a checkpoint")
+        raise_any(what, [each.problem(everyone, strict=strict) for each in everyone])
 
         def noting_damage(act: Callable[[], T]) -> Callable[[], T]:
             return lambda: _noting_damage(target, planned.identity, act)
@@ -176,16 +178,14 @@ class _Plan:
         model: nn.Module | None,
         optimizers: Any,
         objects: Mapping[str, Any],
-        *,
-        strict: bool,
     ) -> None:
         """Look for everything.
 
         Raises:
-            CheckpointError: Something does not fit, or an argument cannot be meant.
+            CheckpointError: An argument cannot be meant.
         """
         _check_arguments(model, optimizers, objects)
-        findings = Findings()
+        self.findings = findings = Findings()
         self._source = source
         self._loaded: Mapping[str, Any] = {}
         self.identity = identity
@@ -201,7 +201,6 @@ class _Plan:
         else:
             claimed |= self._model.claimed
         self._extras = ExtrasPart(source, claimed, objects, findings)
-        findings.check(strict=strict)
 
     @property
     def leaves_optimizers_out(self) -> bool:

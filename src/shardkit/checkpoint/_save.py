@@ -51,8 +51,8 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
             and of one `process_group`.
         overwrite: Replace a checkpoint of this name.
         process_group: The ranks that save; default: all. On the first of them in rank order falls
-            the work for all. Stages of a pipeline hold different models: one group and one path
-            each.
+            the work for all. Stages of a pipeline, which hold different models, save all together
+            if each parameter has a name of its own; else one group and one path each.
         progress: By default a bar on rank 0's terminal, if it takes longer than a second and
             rich is installed; False: none; or a function of the bytes that this rank has written
             and will write.
@@ -96,8 +96,12 @@ def async_save(  # noqa: PLR0913 - as `save`
 ) -> SaveHandle:
     """Save as `save` does, but return when the state has been copied to memory of its own.
 
-    A thread writes the copy. It is one at a time: another save waits for it. Call it on all ranks,
-    and before ``dist.destroy_process_group()`` ask for the result.
+    A thread writes the copy. It is one at a time: another save waits for it. Call it on all ranks.
+
+    A process that ends by its last line, ``sys.exit`` or an exception, and
+    ``dist.destroy_process_group()``, wait for it, at most 600 s. So does SIGTERM, at most 25 s, if
+    the process has no handler of its own. What is not complete then, or could not be written, is
+    named in the log (`shardkit`). ``result()`` waits as long as it takes.
 
     Args:
         path: As for `save`.

@@ -47,7 +47,7 @@ class Field:
         kind: Of its value.
         use: ``"applied"``: to the model; ``"launcher"``: whoever starts the ranks uses it;
             ``"noted"``: leaving it out changes nothing.
-        note: Of what is noted: why.
+        note: Why it changes nothing; empty: it does something.
     """
 
     kind: Kind
@@ -56,6 +56,7 @@ class Field:
 
 
 _TPU = "Only accelerate tpu-config reads it."
+_TPU_LAUNCH = "Only accelerate launch reads it, on TPUs."
 
 TOP = {
     "compute_environment": Field(
@@ -91,19 +92,27 @@ TOP = {
     "main_process_ip": Field(Text(), "launcher"),
     "main_process_port": Field(Number(0), "launcher"),
     "rdzv_backend": Field(Text(), "launcher"),
-    "same_network": Field(Flag(), "launcher"),
-    "main_training_function": Field(Text(), "launcher"),
-    "enable_cpu_affinity": Field(Flag(), "launcher"),
-    "mpirun_config": Field(Anything(), "launcher"),
+    "same_network": Field(
+        Flag(), "launcher", "Hosts meet at main_process_ip, whatever networks lead there."
+    ),
+    "main_training_function": Field(
+        Text(), "launcher", "Ranks run the script as a whole; accelerate calls it on TPUs."
+    ),
+    "enable_cpu_affinity": Field(
+        Flag(), "launcher", "Ranks are not bound to cores; start the launcher by numactl for it."
+    ),
+    "mpirun_config": Field(
+        Anything(), "launcher", "Ranks are started by torchrun's agent, not by mpirun."
+    ),
     "ipex_config": Field(  # Of Accelerate 1.12.
         Anything(), "noted", "It is about Intel's extension of PyTorch, which is not used."
     ),
-    "tpu_name": Field(Text(), "launcher"),
-    "tpu_zone": Field(Text(), "launcher"),
-    "tpu_use_cluster": Field(Flag(), "launcher"),
-    "tpu_use_sudo": Field(Flag(), "launcher"),
-    "tpu_vm": Field(Anything(), "launcher"),
-    "tpu_env": Field(Anything(), "launcher"),
+    "tpu_name": Field(Text(), "launcher", _TPU_LAUNCH),
+    "tpu_zone": Field(Text(), "launcher", _TPU_LAUNCH),
+    "tpu_use_cluster": Field(Flag(), "launcher", _TPU_LAUNCH),
+    "tpu_use_sudo": Field(Flag(), "launcher", _TPU_LAUNCH),
+    "tpu_vm": Field(Anything(), "launcher", _TPU_LAUNCH),
+    "tpu_env": Field(Anything(), "launcher", _TPU_LAUNCH),
     "command_file": Field(Text(), "noted", _TPU),
     "commands": Field(Anything(), "noted", _TPU),
     "debug": Field(

@@ -116,7 +116,7 @@ class Found:
         return tuple(
             f"{self._entries[name].place}: {name} changes nothing. {fields[name].note}"
             for name in self._values
-            if fields[name].use == "noted" and self._values[name] not in (None, False, [])
+            if fields[name].note and self._values[name] not in (None, False, [], {})
         )
 
     def launcher(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Values:
         other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
             dicts leave out.
         taken: Parameters that are on meta now, each with a parameter that has its values.
+        places: All names of a buffer in this rank's model, by each of them.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Values:
         state: dict[str, Any],
         other: dict[str, Tensor],
         taken: list[tuple[nn.Parameter, nn.Parameter]],
+        places: dict[str, list[str]],
     ) -> None:
         self._mesh = mesh
         self._state = state
         self._other = other
+        self._places = places
         self._taken = taken
 
     def put_back(self) -> None:
@@ -55,7 +58,7 @@ class Values:
         self._state = {}
         device = self._mesh.backend.device
         for name, value in FromRank0(self._other, device=device).receive():
-            _set(model, name, value.to(device))
+            _set(model, self._places.get(name, [name]), value.to(device))
 
 
 def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> Values | None:
@@ -95,14 +98,21 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
         if not param.is_meta:
             torch.utils.swap_tensors(param, other_param)
             taken.append((param, other_param))
-    return Values(mesh, state, other, taken)
+    names_of: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names_of.setdefault(id(buffer), []).append(name)
+    places = {name: names for names in names_of.values() for name in names}
+    return Values(mesh, state, other, taken, places)
 
 
-def _set(model: nn.Module, name: str, value: Tensor) -> None:
-    path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    current = getattr(module, own)
-    if current.is_meta:
-        setattr(module, own, value)
-    else:
-        current.data.copy_(value)
+def _set(model: nn.Module, names: list[str], value: Tensor) -> None:
+    """Give a value to what has these names; on meta it becomes one tensor again."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        current = getattr(module, own)
+        if current.is_meta:
+            value = value.to(current.dtype)  # Sharding has cast the others, maybe.
+            setattr(module, own, value)
+        else:
+            current.data.copy_(value)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _PORT = 29500
-_PLACE = ("master_addr", "master_port")
 _ABOUT = """Start the ranks of a script by torchrun.
 
 All options of torchrun are known, and the names of Accelerate for the most frequent ones. What is
@@ -37,6 +36,13 @@ _OF_CONFIG = {
     "machine_rank": (int, "of this host, from 0"),
     "main_process_ip": (str, "name or address of host 0, on a network that all share"),
     "main_process_port": (int, f"a free port there ({_PORT})"),
+}
+# Torchrun's names of the same.
+_OF_TORCHRUN = {
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
 }
 
 
@@ -120,17 +126,15 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     first = reader.parse_args(argv)
     written = read_config(first.config) if first.config else {}
     fields = {name: value for name, value in dict(written).items() if value is not None}
-    fields |= {
-        name: getattr(first, name) for name in _OF_CONFIG if getattr(first, name) is not None
-    }
+    reader.set_defaults(**dict.fromkeys(_OF_TORCHRUN.values()))  # None: not on the command line.
+    fields |= _above_the_file(first, reader.parse_args(argv))
     use_cpu = first.cpu or bool(fields.get("use_cpu"))
     if first.xla or str(fields.get("distributed_type", "")).upper() == "XLA":
         defaults = _xla_defaults(fields)
     else:
         defaults = _defaults(fields, use_cpu=use_cpu)
     of_config = {name: value for name, value in defaults.items() if not _is_in_environment(name)}
-    # Those of torchrun itself would look like a choice.
-    of_config |= {name: None for name in _PLACE if not _is_in_environment(name)}
+    reader.set_defaults(nnodes=first.nnodes, node_rank=first.node_rank)
     reader.set_defaults(**of_config)
     torchrun = reader.parse_args(argv)
     if torchrun.no_python or torchrun.run_path:
@@ -180,6 +184,37 @@ def check_script(script: str, *, is_module: bool) -> None:
     raise LaunchError(msg)
 
 
+def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what the command line, and below it torchrun's variables, say of a file's fields.
+
+    Args:
+        first: All options, with torchrun's variables and defaults.
+        given: With None where torchrun's names are not on the command line.
+
+    Raises:
+        LaunchError: Both names of one thing are on the command line, with different values.
+    """
+    found = {}
+    for name in _OF_CONFIG:
+        own, theirs = getattr(first, name), _OF_TORCHRUN.get(name, "")
+        other = getattr(given, theirs, None)
+        if other is None and own is None and _is_in_environment(theirs):
+            other = getattr(first, theirs)
+        if None not in (own, other) and str(own) != str(other):
+            option = theirs.replace("_", "-")
+            msg = (
+                f"--{option} {other} and --{name} {own} contradict each other: they are two names "
+                f"of one thing. Give one of them."
+            )
+            raise LaunchError(msg)
+        value = own if other is None else other
+        if name == "num_machines" and value is not None and not str(value).isdigit():
+            continue  # A number of hosts that may change, or nonsense, which torchrun tells.
+        if value is not None:
+            found[name] = value
+    return found
+
+
 def _is_in_environment(name: str) -> bool:
     """Say whether torchrun's own variable sets an option."""
     return f"PET_{name.upper()}" in os.environ
@@ -223,11 +258,10 @@ def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
     if torchrun.rdzv_endpoint:  # All as torchrun has it.
         return
     where = fields.get("main_process_ip")
-    port = fields.get("main_process_port") or torchrun.master_port
+    port = fields.get("main_process_port")
     if arguments.max_hosts == 1 and where is None and port is None:
         torchrun.standalone = True
         return
-    where = where or torchrun.master_addr
     if arguments.max_hosts > 1 and where is None:
         msg = (
             f"{arguments.max_hosts} hosts must know where to meet: give the address of the first "
@@ -238,7 +272,7 @@ def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
         arguments,
         host=str(where or "127.0.0.1"),
         port=int(port or _PORT),
-        host_rank=int(fields.get("machine_rank", torchrun.node_rank)),
+        host_rank=int(fields.get("machine_rank", 0)),
     )
 
 

@@ -107,6 +107,11 @@ def _reach_others(arguments: Arguments) -> None:
         host, port = options.master_addr, options.master_port
     else:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=-1)
+    number = f"number {options.node_rank} " if options.rdzv_backend == "static" else ""
+    sys.stderr.write(
+        f"shardkit launch: this host is {number}of {options.nnodes}, and meets the others at "
+        f"{host}:{port} ({options.rdzv_backend}).\n"
+    )
     address = _use_network(host, int(port))
     if options.local_addr is None:
         options.local_addr = address

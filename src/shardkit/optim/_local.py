@@ -71,7 +71,6 @@ class LocalOptimizer(DelegatingOptimizer):
         **defaults: Any,
     ) -> None:
         self.master_dtype = master_dtype
-        self._num_steps = 0
         self._forget()
         super().__init__(params, optimizer_class, defaults)
 
@@ -90,7 +89,7 @@ class LocalOptimizer(DelegatingOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles are made of."""
-        own = ("master_dtype", "_codec", "_is_random", "_num_steps")
+        own = ("master_dtype", "_codec", "_is_random")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,8 +130,11 @@ class LocalOptimizer(DelegatingOptimizer):
         if not self._is_random:
             super()._step_inner(inner)
             return
-        self._num_steps += 1
-        with same_random_numbers([run.tensor for run in self._runs], self._num_steps):
+        # In the groups, so that it is in state dicts and checkpoints.
+        number = 1 + max((group.get("num_steps", 0) for group in self.param_groups), default=0)
+        for group in self.param_groups:
+            group["num_steps"] = number
+        with same_random_numbers([run.tensor for run in self._runs], number):
             super()._step_inner(inner)
 
     @torch.no_grad()

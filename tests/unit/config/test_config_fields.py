@@ -105,6 +105,30 @@ def test_numbers_may_be_written_as_yaml_makes_words_of_them(written: object) -> 
     assert found.min_num_params == 1000
 
 
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("enable_cpu_affinity", True),
+        ("mpirun_config", {"mpirun_ccl": "1"}),
+        ("same_network", True),
+        ("main_training_function", "train"),
+        ("tpu_name", "mine"),
+        ("tpu_zone", "here"),
+        ("tpu_use_cluster", True),
+        ("tpu_use_sudo", True),
+        ("tpu_vm", ["a"]),
+        ("tpu_env", ["A=1"]),
+    ],
+)
+def test_what_no_launcher_of_ours_does_is_noted(name: str, written: object) -> None:
+    config = from_config(fields_of(**{name: written}))
+    assert any(f"{name} changes nothing" in note for note in config.notes)
+    assert config.settings.launcher[name] == written
+    idle: object = [] if isinstance(written, list) else {} if isinstance(written, dict) else False
+    if not isinstance(written, str):
+        assert from_config(fields_of(**{name: idle})).notes == ()
+
+
 def test_activation_checkpointing_is_of_the_modules_that_are_wrapped() -> None:
     chosen = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     assert meaning(**chosen, activation_checkpointing=True).activation_checkpointing
@@ -195,7 +219,8 @@ KINDS = ("applied", "launcher", "noted")
 def test_each_field_has_one_use_and_notes_have_reasons(section: str) -> None:
     for name, field in SECTIONS[section].items():
         assert field.use in KINDS
-        assert (field.use == "noted") == bool(field.note), name
+        assert field.note or field.use != "noted", name
+        assert not (field.note and field.use == "applied"), name
 
 
 def test_the_guide_names_every_field() -> None:

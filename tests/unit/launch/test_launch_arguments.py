@@ -95,6 +95,31 @@ def test_the_command_line_is_above_the_file() -> None:
     assert parsed("--nproc-per-node", "3", *words, **FILE).torchrun.nproc_per_node == "3"
 
 
+@pytest.mark.parametrize("variables", [False, True])
+def test_torchruns_own_names_of_the_place_are_above_the_file(
+    variables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"node_rank": "0", "master_addr": "host-b", "master_port": "7"}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in place.items()]
+    for name, value in place.items() if variables else ():
+        monkeypatch.setenv(f"PET_{name.upper()}", value)
+    given = () if variables else words
+    options = parsed("--config", "f.yaml", *given, "train.py", **FILE).torchrun
+    assert (options.master_addr, options.master_port, options.node_rank) == ("host-b", 7, 0)
+    file = {**FILE, "rdzv_backend": "c10d"}
+    options = parsed("--config", "f.yaml", *given, "train.py", **file).torchrun
+    assert (options.rdzv_endpoint, options.rdzv_conf) == ("host-b:7", "is_host=1")
+    own = ("--main_process_ip=host-c", "--machine_rank=3")
+    if variables:
+        options = parsed("--config", "f.yaml", *own, "train.py", **FILE).torchrun
+        assert (options.master_addr, options.master_port, options.node_rank) == ("host-c", 7, 3)
+
+
+def test_hosts_of_the_command_line_share_the_ranks_of_the_file() -> None:
+    options = parsed("--config", "f.yaml", "--nnodes", "4", "train.py", **FILE).torchrun
+    assert (options.nnodes, options.nproc_per_node) == ("4", "2")
+
+
 def test_torchruns_variables_are_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
     options = parsed("--config", "f.yaml", "train.py", **FILE).torchrun
@@ -139,6 +164,12 @@ def test_devices_of_a_config_file() -> None:
         (["--nnodes", "2"], {}, "give the address of the first"),
         (["--xla"], {"num_machines": 2}, "on XLA shardkit trains on one host"),
         (["--no-python"], {}, "leave out --no-python"),
+        (
+            ["--node-rank=1", "--machine-rank=0"],
+            {"num_machines": 2},
+            "--node-rank 1 and --machine_rank 0 contradict each other",
+        ),
+        (["--nnodes=2", "--num_machines=3"], {}, "--nnodes 2 and --num_machines 3 contradict"),
     ],
 )
 def test_contradictions_have_names(

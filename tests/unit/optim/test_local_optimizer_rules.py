@@ -12,10 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from models import Parameters
 from recording import recording_mesh
-from shardkit import OptimizerError, fully_shard
+from shardkit import OptimizerError, checkpoint, fully_shard
 from shardkit._compat import version_of
 from shardkit._tensor.spec import ShardSpec
 from shardkit.optim import LocalOptimizer
+
+if typing.TYPE_CHECKING:
+    import pathlib
 
 Options = dict[str, typing.Any]
 
@@ -217,3 +220,46 @@ def test_writes_that_torch_does_not_notice_make_gathered_values_stale() -> None:
     optimizer.step()
     assert (model.weight.to_local() == 7.0).all()
     assert version_of(shard) > before
+
+
+class RandomSGD(torch.optim.SGD):
+    """Adds random numbers, as classes do that round by them."""
+
+    bf16_stochastic_round = True
+
+    def step(self, closure: typing.Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(torch.randn_like(param))
+
+
+@pytest.mark.parametrize("how", ["state dict", "checkpoint", "copy"])
+def test_random_numbers_go_on_where_they_were_saved(how: str, tmp_path: pathlib.Path) -> None:
+    def make() -> tuple[nn.Module, LocalOptimizer]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(5)) for _ in range(2)])
+        groups = [{"params": [param], "lr": 0.1 * (i + 1)} for i, param in enumerate(model)]
+        return model, LocalOptimizer(groups, RandomSGD, momentum=0.9)
+
+    def step(model: nn.Module, optimizer: LocalOptimizer) -> None:
+        for param in model.parameters():
+            param.grad = torch.ones(5)
+        optimizer.step()
+
+    model, optimizer = make()
+    for _ in range(3):
+        step(model, optimizer)
+    other, resumed = make()
+    if how == "checkpoint":
+        checkpoint.save(tmp_path / "x", model, optimizer)
+        checkpoint.load(tmp_path / "x", other, resumed)
+    elif how == "copy":
+        other, resumed = copy.deepcopy((model, optimizer))
+    else:
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(model, optimizer)
+    step(other, resumed)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -60,6 +60,20 @@ def note_write(
             follow(memory)
 
 
+def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Run an operator that fills tensors (``out=``) as the one that returns new ones.
+
+    XLA's operators end the process where they fill a tensor inside of a dispatch (torch_xla 2.9.0).
+
+    Returns:
+        What is to be filled in, in the order of the schema.
+    """
+    _, names = _compat.written_arguments(func)
+    others = {key: value for key, value in kwargs.items() if key not in names}
+    result = func.overloadpacket(*args, **others)
+    return result if isinstance(result, tuple) else (result,)
+
+
 def slice_operand(arg: Tensor, spec: ShardSpec) -> Tensor:
     """Return what stands beside a piece for a plain tensor that broadcasts to the whole's shape.
 

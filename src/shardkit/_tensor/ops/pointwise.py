@@ -13,6 +13,7 @@ from shardkit._tensor.ops.common import (
     note_write,
     runs_on_wholes,
     slice_operand,
+    without_out,
     wrap,
 )
 from shardkit._tensor.ops.wholes import gathered, whole
@@ -97,7 +98,11 @@ def pointwise_mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return whole(func, args, kwargs)
         check_in_place(func, target, sources)
         local = _sliced(func, target.spec, args, kwargs)
-    func(*local[0], **local[1])
+    if "out" in kwargs and target.spec.is_traced:
+        (values,) = without_out(func, *local[0], **local[1])
+        target.local_piece.copy_(values)
+    else:
+        func(*local[0], **local[1])
     note_write(target, is_followed="out" not in kwargs)
     return target
 

@@ -6,6 +6,7 @@ each rank keeps its piece.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shardkit import _compat
 from shardkit._errors import warn_user
-from shardkit._tensor.ops.common import check_in_place, note_write, refuse
+from shardkit._tensor.ops.common import check_in_place, note_write, refuse, without_out
 from shardkit._tensor.ops.shown import ShardedView, in_whole
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
@@ -89,17 +90,31 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else map_tensors(to_whole, value)
         for key, value in kwargs.items()
     }
+    is_traced = any(_base(target).spec.is_traced for target in filled if _is_sharded(target))
+    call = functools.partial(without_out, func) if is_traced else func
     try:
-        result = func(*plain_args, **plain_kwargs)
+        result = call(*plain_args, **plain_kwargs)
     except RuntimeError as error:
         _explain(error, args, kwargs)
         raise
+    if is_traced:
+        result = _fill(filled, result, outs)
     originals = {}
     for target in written:
         values = outs[id(target)] if id(target) in outs else wholes[id(target)]
         store(func, target, values)
         originals[id(values)] = target
     return map_tensors(lambda t: originals.get(id(t), t), followed(result, args, kwargs))
+
+
+def _fill(filled: list[Tensor], results: tuple[Tensor, ...], outs: dict[int, Tensor]) -> Any:
+    """Note results by the sharded tensors that they are for, copy them into others."""
+    for target, values in zip(filled, results, strict=True):
+        if _is_sharded(target):
+            outs[id(target)] = values
+        else:
+            target.copy_(values)
+    return tuple(filled) if len(filled) > 1 else filled[0]
 
 
 def store(func: Any, target: Tensor, values: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _compat
+from shardkit._errors import StateError
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.xla import host_reads
@@ -48,9 +49,8 @@ def draw_seeds(num: int) -> Tensor:
 class DrawApart(TorchDispatchMode):
     """A context in which random operators on XLA tensors draw with this rank's key.
 
-    Bernoulli (dropout, attention's as well), uniform, normal, exponential and integer draws.
-    Others (permutations, multinomial), and those with a generator of the user's, are the same on
-    all ranks.
+    Those with a generator of the user's are the same on all ranks. Operators that draw in ways
+    that are not known here are refused.
 
     Args:
         key: One int32, another one on each rank; also for each forward.
@@ -95,9 +95,9 @@ class DrawApart(TorchDispatchMode):
         if not self._may_read:
             host_reads.check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
-        draw = _DRAWS.get(func)
         wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
-        if draw is not None and wants_xla and kwargs.get("generator") is None:
+        if _is_random(func) and wants_xla and not _has_generator(args, kwargs):
+            draw = _DRAWS.get(func) or _refuse(func)
             result = draw(self, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -120,6 +120,18 @@ class DrawApart(TorchDispatchMode):
         wide = torch.promote_types(dtype, torch.float32)
         radius = (-2.0 * (1.0 - self.uniform(shape, wide)).log()).sqrt()
         return radius * (2.0 * math.pi * self.uniform(shape, wide)).cos()
+
+    def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
+        """Return numbers from `low` on and below `high`, in fp64."""
+        numbers = self.uniform(shape, torch.float64)
+        if high - low > 1 << (_MOST_BITS // 2):  # Finer, so that all numbers come equally often.
+            numbers = numbers + self.uniform(shape, torch.float64) / (1 << _MOST_BITS)
+        return (numbers * (high - low)).floor() + low
+
+    def gumbel(self, shape: Sequence[int]) -> Tensor:
+        """Return what makes the largest of logarithms a draw by their weights."""
+        numbers = self.uniform(shape, torch.float32) + 0.5 / (1 << _MOST_BITS)
+        return -(-numbers.log()).log()
 
 
 def _shift(words: Tensor, places: int) -> Tensor:
@@ -176,8 +188,93 @@ def _exponential(self: DrawApart, like: Tensor, rate: float = 1.0, **_: Any) -> 
 def _randint(self: DrawApart, *args: Any, **kwargs: Any) -> Tensor:
     *bounds, size = args
     low, high = (0, *bounds)[-2:]
-    numbers = (self.uniform(size, torch.float64) * (high - low)).floor() + low
-    result: Tensor = numbers.to(kwargs.get("dtype") or torch.int64)
+    result: Tensor = self.integers(size, low, high).to(kwargs.get("dtype") or torch.int64)
+    return result
+
+
+def _randint_like(self: DrawApart, like: Tensor, *bounds: int, **kwargs: Any) -> Tensor:
+    low, high = (0, *bounds)[-2:]
+    return self.integers(like.shape, low, high).to(kwargs.get("dtype") or like.dtype)
+
+
+def _random(self: DrawApart, like: Tensor, *bounds: int | None, **_: Any) -> Tensor:
+    low, high = (0, *bounds)[-2:] if bounds else (0, None)
+    if high is None:  # All integers that the dtype holds.
+        is_float = like.dtype.is_floating_point
+        bits = round(-math.log2(torch.finfo(like.dtype).eps)) + 1 if is_float else 0
+        high = (1 << bits) + 1 if is_float else torch.iinfo(like.dtype).max
+    return self.integers(like.shape, low or 0, high).to(like.dtype)
+
+
+def _normal_of(
+    self: DrawApart, mean: Any, std: Any = 1.0, size: Sequence[int] = (), **kwargs: Any
+) -> Tensor:
+    """Draw by means and deviations, of which any may be a tensor."""
+    tensors = [each for each in (mean, std) if isinstance(each, Tensor)]
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors)) if tensors else size
+    dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+    result: Tensor = (self.normal(shape, dtype) * std + mean).to(dtype)
+    return result
+
+
+def _log_normal(self: DrawApart, like: Tensor, mean: float = 1, std: float = 2, **_: Any) -> Tensor:
+    return (self.normal(like.shape, like.dtype) * std + mean).exp().to(like.dtype)
+
+
+def _cauchy(self: DrawApart, like: Tensor, median: float = 0, sigma: float = 1, **_: Any) -> Tensor:
+    angles = math.pi * (self.uniform(like.shape, torch.float32) - 0.5)
+    return (angles.tan() * sigma + median).to(like.dtype)
+
+
+def _geometric(self: DrawApart, like: Tensor, p: float, **_: Any) -> Tensor:
+    logs = (1.0 - self.uniform(like.shape, torch.float32)).log()
+    return (logs / math.log1p(-p) if p < 1 else logs * 0).ceil().clamp(min=1).to(like.dtype)
+
+
+def _randperm(self: DrawApart, n: int, **kwargs: Any) -> Tensor:
+    return self.uniform((n,), torch.float32).argsort().to(kwargs.get("dtype") or torch.int64)
+
+
+def _multinomial(
+    self: DrawApart,
+    weights: Tensor,
+    num_samples: int,
+    replacement: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    **_: Any,
+) -> Tensor:
+    logs = weights.float().log()
+    if not replacement:
+        return (logs + self.gumbel(logs.shape)).topk(num_samples).indices
+    *batch, kinds = logs.shape
+    return (logs[..., None, :] + self.gumbel((*batch, num_samples, kinds))).argmax(-1)
+
+
+def _dropout(self: DrawApart, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = self.uniform(x.shape, torch.float32) >= p
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _rrelu(
+    self: DrawApart,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise
+    slopes = _uniform(self, x, lower, upper)
+    drawn = torch.where(x <= 0, slopes, torch.ones_like(x))
+    return x * drawn, drawn
+
+
+def _rrelu_with_noise(self: DrawApart, x: Tensor, noise: Tensor, *args: Any, **_: Any) -> Tensor:
+    result, drawn = _rrelu(self, x, noise, *args)
+    noise.copy_(drawn)
     return result
 
 
@@ -189,7 +286,7 @@ def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return write
 
 
-_DRAWS: dict[Any, Callable[..., Tensor]] = {
+_DRAWS: dict[Any, Callable[..., Any]] = {
     _aten.bernoulli.p: _bernoulli,
     _aten.bernoulli.default: _bernoulli_of,
     _aten.bernoulli_.float: _in_place(_bernoulli),
@@ -205,10 +302,57 @@ _DRAWS: dict[Any, Callable[..., Tensor]] = {
     _aten.exponential_.default: _in_place(_exponential),
     _aten.randint.default: _randint,
     _aten.randint.low: _randint,
+    _aten.randint_like.default: _randint_like,
+    _aten.randint_like.low_dtype: _randint_like,
+    _aten.randperm.default: _randperm,
+    _aten.multinomial.default: _multinomial,
+    _aten.native_dropout.default: _dropout,
+    _aten.rrelu_with_noise.default: _rrelu_with_noise,
+    _aten.rrelu_with_noise_functional.default: _rrelu,
+    _aten.bernoulli.Tensor: _bernoulli,
+    _aten.bernoulli_.Tensor: _in_place(_bernoulli),
 }
+for _name, _draw in (
+    ("random", _random),
+    ("log_normal", _log_normal),
+    ("cauchy", _cauchy),
+    ("geometric", _geometric),
+):
+    for _packet, _how in ((_name, _draw), (f"{_name}_", _in_place(_draw))):
+        _found = getattr(_aten, _packet)
+        _DRAWS |= {
+            getattr(_found, overload): _how
+            for overload in _found.overloads()
+            if not overload.endswith("out")
+        }
+for _overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor", "float_float"):
+    _DRAWS[getattr(_aten.normal, _overload)] = _normal_of
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    """Whether an operator draws; those that are made of others come here as these."""
+    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (takes_generator or is_tagged) and not func.has_kernel_for_dispatch_key(composite)
+
+
+def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values())
+    return any(isinstance(value, torch.Generator) for value in values)
+
+
+def _refuse(func: Any) -> NoReturn:
+    msg = (
+        f"{func} inside a forward draws random numbers, and would draw the same on all ranks' "
+        f"parts of a batch. Compute them from uniform, normal or exponential numbers, or draw them "
+        f"outside and pass them to the model."
+    )
+    raise StateError(msg)
 
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
     """Whether an operator does not draw, and the host needs no values for it."""
-    return func not in _DRAWS and not host_reads.may_read(func)
+    return not _is_random(func) and not host_reads.may_read(func)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 
+_GROUPS = ("optim", "param_groups")
+
+
 class Whole:
     """A value that is written as one entry, with all that is in it.
 
@@ -92,6 +95,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__()
         self._collect = collect
         self._expect = expect
+        self._own_names: dict[str, str] = {}
 
     def set_up_planner(
         self,
@@ -107,15 +111,26 @@ class SavePlanner(DefaultSavePlanner):
 
         DCP takes each box for as large as the whole tensor that it is of.
         """
-        return super().create_global_plan(_without_copies(all_plans))
+        renamed, own_names = _with_groups_of_all_stages(all_plans)
+        plans, metadata = super().create_global_plan(_without_copies(renamed))
+        return [
+            dataclasses.replace(plan, planner_data=names)
+            for plan, names in zip(plans, own_names, strict=True)
+        ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Count the bytes of this rank's part."""
+        self._own_names = new_plan.planner_data
         plan = super().finish_plan(new_plan)
         for item in plan.items:
             if item.tensor_data is not None:
                 self._expect(_nbytes(item))
         return plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return a part of this rank's state, which may have another name in the checkpoint."""
+        name = self._own_names.get(index.fqn, index.fqn)
+        return super().lookup_object(dataclasses.replace(index, fqn=name))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
         """Return what is written."""
@@ -124,6 +139,47 @@ class SavePlanner(DefaultSavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
         return super().transform_object(write_item, object)
+
+
+def _with_groups_of_all_stages(
+    plans: list[SavePlan],
+) -> tuple[list[SavePlan], list[dict[str, str]]]:
+    """Number the parameter groups of optimizers on, where ranks have different models.
+
+    Stages of a pipeline name their parameters differently, but each numbers its groups from 0.
+
+    Returns:
+        The plans, and for each what was renamed: old names by new ones.
+    """
+    firsts: dict[frozenset[str], int] = {}
+    num_groups = 0
+    renamed, own_names = [], []
+    for plan in plans:
+        paths: dict[str, tuple[str | int, ...]] = plan.planner_data
+        of_model = frozenset(name for name, path in paths.items() if path[0] == "model")
+        numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS]
+        if of_model not in firsts:
+            firsts[of_model] = num_groups
+            num_groups += max(numbers, default=-1) + 1
+        first = firsts[of_model]
+        moved = {
+            name: (*_GROUPS, int(path[2]) + first, *path[3:])
+            for name, path in paths.items()
+            if first and path[:2] == _GROUPS
+        }
+        new_names = {name: ".".join(map(str, path)) for name, path in moved.items()}
+        items = [_renamed(item, new_names.get(item.index.fqn)) for item in plan.items]
+        paths = {name: path for name, path in paths.items() if name not in moved}
+        paths |= {new_names[name]: path for name, path in moved.items()}
+        renamed.append(dataclasses.replace(plan, items=items, planner_data=paths))
+        own_names.append({new: name for name, new in new_names.items()})
+    return renamed, own_names
+
+
+def _renamed(item: WriteItem, name: str | None) -> WriteItem:
+    if name is None:
+        return item
+    return dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=name))
 
 
 def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.bytes_io import TensorInfo, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass
@@ -25,22 +27,26 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
 
-    def check(self, *, strict: bool) -> None:
-        """Raise if there is anything.
+    def problem(self, of_all_ranks: Sequence[Findings], *, strict: bool) -> str | None:
+        """Return what is wrong; None if nothing is.
 
-        Raises:
-            CheckpointError: It lists all; without `strict` only entries that do not fit.
+        Args:
+            of_all_ranks: These, and those of the other ranks. What one of them wants is not
+                unexpected: stages of a pipeline have different entries.
+            strict: Report more than entries that do not fit.
         """
         kinds = [("expected another shape or kind", self.misfits)]
         if strict:
-            kinds += [("missing", self.missing), ("unexpected", self.unexpected)]
+            of_nobody = set(self.unexpected).intersection(*(f.unexpected for f in of_all_ranks))
+            unexpected = [line for line in self.unexpected if line in of_nobody]
+            kinds += [("missing", self.missing), ("unexpected", unexpected)]
         lines = [f"  {kind}: {line}" for kind, found in kinds for line in found]
         if not lines:
-            return
+            return None
         remedy = "Make the model and the optimizer as they were when it was saved"
         if not self.misfits:
             remedy += ", or pass strict=False to leave these as they are"
-        raise CheckpointError("\n".join(["entries do not fit", *lines, f"{remedy}."]))
+        return "\n".join(["entries do not fit", *lines, f"{remedy}."])
 
     def fits(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
         """Note an entry of another shape or kind of dtype, or a tensor on one side only."""
