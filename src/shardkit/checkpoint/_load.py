@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
-from shardkit.checkpoint._agreement import agreed, quote, rank_of
+from shardkit.checkpoint._agreement import agreed, any_rank, quote, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
@@ -36,7 +36,7 @@ _logger = logging.getLogger("shardkit")
 T = TypeVar("T")
 
 
-def load(
+def load(  # noqa: C901 - with what is done again
     path: os.PathLike[str] | str,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
@@ -91,53 +91,77 @@ def load(
                 lambda: load_full(target, model, strict=strict, progress=progress),
             )
             return {}
-        agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
-        def identity() -> int:
-            return zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
+        def attempt() -> dict[str, Any]:  # noqa: C901 - one step after another
+            before = directory.stamp(target)
 
-        def plan() -> _Plan:
-            return _Plan(
-                DistributedCheckpoint(target, meter),
-                identity(),
-                model,
-                optimizer,
-                extra,
-                strict=strict,
-            )
-
-        planned = agreed(process_group, what, plan, lambda made: made.identity)
-
-        def noting_damage(act: Callable[[], T]) -> Callable[[], T]:
-            def carry_out() -> T:
+            def on_all(act: Callable[[], T], same: Callable[[T], object] | None = None) -> T:
                 try:
-                    return act()
+                    return agreed(process_group, what, act, same)
                 except CheckpointError as error:
-                    is_ours = directory.manifest_path(target).exists()
-                    # Another job may have put another one in its place.
-                    if DAMAGED not in str(error) or not is_ours or identity() != planned.identity:
-                        raise
-                    directory.note_damage(target, str(error))
-                    msg = f"{error} latest() passes over this one from now on."
-                    raise CheckpointError(msg) from error
+                    if any_rank(process_group, directory.stamp(target) != before):
+                        raise _ReplacedError from error
+                    raise
 
-            return carry_out
+            def identity() -> int:
+                return zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
 
-        if rank == 0 and planned.leaves_optimizers_out:
-            _logger.info(
-                "%s has the state of an optimizer, which is left out: load() got none. Pass the "
-                "optimizer to go on training.",
-                quote(target),
-            )
-        if not planned.has_optimizers:
-            return agreed(process_group, what, noting_damage(planned.load_all))
-        agreed(process_group, what, noting_damage(planned.load_model))
-        # Optimizers of whole matrices communicate where they show their state, and where they get
-        # it. No rank does so before all have read what they need.
-        room = planned.make_room()
-        read = agreed(process_group, what, noting_damage(lambda: planned.read(room)))
-        planned.put_optimizers(read)
-        return agreed(process_group, what, noting_damage(planned.put_extras))
+            def plan() -> _Plan:
+                return _Plan(
+                    DistributedCheckpoint(target, meter),
+                    identity(),
+                    model,
+                    optimizer,
+                    extra,
+                    strict=strict,
+                )
+
+            on_all(lambda: _look(target) if rank == 0 else None)
+            planned = on_all(plan, lambda made: made.identity)
+
+            def noting_damage(act: Callable[[], T]) -> Callable[[], T]:
+                def carry_out() -> T:
+                    try:
+                        return act()
+                    except CheckpointError as error:
+                        is_ours = directory.manifest_path(target).exists()
+                        if DAMAGED not in str(error) or not is_ours:
+                            raise
+                        # Another job may have put another one in its place.
+                        if not directory.note_damage(target, str(error), before):
+                            raise
+                        msg = f"{error} latest() passes over this one from now on."
+                        raise CheckpointError(msg) from error
+
+                return carry_out
+
+            if rank == 0 and planned.leaves_optimizers_out:
+                _logger.info(
+                    "%s has the state of an optimizer, which is left out: load() got none. Pass "
+                    "the optimizer to go on training.",
+                    quote(target),
+                )
+            if not planned.has_optimizers:
+                return on_all(noting_damage(planned.load_all))
+            on_all(noting_damage(planned.load_model))
+            # Optimizers of whole matrices communicate where they show their state, and where they
+            # get it. No rank does so before all have read what they need.
+            room = planned.make_room()
+            read = on_all(noting_damage(lambda: planned.read(room)))
+            planned.put_optimizers(read)
+            return on_all(noting_damage(planned.put_extras))
+
+        for _ in range(directory.READ_AGAIN):
+            try:
+                return attempt()
+            except _ReplacedError as error:
+                found = error.__cause__
+        assert found is not None
+        raise found
+
+
+class _ReplacedError(Exception):
+    """Another job has replaced a checkpoint while it was read: it is read once more."""
 
 
 def is_full(path: pathlib.Path) -> bool:

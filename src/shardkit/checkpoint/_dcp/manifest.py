@@ -95,6 +95,7 @@ class Manifest:
         metadata_crc32: Its checksum.
         layout: How parameters were spread over ranks, for people to read.
         block_nbytes: See `BLOCK_NBYTES`.
+        saved_by: The process that saved it, for people to read; empty if it was not recorded.
     """
 
     header: Header
@@ -103,6 +104,7 @@ class Manifest:
     metadata_crc32: int
     layout: Mapping[str, Any] = field(default_factory=dict)
     block_nbytes: int = BLOCK_NBYTES
+    saved_by: str = ""
 
     def dump(self) -> bytes:
         """Return the content of the file."""
@@ -111,6 +113,7 @@ class Manifest:
             "block_nbytes": self.block_nbytes,
             "metadata": {"nbytes": self.metadata_nbytes, "crc32": self.metadata_crc32},
             "layout": self.layout,
+            "saved_by": self.saved_by,
             "files": {
                 name: {
                     "nbytes": stored.nbytes,
@@ -168,6 +171,7 @@ def read_manifest(directory: Path) -> Manifest:
             metadata_crc32=body["metadata"]["crc32"],
             layout=body["layout"],
             block_nbytes=body["block_nbytes"],
+            saved_by=body.get("saved_by", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         msg = f"{path}: not the manifest of a shardkit checkpoint: {error!r}. {DAMAGED}"

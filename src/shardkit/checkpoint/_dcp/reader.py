@@ -23,6 +23,7 @@ from shardkit.checkpoint._dcp.manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, parse_metadata, read_metadata
+from shardkit.checkpoint._files.asides import asides_in
 
 if TYPE_CHECKING:
     import os
@@ -201,7 +202,7 @@ def check_is_checkpoint(path: Path) -> None:
         return
     if not path.exists():
         found = "does not exist"
-        if directory.incomplete(path).exists():
+        if any(aside.name == path.name for aside in asides_in(path.parent)):
             found += "; a checkpoint of this name was being written, and is not complete"
     elif not path.is_dir():
         found = "is not a directory"
