@@ -88,3 +88,15 @@ def test_other_policies_are_refused(policy: object) -> None:
         as_mixed_precision(policy)
     with pytest.raises(WrapError, match="takes an OffloadPolicy or a CPUOffloadPolicy"):
         as_offload(policy)
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "bfloat16"])
+def test_dtypes_that_would_lose_the_values_are_refused(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(WrapError, match=f"{name} must be a floating-point dtype .* got "):
+        MixedPrecisionPolicy(**{name: dtype})
+
+
+def test_a_policy_of_fsdp2_is_checked_too() -> None:
+    with pytest.raises(WrapError, match=r"reduce_dtype .* got torch\.int32"):
+        as_mixed_precision(TorchPolicy(reduce_dtype=torch.int32))

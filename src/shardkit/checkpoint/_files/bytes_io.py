@@ -117,6 +117,21 @@ def write_at(fd: int, offset: int, flat: Tensor) -> None:
         buffer, offset = buffer[count:], offset + count
 
 
+def check_saved_dtype(dtype: object) -> None:
+    """Refuse a dtype that parameters would be lost in; None is their own.
+
+    Raises:
+        CheckpointError: It is not one of floating-point numbers.
+    """
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    msg = (
+        f"dtype must be a floating-point dtype such as torch.bfloat16, or None for that of each "
+        f"tensor, got {dtype!r}. It is of floating-point tensors only; others keep theirs."
+    )
+    raise CheckpointError(msg)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
