@@ -203,7 +203,7 @@ class Jobs(RuleBasedStateMachine):
         begun_last = max((begin for begin, _ in self.finished.values()), default=0)
         outdated = {n for n, (_, end) in self.finished.items() if end < begun_last}
         directory._recover_all(folder)  # noqa: SLF001 - without the rest of `latest`
-        found = [header.step for _, header in directory.complete_in(folder)]
+        found = [header.step for _, header in directory._newest_first(directory.headers(folder))]  # noqa: SLF001
         if self.finished:
             assert set(found) - outdated, (found, self.finished)
         if not self.is_pruned and self.finished:

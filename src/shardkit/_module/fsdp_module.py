@@ -274,14 +274,12 @@ class FSDPModule(_Base):
         Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
         of gradients.
         """
-        params = [p for p in self.parameters() if p.grad is not None]
-        norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not as_number(value) >= 0:  # Also NaN.
                 msg = f"clip_grad_norm_: {name} must be a number of at least 0, got {value!r}."
                 raise StateError(msg)
-        params = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        norm = total_norm([p.grad for p in params], float(norm_type))
+        params = [p for p in self.parameters() if p.grad is not None]
+        norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         runtime = state_of(self).runtime
         if error_if_nonfinite and runtime is not None:
             runtime.passes.finish_graph()  # Together, where replicas are threads.

@@ -21,6 +21,7 @@ from shardkit.checkpoint._files.bytes_io import (
     TensorInfo,
     check_saved_dtype,
     info_nbytes,
+    reading,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
@@ -159,6 +160,11 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
     Raises:
         CheckpointError: There is nothing that can be read, or it is damaged.
     """
+    with reading(source):
+        return _open(source, suffix)
+
+
+def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
     path = Path(source)
     if (path / METADATA_FILE).exists():
         return DcpFiles(path)
@@ -217,7 +223,8 @@ class _Parts:
         room = self._room[: room_numel * info.dtype.itemsize].view(info.dtype)
         for start in range(0, numel, max(room_numel, 1)):
             read = room[: min(room_numel, numel - start)]
-            self._checkpoint.read_into(key, start, read)
+            with reading(f"{key!r} of the checkpoint"):
+                self._checkpoint.read_into(key, start, read)
             yield from read.split(PART_NBYTES // info.dtype.itemsize)
 
 

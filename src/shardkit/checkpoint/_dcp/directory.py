@@ -47,10 +47,10 @@ from shardkit.checkpoint._files.asides import (
     own,
     parse_aside,
 )
-from shardkit.checkpoint._files.bytes_io import fsync_directory
+from shardkit.checkpoint._files.bytes_io import fsync_directory, read_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 DAMAGED_FILE = "shardkit.damaged"
 """In a checkpoint that `load` found damaged: what it found."""
@@ -128,6 +128,16 @@ def again_if_replaced(path: Path, read: Callable[[], T]) -> T:
     return read()
 
 
+def unless_replaced(path: Path, find: Callable[[], T], is_right: Callable[[T], bool]) -> T:
+    """Return what is found in a checkpoint; if it is wrong since another job replaced it, again."""
+    for _ in range(READ_AGAIN):
+        before = stamp(path)
+        found = find()
+        if is_right(found) or stamp(path) == before:
+            return found
+    return find()
+
+
 def problem(path: Path) -> str:
     """Say what of a checkpoint is missing or damaged, as far as is known; empty if nothing.
 
@@ -197,7 +207,7 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
     """
     file = path / METADATA_FILE
     check_size(file, manifest.metadata_nbytes)
-    content = file.read_bytes()
+    content = read_index(file)
     if zlib.crc32(content) != manifest.metadata_crc32:
         msg = f"{file}: its checksum is not that of its content. Load another checkpoint."
         raise CheckpointError(msg)
@@ -207,11 +217,23 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
 # --- order --------------------------------------------------------------------------------------
 
 
-def headers(directory: Path) -> Iterator[tuple[Path, Header]]:
-    """Yield what of a directory has a manifest, also under names that are used while writing."""
+def headers(
+    directory: Path, unreadable: Callable[[Path, CheckpointError], None] | None = None
+) -> Iterator[tuple[Path, Header]]:
+    """Yield what of a directory has a manifest, also under names that are used while writing.
+
+    Args:
+        directory: Where to look.
+        unreadable: Called with what has a manifest that is damaged.
+    """
     for entry in sorted(directory.iterdir()):
-        with contextlib.suppress(OSError, CheckpointError):
+        try:
             yield entry, read_header(entry)
+        except OSError:
+            continue
+        except CheckpointError as error:
+            if unreadable is not None:
+                unreadable(entry, error)
 
 
 def next_sequence(directory: Path) -> int:
@@ -219,15 +241,20 @@ def next_sequence(directory: Path) -> int:
     return 1 + max((header.sequence for _, header in headers(directory)), default=0)
 
 
-def complete_in(directory: Path) -> Iterator[tuple[Path, Header]]:
+def complete_in(directory: Path) -> Iterator[Path]:
     """Yield the checkpoints of a directory that have valid headers, the newest first."""
-    found = [
-        (header.sequence, entry, header)
-        for entry, header in headers(directory)
-        if parse_aside(entry) is None
-    ]
-    for _, entry, header in sorted(found, key=lambda each: each[:2], reverse=True):
-        yield entry, header
+    found = headers(directory, _warn_passed_over)
+    yield from (entry for entry, _ in _newest_first(found))
+
+
+def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Header]]:
+    named = [each for each in found if parse_aside(each[0]) is None]
+    return sorted(named, key=lambda each: (each[1].sequence, each[0]), reverse=True)
+
+
+def _warn_passed_over(path: Path, found: object) -> None:
+    if parse_aside(path) is None:
+        warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=6)
 
 
 def latest(directory: os.PathLike[str] | str) -> Path | None:
@@ -255,7 +282,7 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
         msg = f"{parent} is a checkpoint itself. Load it, or give the directory that holds it."
         raise CheckpointError(msg)
     _recover_all(parent)
-    for path, _ in complete_in(parent):
+    for path in complete_in(parent):
         found = problem(path)
         if not found:
             return path
@@ -518,7 +545,7 @@ def prune(path: Path, keep_last: int) -> None:
     except (OSError, CheckpointError):  # Another job has deleted it, or replaces it.
         own_sequence = 0
     kept = {path}
-    for other, header in complete_in(path.parent):
+    for other, header in _newest_first(headers(path.parent)):
         if other.is_symlink():  # Somebody's other name for one of these.
             continue
         if other in kept or len(kept) < keep_last or header.sequence >= own_sequence:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.asides import INCOMPLETE, asides_in, new_aside
-from shardkit.checkpoint._files.bytes_io import fsync_directory, info_nbytes, read_new
+from shardkit.checkpoint._files.bytes_io import (
+    fsync_directory,
+    info_nbytes,
+    is_plain_name,
+    read_index,
+    read_new,
+)
 from shardkit.checkpoint._files.safetensors import SafetensorsFile, SafetensorsWriter
 from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
 
@@ -90,14 +96,14 @@ class FullFile:
 
     def _add_index(self, index: Path) -> None:
         try:
-            places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            places: dict[str, str] = json.loads(read_index(index))["weight_map"]
             by_file: dict[str, list[str]] = {}
             for name, file_name in places.items():
                 by_file.setdefault(file_name, []).append(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             msg = f"{index} has no map 'weight_map' from names to files. Fetch or write it again."
             raise CheckpointError(msg) from error
-        outside = [name for name in by_file if Path(name).name != name]
+        outside = [name for name in by_file if not is_plain_name(name)]
         if outside:
             msg = f"{index} names files outside of its directory: {outside}."
             raise CheckpointError(msg)
