@@ -215,6 +215,11 @@ def test_arguments_that_cannot_be_meant(tmp_path: pathlib.Path) -> None:
         checkpoint.save(tmp_path / "x")
     with pytest.raises(CheckpointError, match="keep_last must be at least 1"):
         checkpoint.save(tmp_path / "x", keep_last=0, step=1)
+    with pytest.raises(CheckpointError, match=r"keep_last must be .* not 'all'"):
+        checkpoint.save(tmp_path / "x", keep_last="all", step=1)
+    for path in (3, "a\0b", "a\ud800"):
+        with pytest.raises(CheckpointError, match="path: expected that of a checkpoint"):
+            checkpoint.save(path, step=1)
     with pytest.raises(CheckpointError, match="checkpoint's name"):
         checkpoint.save(tmp_path / ".x.incomplete", step=1)
     checkpoint.save(tmp_path / "x", step=1)

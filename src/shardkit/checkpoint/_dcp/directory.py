@@ -82,7 +82,14 @@ def normalized(path: os.PathLike[str] | str) -> Path:
             "complete one: then begin anew."
         )
         raise CheckpointError(msg)
-    result = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
+    try:
+        result = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
+        is_name = b"\0" not in os.fsencode(result)
+    except (TypeError, ValueError):
+        is_name = False
+    if not is_name:
+        msg = f"path: expected that of a checkpoint, such as 'checkpoints/step-1000', not {path!r}."
+        raise CheckpointError(msg)
     if not result.name or parse_aside(result) is not None:
         msg = (
             f"{os.fspath(path)!r}: expected a path that ends with the checkpoint's name, such as "
