@@ -11,6 +11,7 @@ import secrets
 import shlex
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -168,6 +169,23 @@ def sequences(session: nox.Session) -> None:
     )
     fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", seed)
     session.run("pytest", *fresh, "tests/machine", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Try junk for ten minutes: files, configs, command lines, arguments; jobs that are killed."""
+    install(session, "test")
+    stop = time.monotonic() + 60 * float(os.environ.get("SHARDKIT_FUZZ_MINUTES", "10"))
+    jobs = (
+        "tests/property/test_checkpoint_directories.py",
+        "tests/distributed/test_killed_runs.py",
+    )
+    many = {"SHARDKIT_TEST_SCHEDULES": "200", "SHARDKIT_FUZZ_EXAMPLES": "100"}
+    fresh = ("-q", "--hypothesis-profile", "fresh", "--hypothesis-seed")
+    session.run("pytest", *fresh, str(secrets.randbelow(2**32)), *jobs, env=many)
+    while time.monotonic() < stop:
+        seed = str(secrets.randbelow(2**32))
+        session.run("pytest", *fresh, seed, "tests/fuzz", *session.posargs, env=many)
 
 
 @nox.session

@@ -6,6 +6,7 @@ with a line of JSON. It never computes anything itself, so that its children may
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -16,12 +17,14 @@ import sys
 import time
 import traceback
 import typing
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardkit import checkpoint, from_config, fully_shard
+from shardkit.checkpoint._dcp import directory
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -294,6 +297,103 @@ def configured_save_killed_everywhere(folder: str, kind: str, victim: int) -> li
             return found
     msg = "a save takes more than 100 steps"
     raise RuntimeError(msg)
+
+
+# --- several jobs that save to one path ----------------------------------------------------------
+
+
+def save_again_and_again(folder: str, job: int, saves: int, has_exchange: bool) -> None:
+    """Be one of several jobs that replace a checkpoint; note when each save began and ended."""
+    warnings.simplefilter("ignore")  # They say that there are others.
+    if not has_exchange:
+        lack_exchange()
+    with pathlib.Path(folder, "finished").open("a") as log:
+        for number in range(saves):
+            step, begin = job * 100 + number, time.monotonic()
+            checkpoint.save(f"{folder}/all/x", model_of(step), step=step, overwrite=True)
+            log.write(f"{step} {begin} {time.monotonic()}\n")
+            log.flush()
+
+
+def lack_exchange() -> None:
+    """Behave as on NFS."""
+
+    def refuse(*_: object) -> typing.NoReturn:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    directory.exchange = refuse
+
+
+def read_again_and_again(folder: str) -> None:
+    """Load the checkpoint that others replace until they have ended."""
+    loads = 0
+    while not pathlib.Path(folder, "ended").exists():
+        if (
+            pathlib.Path(folder, "finished").exists()
+            and pathlib.Path(folder, "finished").read_text()
+        ):
+            assert_whole(pathlib.Path(folder, "all/x"))
+            loads += 1
+
+
+def assert_whole(path: pathlib.Path) -> int:
+    """Load a checkpoint of `model_of`; return which."""
+    model = nn.Linear(50, 50)
+    step = checkpoint.load(path, model)["step"]
+    expected = model_of(step)
+    assert torch.equal(model.weight, expected.weight)
+    assert torch.equal(model.bias, expected.bias)
+    return step
+
+
+def jobs_at_one_path(folder: str, seeds: list[int]) -> list[dict[str, typing.Any]]:
+    """Let two or three jobs replace one checkpoint, kill some; say what was there at the end."""
+    outcomes = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        here = pathlib.Path(folder, str(seed))
+        here.mkdir()
+        jobs, has_exchange = rng.randint(2, 3), bool(seed % 2)
+        pids = [
+            fork(functools.partial(save_again_and_again, str(here), job, 3, has_exchange))
+            for job in range(1, jobs + 1)
+        ]
+        reader = fork(functools.partial(read_again_and_again, str(here)))
+        doomed = rng.sample(pids, rng.randint(0, jobs))
+        for pid in doomed:
+            time.sleep(rng.uniform(0, 0.1))
+            os.kill(pid, signal.SIGKILL)
+        codes = join(pids)
+        (here / "ended").touch()
+        (read,) = join([reader])
+
+        def look(here: pathlib.Path = here) -> None:
+            latest = checkpoint.latest(here / "all")
+            step = None if latest is None else assert_whole(latest)
+            (here / "found.json").write_text(json.dumps(step))
+
+        def again(here: pathlib.Path = here) -> None:
+            checkpoint.save(here / "all/x", model_of(0), step=0, overwrite=True)
+
+        looked = join([fork(look)])
+        found = json.loads((here / "found.json").read_text()) if looked == [0] else "unreadable"
+        notes = (here / "finished").read_text().split("\n")[:-1]
+        finished = {int(n.split()[0]): tuple(map(float, n.split()[1:])) for n in notes}
+        begun_last = max((begin for begin, _ in finished.values()), default=0.0)
+        outdated = [step for step, (_, end) in finished.items() if end < begun_last]
+        outcomes.append(
+            {
+                "seed": seed,
+                "failed": [code for code in codes if code not in {0, -signal.SIGKILL}],
+                "reader": read,
+                "found": found,
+                "finished": list(finished),
+                "outdated": outdated,
+                "again": join([fork(again)]),
+                "left": sorted(entry.name for entry in (here / "all").iterdir()),
+            }
+        )
+    return outcomes
 
 
 def main() -> None:

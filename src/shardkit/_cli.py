@@ -151,6 +151,7 @@ def inspect_command(
     ckpt_suffix: _Suffix = DEFAULT_SUFFIX,
 ) -> None:
     """Show names, shapes, dtypes, sizes, the step, and which files hold what."""
+    _show_any_name()
     found: Description = _or_exit(describe, source, ckpt_suffix)
     if as_json:
         print(json.dumps({"source": source, **dataclasses.asdict(found)}, indent=2))
@@ -185,6 +186,7 @@ def verify_command(source: _Source, ckpt_suffix: _Suffix = DEFAULT_SUFFIX) -> No
 
     Exits with 1 if something is wrong, and with 3 if nothing is, but not everything has checksums.
     """
+    _show_any_name()
     found = verify(source, ckpt_suffix)
     for line in (*found.problems, *found.unverified):
         print(line, file=sys.stderr)
@@ -242,6 +244,13 @@ def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except (CheckpointError, ConfigError, LaunchError, StateError, OSError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _show_any_name() -> None:
+    """Print what no terminal can show as escapes: names of files and tensors are any bytes."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

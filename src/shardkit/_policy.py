@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from shardkit._errors import WrapError
-
-if TYPE_CHECKING:
-    import torch
 
 _MIXED_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
@@ -49,6 +48,9 @@ class MixedPrecisionPolicy:
         output_dtype: Floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: Cast floating-point inputs of the module's forward to `param_dtype`.
         buffer_dtype: Floating-point buffers are cast to it once, in `fully_shard`.
+
+    Raises:
+        WrapError: A dtype is not one of real floating-point numbers, which only are cast.
     """
 
     param_dtype: torch.dtype | None = None
@@ -56,6 +58,18 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse dtypes that would round gradients or parameters to integers."""
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                continue
+            msg = (
+                f"MixedPrecisionPolicy: {name} must be a floating-point dtype such as "
+                f"torch.bfloat16, or None for no cast, got {dtype!r}."
+            )
+            raise WrapError(msg)
 
     def dtypes_for(self, orig_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return (compute dtype, reduce dtype) of a parameter stored in `orig_dtype`.

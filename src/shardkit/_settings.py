@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -145,3 +146,11 @@ class RootSettings:
     def restored(cls, values: dict[str, Any]) -> RootSettings:
         """Return settings that were written as a dict, by an earlier version perhaps."""
         return cls(**{_RENAMED_OF_ROOT.get(name, name): value for name, value in values.items()})
+
+
+def as_number(value: Any) -> float:
+    """Return what a user gave as a number; NaN if it is none, which no comparison accepts."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan

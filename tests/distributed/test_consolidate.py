@@ -328,6 +328,7 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
         (("consolidate", "nowhere"), 2, "give CKPT and OUT"),
         (("consolidate", "--ckpt_prefix", "a/b", "out.pt"), 1, "no per-rank files a/b_rank-"),
         (("consolidate", "a", "b", "--dtype", "float33"), 2, "no dtype 'float33'"),
+        (("consolidate", "a", "b", "--dtype", "int8"), 1, "must be a floating-point dtype"),
         (("inspect", "nowhere"), 1, "there is nothing at nowhere"),
         (("verify", "nowhere"), 1, "there is nothing at nowhere"),
         (("launch", "nothere.py"), 1, "there is no script 'nothere.py' in"),

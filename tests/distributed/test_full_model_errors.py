@@ -117,9 +117,18 @@ def save_meta(folder: str) -> None:
     save_full(pathlib.Path(folder) / "x.pt", model)
 
 
+def save_as_integers(folder: str) -> None:
+    model = fully_shard(nn.Linear(2, 2), make_mesh((2,)))
+    save_full(pathlib.Path(folder) / "x.pt", model, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
     ("save", "message"),
-    [(save_plain, "has no sharded parameters"), (save_meta, "'weight' is on the meta device")],
+    [
+        (save_as_integers, "dtype must be a floating-point dtype"),
+        (save_plain, "has no sharded parameters"),
+        (save_meta, "'weight' is on the meta device"),
+    ],
 )
 def test_models_that_cannot_be_saved(
     spawn_errors: Spawn, tmp_path: pathlib.Path, save: typing.Any, message: str

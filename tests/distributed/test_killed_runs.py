@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
 
 TESTS = pathlib.Path(__file__).parents[1]
 Call = typing.Callable[..., typing.Any]
+SCHEDULES = int(os.environ.get("SHARDKIT_TEST_SCHEDULES", "12"))  # `nox -s fuzz`: 200
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +113,18 @@ def test_state_dicts_of_a_config_are_those_of_one_save(
     assert len(found) > 5
     first_new = found.index([2.0])
     assert found == [[1.0]] * first_new + [[2.0]] * (len(found) - first_new)
+
+
+@pytest.mark.helpers
+def test_jobs_that_save_to_one_path_and_are_killed(
+    killable_runs: Call, tmp_path: pathlib.Path
+) -> None:
+    for outcome in killable_runs("jobs_at_one_path", str(tmp_path), list(range(SCHEDULES))):
+        assert outcome["failed"] == [], outcome
+        assert outcome["reader"] == 0, outcome
+        if outcome["finished"]:
+            assert outcome["found"] is not None, outcome
+        assert outcome["found"] != "unreadable", outcome
+        assert outcome["found"] not in outcome["outdated"], outcome  # The last that was finished.
+        assert outcome["again"] == [0], outcome
+        assert outcome["left"] == ["x"], outcome

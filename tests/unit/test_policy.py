@@ -109,3 +109,15 @@ def test_a_shared_buffer_is_cast_and_stays_one(*, is_apart: bool) -> None:
         fully_shard(module, mesh, policy)
     assert first.table is second.table
     assert first.table.dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, "bfloat16"])
+def test_dtypes_that_would_lose_the_values_are_refused(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(WrapError, match=f"{name} must be a floating-point dtype .* got "):
+        MixedPrecisionPolicy(**{name: dtype})
+
+
+def test_a_policy_of_fsdp2_is_checked_too() -> None:
+    with pytest.raises(WrapError, match=r"reduce_dtype .* got torch\.int32"):
+        as_mixed_precision(TorchPolicy(reduce_dtype=torch.int32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import struct
@@ -21,6 +22,7 @@ _ROUNDS = 8
 _NBYTES = 4 * 2**20
 _CHUNK = 2**18
 _IDLE_S = 30.0
+_MOST = 64  # Connections that are answered at a time; others wait in the system's queue.
 # Interfaces of containers and of virtual machines, which other hosts are not meant to reach.
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "vnet")
 
@@ -39,7 +41,8 @@ class Answerer:
         self._machine = machine
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind(("", 0))
-        self._socket.listen(64)
+        self._socket.listen(_MOST)
+        self._free = threading.BoundedSemaphore(_MOST)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="shardkit-doctor", daemon=True).start()
 
@@ -49,6 +52,7 @@ class Answerer:
 
     def _accept(self) -> None:
         while True:
+            self._free.acquire()  # noqa: SIM115, RUF100 - the connection's thread gives it back
             try:
                 connection, _ = self._socket.accept()
             except OSError:
@@ -56,7 +60,8 @@ class Answerer:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection:
+        with connection, contextlib.ExitStack() as stack:
+            stack.callback(self._free.release)
             try:
                 connection.settimeout(_IDLE_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -18,6 +18,7 @@ from shardkit._module.setters import update_options
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.finite import check_gradients
 from shardkit._runtime.summoned import refuse_summoned
+from shardkit._settings import as_number
 from shardkit._tensor.ops import total_norm
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class FSDPModule(_Base):
         largest element, reads on the host. Call it on all ranks, on the root.
 
         Args:
-            max_norm: The most the norm may be.
+            max_norm: The most the norm may be; ``float("inf")`` clips nothing.
             norm_type: Order of the norm; ``float("inf")`` is the largest element.
             error_if_nonfinite: Raise if the norm is not finite, which waits for it.
 
@@ -285,10 +286,15 @@ class FSDPModule(_Base):
 
         Raises:
             RuntimeError: See `error_if_nonfinite`.
+            StateError: `max_norm` or `norm_type` is negative or not a number.
 
         Cost: one all-reduce of 8 bytes per parameter (16 for the largest element), for each dtype
         of gradients.
         """
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not as_number(value) >= 0:  # Also NaN.
+                msg = f"clip_grad_norm_: {name} must be a number of at least 0, got {value!r}."
+                raise StateError(msg)
         params = [p for p in self.parameters() if p.grad is not None]
         norm = total_norm([p.grad for p in params], float(norm_type))  # type: ignore[misc]
         runtime = state_of(self).runtime

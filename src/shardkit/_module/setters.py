@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardkit._errors import StateError
 from shardkit._module.hooks import groups_in, state_of
 from shardkit._policy import BackwardPrefetch
+from shardkit._settings import as_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,13 +155,14 @@ def set_gradient_divide_factor(self: Any, factor: float) -> None:
     """Divide this module's gradient sums by `factor`, not the number of ranks. Not recursive.
 
     Raises:
-        StateError: It is zero, or not finite.
+        StateError: It is zero, negative, not finite or no number.
     """
-    if factor == 0 or not math.isfinite(factor):
-        msg = f"gradients cannot be divided by {factor!r}. Pass a finite number other than 0."
+    number = as_number(factor)
+    if not 0 < number < math.inf:
+        msg = f"factor: gradients cannot be divided by {factor!r}. Pass a finite number above 0."
         raise StateError(msg)
     for group in groups_in(self, recurse=False):
-        group.settings.comm.divide_factor = float(factor)
+        group.settings.comm.divide_factor = number
 
 
 def set_reduce_scatter_divide_factor(self: Any, factor: float) -> None:

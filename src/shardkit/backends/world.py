@@ -132,6 +132,10 @@ def world_size_or_raise() -> int:
     if world_size is not None:
         return world_size
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        found = os.environ["WORLD_SIZE"]
+        if not (found.isdecimal() and int(found) > 0):
+            msg = f"WORLD_SIZE must be a number of ranks, got {found!r}. torchrun sets it."
+            raise MeshError(msg)
+        return int(found)
     msg = _NO_PROCESS_GROUP.format(script=_script())
     raise MeshError(msg)

@@ -86,6 +86,11 @@ def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None 
         raise CheckpointError(_message(what, failed)) from cause
 
 
+def any_rank(group: Any, condition: bool) -> bool:  # noqa: FBT001 - it is all there is to say
+    """Return whether something holds on any rank of a group. Cost: an all-gather of a few bytes."""
+    return any(exchange(condition, group, "a checkpoint")) if dist.is_initialized() else condition
+
+
 def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
     """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
     reason = None if error is None else f"{type(error).__name__}: {error}"

@@ -15,7 +15,14 @@ from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
-from shardkit.checkpoint._files.bytes_io import PART_NBYTES, Checkpoint, TensorInfo, info_nbytes
+from shardkit.checkpoint._files.bytes_io import (
+    PART_NBYTES,
+    Checkpoint,
+    TensorInfo,
+    check_saved_dtype,
+    info_nbytes,
+    reading,
+)
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
@@ -105,6 +112,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     Cost: each byte read and written once; memory: the largest tensor, and one saved chunk of it
     where that is not a run of it; 16 MiB for per-rank files.
     """
+    check_saved_dtype(dtype)
     checkpoint = open_checkpoint(source, suffix)
     plan = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
     if optimizer and (format != "torch" or max_shard_size is not None):
@@ -152,6 +160,11 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
     Raises:
         CheckpointError: There is nothing that can be read, or it is damaged.
     """
+    with reading(source):
+        return _open(source, suffix)
+
+
+def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
     path = Path(source)
     if (path / METADATA_FILE).exists():
         return DcpFiles(path)
@@ -210,7 +223,8 @@ class _Parts:
         room = self._room[: room_numel * info.dtype.itemsize].view(info.dtype)
         for start in range(0, numel, max(room_numel, 1)):
             read = room[: min(room_numel, numel - start)]
-            self._checkpoint.read_into(key, start, read)
+            with reading(f"{key!r} of the checkpoint"):
+                self._checkpoint.read_into(key, start, read)
             yield from read.split(PART_NBYTES // info.dtype.itemsize)
 
 

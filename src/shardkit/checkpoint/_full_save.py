@@ -59,6 +59,7 @@ def save_full(
     Cost: a broadcast per piece and 16 MiB within the writer's shard axis, in sum the file's bytes,
     and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole tensor.
     """
+    bytes_io.check_saved_dtype(dtype)
     state = state_of(model)
     mesh = mesh_of(state, path)
     tied = {name: entry.names[0] for entry in by_identity(state) for name in entry.names[1:]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +13,17 @@ import torch
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
-from shardkit.checkpoint._dcp.directory import DAMAGED_FILE
+from shardkit.checkpoint._dcp.directory import DAMAGED_FILE, again_if_replaced, unless_replaced
 from shardkit.checkpoint._dcp.item_file import ItemFile
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
-from shardkit.checkpoint._files.bytes_io import dtype_name, info_nbytes
+from shardkit.checkpoint._files.bytes_io import dtype_name, info_nbytes, reading
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
 
     from shardkit.checkpoint._dcp.manifest import Manifest
     from shardkit.checkpoint._files.bytes_io import Checkpoint
@@ -84,6 +84,11 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
     Raises:
         CheckpointError: There is none, or its description is damaged.
     """
+    with reading(source):
+        return again_if_replaced(Path(source), lambda: _describe(source, suffix))
+
+
+def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
     checkpoint = open_checkpoint(source, suffix)
     step, world_size = None, None
     if isinstance(checkpoint, DcpFiles):
@@ -145,20 +150,29 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Find
 
     Cost: every byte is read; memory for the largest chunk.
     """
-    found = Findings()
-    try:
-        checkpoint = open_checkpoint(source, suffix)
-        if isinstance(checkpoint, DcpFiles):
-            checkpoint.reader.check_files()
-            if checkpoint.reader.manifest is not None:
-                _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
-            else:
-                _verify_archives(checkpoint, found)
-            _verify_others(checkpoint, found)
-            return found
-    except CheckpointError as error:
-        found.problems.append(str(error))
+
+    def find() -> Findings:
+        found = Findings()
+        try:
+            with reading(source):
+                _verify(source, suffix, found)
+        except CheckpointError as error:
+            found.problems.append(str(error))
         return found
+
+    return unless_replaced(Path(source), find, lambda found: not found.problems)
+
+
+def _verify(source: str | os.PathLike[str], suffix: str, found: Findings) -> None:
+    checkpoint = open_checkpoint(source, suffix)
+    if isinstance(checkpoint, DcpFiles):
+        checkpoint.reader.check_files()
+        if checkpoint.reader.manifest is not None:
+            _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
+        else:
+            _verify_archives(checkpoint, found)
+        _verify_others(checkpoint, found)
+        return
     if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
         paths = checkpoint.files
     else:
@@ -166,10 +180,10 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Find
         paths = sorted(set(checkpoint.parts.values()))
     for path in paths:
         _verify_file(path, found)
-    return found
 
 
 def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Findings) -> None:
+    tensors = checkpoint.reader.tensors_by_place()
     with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
         meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
         for name, stored in manifest.files.items():
@@ -177,6 +191,8 @@ def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Findings) 
                 for item in stored.items:
                     try:
                         file.read(item, f"item at byte {item.offset}")
+                        if (name, item.offset) in tensors:
+                            file.check(item, *tensors[name, item.offset])
                     except CheckpointError as error:
                         found.problems.append(str(error))
     noted = checkpoint.path / DAMAGED_FILE
@@ -254,8 +270,12 @@ def _verify_file(path: Path, found: Findings) -> None:
             f"what its header says: its values are not verified."
         )
         return
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # noqa: BLE001 - whatever a damaged directory leads to
+        found.problems.append(f"{path}: it cannot be read: {error!r}")
+        return
     if damaged is not None:
         found.problems.append(
             f"{path}: the content of its entry {damaged} is not what was written."

@@ -67,8 +67,10 @@ class Job:
         if self.model is None and not self.extra:
             msg = f"{quote(self.path)}: there is nothing to save. Pass a model or extras."
             raise CheckpointError(msg)
-        if self.keep_last is not None and self.keep_last < 1:
-            msg = f"keep_last must be at least 1, the new checkpoint, not {self.keep_last}."
+        keep_last: object = self.keep_last
+        is_count = isinstance(keep_last, numbers.Integral) and not isinstance(keep_last, bool)
+        if keep_last is not None and not (is_count and int(keep_last) >= 1):  # type: ignore[call-overload]
+            msg = f"keep_last must be at least 1, the new checkpoint, not {keep_last!r}."
             raise CheckpointError(msg)
 
     def collect(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit.backends.groups import exchange
-from shardkit.checkpoint._agreement import agreed, quote, raise_any, rank_of
+from shardkit.checkpoint._agreement import agreed, any_rank, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
@@ -92,63 +92,84 @@ def load(
                 lambda: load_full(target, model, strict=strict, progress=progress),
             )
             return {}
-        agreed(process_group, what, lambda: _look(target) if rank == 0 else None)
 
         def plan() -> _Plan:
-            return _Plan(
-                DistributedCheckpoint(target, meter),
-                _identity(target),
-                model,
-                optimizer,
-                extra,
-            )
+            identity = zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
+            return _Plan(DistributedCheckpoint(target, meter), identity, model, optimizer, extra)
 
-        planned = agreed(process_group, what, plan, lambda made: made.identity)
-        everyone = exchange(planned.findings, process_group, "a checkpoint")
-        raise_any(what, [each.problem(everyone, strict=strict) for each in everyone])
+        def attempt() -> dict[str, Any]:
+            together = _Together(target, what, process_group)
+            together(lambda: _look(target) if rank == 0 else None)
+            planned = together(plan, lambda made: made.identity)
+            everyone = exchange(planned.findings, process_group, "a checkpoint")
+            raise_any(what, [each.problem(everyone, strict=strict) for each in everyone])
+            if rank == 0 and planned.leaves_optimizers_out:
+                _logger.info(
+                    "%s has the state of an optimizer, which is left out: load() got none. Pass "
+                    "the optimizer to go on training.",
+                    quote(target),
+                )
+            return planned.carry_out(together)
 
-        def noting_damage(act: Callable[[], T]) -> Callable[[], T]:
-            return lambda: _noting_damage(target, planned.identity, act)
-
-        if rank == 0 and planned.leaves_optimizers_out:
-            _logger.info(
-                "%s has the state of an optimizer, which is left out: load() got none. Pass the "
-                "optimizer to go on training.",
-                quote(target),
-            )
-        if not planned.has_optimizers:
-            return agreed(process_group, what, noting_damage(planned.load_all))
-        agreed(process_group, what, noting_damage(planned.load_model))
-        # Optimizers of whole matrices communicate where they show their state, and where they get
-        # it. No rank does so before all have read what they need.
-        room = planned.make_room()
-        read = agreed(process_group, what, noting_damage(lambda: planned.read(room)))
-        planned.put_optimizers(read)
-        return agreed(process_group, what, noting_damage(planned.put_extras))
+        for _ in range(directory.READ_AGAIN):
+            try:
+                return attempt()
+            except _ReplacedError as error:
+                found = error.__cause__
+        assert found is not None
+        raise found
 
 
-def _identity(target: pathlib.Path) -> int:
-    """Return what tells one save of a name from another: metadata have a random number."""
-    return zlib.crc32((target / METADATA_FILE).read_bytes())
+class _ReplacedError(Exception):
+    """Another job has replaced a checkpoint while it was read: it is read once more."""
 
 
-def _noting_damage(target: pathlib.Path, identity: int, act: Callable[[], T]) -> T:
-    """Run a part of a load; if it finds damage, have `latest` pass over the checkpoint.
+class _Together:
+    """Runs each part of a load on all ranks; none goes on where one failed.
 
     Args:
         target: Directory of the checkpoint.
-        identity: Of the save that was planned for: another job may put another one in its place.
-        act: Reads.
+        what: What was not done, for errors.
+        group: Process group of the ranks that load.
     """
-    try:
-        return act()
-    except CheckpointError as error:
-        is_ours = directory.manifest_path(target).exists()
-        if DAMAGED not in str(error) or not is_ours or _identity(target) != identity:
+
+    def __init__(self, target: pathlib.Path, what: str, group: Any) -> None:
+        self._target = target
+        self._what = what
+        self._group = group
+        self._before = directory.stamp(target)
+
+    def __call__(self, act: Callable[[], T], same: Callable[[T], object] | None = None) -> T:
+        """Run something that does not communicate; return its result.
+
+        Args:
+            act: What is run.
+            same: Of the result: what must be the same on all ranks.
+
+        Raises:
+            CheckpointError: On all ranks.
+            _ReplacedError: On all ranks: this is not the checkpoint that it was.
+        """
+        try:
+            return agreed(self._group, self._what, lambda: self._noting_damage(act), same)
+        except CheckpointError as error:
+            is_replaced = directory.stamp(self._target) != self._before
+            if any_rank(self._group, is_replaced):
+                raise _ReplacedError from error
             raise
-        directory.note_damage(target, str(error))
-        msg = f"{error} latest() passes over this one from now on."
-        raise CheckpointError(msg) from error
+
+    def _noting_damage(self, act: Callable[[], T]) -> T:
+        """Have `latest` pass over the checkpoint if something of it is damaged."""
+        try:
+            return act()
+        except CheckpointError as error:
+            if DAMAGED not in str(error) or not directory.manifest_path(self._target).exists():
+                raise
+            # Another job may have put another one in its place.
+            if not directory.note_damage(self._target, str(error), self._before):
+                raise
+            msg = f"{error} latest() passes over this one from now on."
+            raise CheckpointError(msg) from error
 
 
 def is_full(path: pathlib.Path) -> bool:
@@ -212,6 +233,17 @@ class _Plan:
     def has_optimizers(self) -> bool:
         """Whether optimizers are loaded."""
         return self._optimizers is not None
+
+    def carry_out(self, together: _Together) -> dict[str, Any]:
+        """Read all, and give it to its objects; return the extras."""
+        if not self.has_optimizers:
+            return together(self.load_all)
+        together(self.load_model)
+        # Optimizers of whole matrices communicate where they show their state, and where they get
+        # it. No rank does so before all have read what they need.
+        room = self.make_room()
+        self.put_optimizers(together(lambda: self.read(room)))
+        return together(self.put_extras)
 
     def load_all(self) -> dict[str, Any]:
         """Read the model's and the extras' entries, and give them to their objects."""

@@ -68,7 +68,7 @@ class Number(Kind):
             raise NotOfKindError(msg)
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise NotOfKindError(msg) from None
         if not number.is_integer() or (number < self.least and number not in self.also):
             raise NotOfKindError(msg)

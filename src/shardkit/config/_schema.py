@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -148,7 +149,11 @@ class Found:
             try:
                 self._values[name] = SECTIONS[section][name].kind.parse(entry.value)
             except NotOfKindError as error:
-                got = f", got {entry.value!r}" if error.expected.startswith("must") else ""
+                got = (
+                    f", got {reprlib.repr(entry.value)}"
+                    if error.expected.startswith("must")
+                    else ""
+                )
                 end = "" if error.expected.endswith(".") else "."
                 self.complain(name, f"{error.expected}{got}{end} {error.hint}".rstrip())
 

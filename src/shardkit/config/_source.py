@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _OF_DICT = "config"
+_MAX_NBYTES = 2**18
+_MAX_VALUES = 10_000  # With what aliases repeat.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,12 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
     Raises:
         ConfigError: There is no such file, or it does not hold fields; with its line.
     """
-    if isinstance(source, (str, os.PathLike)):
-        return _read_file(Path(source))
-    return _of_mapping("", source, Place(_OF_DICT))
+    is_file = isinstance(source, (str, os.PathLike))
+    try:
+        return _read_file(Path(source)) if is_file else _of_mapping("", source, Place(_OF_DICT))  # type: ignore[arg-type]
+    except RecursionError:
+        msg = f"{source if is_file else _OF_DICT}: values are nested too deep for a config."
+        raise ConfigError(msg) from None
 
 
 def _of_mapping(name: str, values: Mapping[str, Any], place: Place) -> Section:
@@ -109,8 +115,8 @@ def _of_mapping(name: str, values: Mapping[str, Any], place: Place) -> Section:
 def _read_file(path: Path) -> Section:
     yaml = import_yaml()
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = _text_of(path)
+    except (OSError, ValueError) as error:
         msg = (
             f"the config file {path} cannot be read: {error}. Write one by python -m shardkit "
             f"config, or by accelerate config."
@@ -124,6 +130,7 @@ def _read_file(path: Path) -> Section:
         if not isinstance(node, yaml.MappingNode):
             msg = f"{path}:1: this is not a config file: it has no fields (name: value)."
             raise ConfigError(msg)
+        _check_size(node, path)
         return _of_node(yaml, "", node, str(path))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -133,6 +140,33 @@ def _read_file(path: Path) -> Section:
     except yaml.YAMLError as error:  # Characters that no text has.
         msg = f"{path}: this is not YAML: {error}"
         raise ConfigError(msg) from error
+
+
+def _text_of(path: Path) -> str:
+    """Return what a file holds; raise if it is none of a size that a config may have."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            msg = "it is no regular file"  # From a FIFO nothing may ever come.
+            raise ValueError(msg)
+        content = file.read(_MAX_NBYTES + 1)
+    if len(content) > _MAX_NBYTES:
+        msg = f"it has more than {_MAX_NBYTES} bytes"
+        raise ValueError(msg)
+    return content.decode("utf-8").replace("\r\n", "\n")
+
+
+def _check_size(node: Any, path: Path) -> None:
+    """Refuse aliases that stand for more than anybody writes."""
+    left, waiting = _MAX_VALUES, [node]
+    while waiting:
+        left -= 1
+        if left < 0:
+            msg = f"{path}: with its aliases it has more than {_MAX_VALUES} values."
+            raise ConfigError(msg)
+        for value in waiting.pop().value:
+            waiting += value if isinstance(value, tuple) else ()
+            if not isinstance(value, (tuple, str)):
+                waiting.append(value)
 
 
 def _of_node(yaml: Any, name: str, node: Any, source: str) -> Section:

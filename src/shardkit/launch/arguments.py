@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _PORT = 29500
+_AS_MANY_AS_CARDS = -1  # As Accelerate writes it.
+_MAX_RANKS = 4096  # On one host, and hosts: more is a slip of the finger.
 _ABOUT = """Start the ranks of a script by torchrun.
 
 All options of torchrun are known, and the names of Accelerate for the most frequent ones. What is
@@ -128,6 +130,7 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     fields = {name: value for name, value in dict(written).items() if value is not None}
     reader.set_defaults(**dict.fromkeys(_OF_TORCHRUN.values()))  # None: not on the command line.
     fields |= _above_the_file(first, reader.parse_args(argv))
+    _check_numbers(fields)
     use_cpu = first.cpu or bool(fields.get("use_cpu"))
     if first.xla or str(fields.get("distributed_type", "")).upper() == "XLA":
         defaults = _xla_defaults(fields)
@@ -141,9 +144,12 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         msg = "launch runs Python scripts and modules: leave out --no-python and --run-path."
         raise LaunchError(msg)
     try:
-        parse_min_max_nnodes(torchrun.nnodes)
-        determine_local_world_size(torchrun.nproc_per_node)
-    except ValueError as error:
+        hosts = parse_min_max_nnodes(torchrun.nnodes)
+        for count in (*hosts, determine_local_world_size(torchrun.nproc_per_node)):
+            if not 1 <= count <= _MAX_RANKS:
+                msg = f"{count} is not in 1 to {_MAX_RANKS}"
+                raise ValueError(msg)  # noqa: TRY301 - the options are named once
+    except (ValueError, RuntimeError) as error:
         msg = (
             f"--nnodes {torchrun.nnodes} --nproc-per-node {torchrun.nproc_per_node}: {error}. The "
             f"first is a number of hosts, or two as 2:4; the second is a number of ranks on this "
@@ -215,6 +221,29 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
     return found
 
 
+def _check_numbers(fields: Mapping[str, Any]) -> None:
+    """Refuse numbers of ranks, hosts and ports that cannot be; those of a file are checked there.
+
+    Raises:
+        LaunchError: It names the option.
+    """
+    limits = {
+        "num_machines": (1, _MAX_RANKS),
+        "num_processes": (1, _MAX_RANKS * _MAX_RANKS),
+        "machine_rank": (0, max(int(fields.get("num_machines") or 1), 1) - 1),
+        "main_process_port": (0, 2**16 - 1),
+    }
+    for name, (least, most) in limits.items():
+        value = fields.get(name)
+        if value is None or (name == "num_processes" and int(value) == _AS_MANY_AS_CARDS):
+            continue
+        if name == "machine_rank" and "num_machines" not in fields:
+            most = _MAX_RANKS - 1  # noqa: PLW2901 - --nnodes says how many there are
+        if not least <= int(value) <= most:
+            msg = f"{name} must be in {least} to {most}, got {value}."
+            raise LaunchError(msg)
+
+
 def _is_in_environment(name: str) -> bool:
     """Say whether torchrun's own variable sets an option."""
     return f"PET_{name.upper()}" in os.environ
@@ -223,7 +252,7 @@ def _is_in_environment(name: str) -> bool:
 def _defaults(fields: Mapping[str, Any], *, use_cpu: bool) -> dict[str, Any]:
     hosts = int(fields.get("num_machines") or 1)
     ranks = fields.get("num_processes")
-    if ranks is None or int(ranks) < 0:  # Accelerate writes -1 for as many as there are cards.
+    if ranks is None or int(ranks) == _AS_MANY_AS_CARDS:
         chosen = str(fields.get("gpu_ids", "all"))
         seen = torch.accelerator.device_count() if chosen == "all" else len(chosen.split(","))
         per_host = 1 if use_cpu else max(seen, 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import subprocess
 import sys
 import typing
 
@@ -16,11 +18,14 @@ import shardkit
 from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory, stream
+from shardkit.checkpoint._files import asides
 from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
+
+    Call = typing.Callable[..., typing.Any]
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",
@@ -210,6 +215,11 @@ def test_arguments_that_cannot_be_meant(tmp_path: pathlib.Path) -> None:
         checkpoint.save(tmp_path / "x")
     with pytest.raises(CheckpointError, match="keep_last must be at least 1"):
         checkpoint.save(tmp_path / "x", keep_last=0, step=1)
+    with pytest.raises(CheckpointError, match=r"keep_last must be .* not 'all'"):
+        checkpoint.save(tmp_path / "x", keep_last="all", step=1)
+    for path in (3, "a\0b", "a\ud800"):
+        with pytest.raises(CheckpointError, match="path: expected that of a checkpoint"):
+            checkpoint.save(path, step=1)
     with pytest.raises(CheckpointError, match="checkpoint's name"):
         checkpoint.save(tmp_path / ".x.incomplete", step=1)
     checkpoint.save(tmp_path / "x", step=1)
@@ -248,7 +258,7 @@ def test_keep_last_leaves_the_newest_and_nothing_half(tmp_path: pathlib.Path) ->
 
 def test_keep_last_saves_the_only_copy_that_a_killed_run_left(tmp_path: pathlib.Path) -> None:
     only = checkpoint.save(tmp_path / "best", step=1)
-    only.rename(directory.replaced(only))
+    only.rename(tmp_path / ".best.replaced")
     checkpoint.save(tmp_path / "last", step=2, keep_last=2)
     assert checkpoint.load(only) == {"step": 1}
 
@@ -257,6 +267,120 @@ def test_latest_says_that_it_cannot_order_checkpoints_of_others(tmp_path: pathli
     dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     with pytest.warns(UserWarning, match=r"no checkpoint .* has a manifest.*step-1"):
         assert checkpoint.latest(tmp_path) is None
+
+
+# --- several jobs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["exchanges", "renames"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typing.Any:
+    """Return a function that has something done just before the first call of another."""
+
+    def refuse(*_: object) -> typing.NoReturn:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    if request.param == "renames":  # As on NFS.
+        monkeypatch.setattr(directory, "exchange", refuse)
+
+    def beside(where: typing.Any, name: str, act: typing.Callable[[], object]) -> None:
+        real = getattr(where, name)
+
+        def first(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+            monkeypatch.setattr(where, name, real)
+            act()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(where, name, first)
+
+    return beside
+
+
+def test_a_job_is_told_of_another_that_it_replaces(tmp_path: pathlib.Path, beside: Call) -> None:
+    path = checkpoint.save(tmp_path / "x", step=1)
+    beside(directory, "commit", lambda: checkpoint.save(path, step=2, overwrite=True))
+    with pytest.warns(UserWarning, match=rf"process {os.getpid()} on .* has saved under this name"):
+        checkpoint.save(path, step=3, overwrite=True)
+    assert checkpoint.load(path) == {"step": 3}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_job_is_told_of_another_that_replaces_it(tmp_path: pathlib.Path, beside: Call) -> None:
+    path = checkpoint.save(tmp_path / "x", step=1)
+    beside(directory, "_warning", lambda: checkpoint.save(path, step=2, overwrite=True))
+    with pytest.warns(UserWarning, match="has replaced the checkpoint that was just saved"):
+        checkpoint.save(path, step=3, overwrite=True)
+    assert checkpoint.load(path) == {"step": 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_the_second_job_to_take_a_free_name_is_refused(
+    tmp_path: pathlib.Path, beside: Call
+) -> None:
+    beside(directory, "commit", lambda: checkpoint.save(tmp_path / "x", step=1))
+    with pytest.raises(CheckpointError, match=r"process .* has saved under this name"):
+        checkpoint.save(tmp_path / "x", step=2)
+    assert checkpoint.load(tmp_path / "x") == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: pathlib.Path, beside: Call
+) -> None:
+    model = nn.Linear(3, 3)
+    path = checkpoint.save(tmp_path / "x", model, step=1)
+    with torch.no_grad():
+        model.weight.zero_()
+    beside(
+        checkpoint.CheckpointReader,
+        "read_data",
+        lambda: checkpoint.save(path, model, step=2, overwrite=True),
+    )
+    loaded = nn.Linear(3, 3)
+    assert checkpoint.load(path, loaded) == {"step": 2}
+    assert torch.equal(loaded.weight, model.weight)
+
+
+def other_job(path: pathlib.Path, pid: int, place: str, start: str) -> pathlib.Path:
+    """Make what another job is writing."""
+    own = asides.own()
+    name = asides.new_aside(path, asides.INCOMPLETE).name
+    mine = f"-{own.pid}-{own.place}-{own.start}-"
+    aside = path.with_name(name.replace(mine, f"-{pid}-{place}-{start}-"))
+    aside.mkdir()
+    return aside
+
+
+def test_keep_last_deletes_what_dead_jobs_left_and_names_those_that_live(
+    tmp_path: pathlib.Path,
+) -> None:
+    own = asides.own()
+    with subprocess.Popen(["sleep", "60"]) as living:
+        start = asides._start_of(living.pid)  # noqa: SLF001
+        alive = other_job(tmp_path / "a", living.pid, own.place, start)
+        reused = other_job(tmp_path / "a", living.pid, own.place, "1")
+        elsewhere = other_job(tmp_path / "a.b", 7, "00c0ffee", "8")
+        forgotten = other_job(tmp_path / "a.b", 7, "00c0ffee", "9")
+        os.utime(forgotten, (1, 1))
+        with pytest.warns(UserWarning, match="keep_last=2: process") as warned:
+            checkpoint.save(tmp_path / "x", step=1, keep_last=2)
+        living.kill()
+    texts = sorted(str(warning.message).partition(" saves ")[2] for warning in warned)
+    assert [text.split(" in ")[0] for text in texts] == ["'a'", "'a.b'"]
+    said = " ".join(str(warning.message) for warning in warned)
+    assert f"process {living.pid} " in said
+    assert "process 7 " in said
+    assert alive.exists()
+    assert elsewhere.exists()
+    assert not reused.exists()
+    assert not forgotten.exists()
+    checkpoint.save(tmp_path / "a", step=1)  # Nobody is asked that does not live.
+    assert not alive.exists()
+
+
+def test_names_of_any_length(tmp_path: pathlib.Path) -> None:
+    path = checkpoint.save(tmp_path / ("x" * 190), step=1)
+    checkpoint.save(path, step=2, overwrite=True)
+    assert checkpoint.load(path) == {"step": 2}
 
 
 # --- small things ---------------------------------------------------------------------------------

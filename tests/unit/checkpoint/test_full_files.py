@@ -272,6 +272,37 @@ def test_nothing_is_left_of_a_write_that_failed(tmp_path: pathlib.Path, format: 
     assert torch.equal(loaded["a"], torch.ones(3))
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_two_jobs_that_write_one_file(tmp_path: pathlib.Path, suffix: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    format: typing.Any = "torch" if suffix == ".pt" else "safetensors"  # noqa: A001
+    infos = {"a": TensorInfo((3,), torch.float32)}
+    with FullWriter(path, infos, format=format) as first:
+        first.append("a", torch.ones(2))
+        with FullWriter(path, infos, format=format) as second:
+            second.append("a", torch.zeros(3))
+        assert torch.equal(FullFile(path).read("a", 0, 3), torch.zeros(3))
+        first.append("a", torch.ones(1))
+    assert torch.equal(FullFile(path).read("a", 0, 3), torch.ones(3))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_jobs_that_write_into_one_directory(tmp_path: pathlib.Path) -> None:
+    infos = {name: TensorInfo((3,), torch.float32) for name in "ab"}
+
+    def write(value: float, meanwhile: typing.Callable[[], None]) -> None:
+        with FullWriter(tmp_path / "x", infos, format="torch", max_shard_size=12) as writer:
+            meanwhile()
+            for name in infos:
+                writer.append(name, torch.full((3,), value))
+
+    with pytest.raises(CheckpointError, match=r"another job has written .*-00001-of-00002\.bin"):
+        write(1.0, lambda: write(2.0, lambda: None))
+    file = FullFile(tmp_path / "x")
+    assert [file.read(name, 0, 3).tolist() for name in infos] == [[2.0] * 3] * 2
+    assert len(list((tmp_path / "x").iterdir())) == 3
+
+
 def test_a_file_has_its_name_once_it_is_on_the_disk(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

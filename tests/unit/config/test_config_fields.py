@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import sys
@@ -407,6 +408,43 @@ fsdp_config:
   fsdp_auto_wrap_policy: SIZE_BASED_WARP
   fsdp_transformer_layer_cls_to_wrap: Block
 """
+
+
+def aliases(depth: int, width: int) -> str:
+    lines = ["a0: &a0 [1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, depth)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (aliases(9, 10), "with its aliases it has more than 10000 values"),
+        ("a: &a [*a]", "with its aliases it has more than|not YAML"),
+        ("a: " + "[" * 20_000, "nested too deep|not YAML"),
+        ("a: " + "x" * 300_000, "has more than 262144 bytes"),
+        ("num_machines: " + "9" * 400, "num_machines must be an integer"),
+    ],
+)
+def test_files_that_would_take_all_memory(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_config(file)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_fifo_is_no_config_file(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "fsdp.yaml")
+    with pytest.raises(ConfigError, match=r"fsdp\.yaml cannot be read: it is no regular file"):
+        from_config(tmp_path / "fsdp.yaml")
+
+
+def test_a_dict_that_holds_itself() -> None:
+    fields: Fields = {}
+    fields["fsdp_config"] = fields
+    with pytest.raises(ConfigError, match="nested too deep"):
+        from_config(fields)
 
 
 def test_all_errors_of_a_file_come_at_once_with_their_lines(tmp_path: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from machines import FakeMachine
 
 from shardkit._doctor.facts import Checkup, Place
+from shardkit._doctor.links import Answerer
 from shardkit._doctor.report import as_json, lines_of
 from shardkit._doctor.rules_group import examine
 from shardkit._doctor.session import NoStoreError, Session, open_store, place_of
@@ -177,3 +178,19 @@ def test_a_launcher_says_where_a_rank_stands() -> None:
     assert alone is not None
     assert under_agent is not None
     assert (alone.hosts_store, under_agent.hosts_store) == (True, False)
+
+
+def test_a_stranger_gets_no_more_threads_than_others() -> None:
+    answerer = Answerer(FakeMachine())
+    before = threading.active_count()
+    strangers = [socket.create_connection(("127.0.0.1", answerer.port)) for _ in range(100)]
+    try:
+        time.sleep(0.2)
+        assert threading.active_count() - before <= 64
+        for stranger in strangers:
+            stranger.close()
+        with socket.create_connection(("127.0.0.1", answerer.port), timeout=10) as rank:
+            rank.sendall(b"t")
+            assert len(rank.recv(8)) == 8
+    finally:
+        answerer.close()

@@ -184,6 +184,26 @@ def test_cards_that_are_chosen_are_as_many_as_ranks(monkeypatch: pytest.MonkeyPa
     assert parsed("--config", "f", "train.py", gpu_ids="0,3").torchrun.nproc_per_node == "2"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_processes", "99999999999999"], r"num_processes must be in 1 to \d+, got 9999"),
+        (["--num_processes", "-3"], "num_processes must be in .* got -3"),
+        (["--num_processes", "0"], "num_processes must be in .* got 0"),
+        (["--num_processes", "50000"], "--nproc-per-node 50000: 50000 is not in 1 to 4096"),
+        (["--num_machines", "0"], "num_machines must be in .* got 0"),
+        (["--num_machines", "2", "--machine_rank", "2"], "machine_rank must be in 0 to 1, got 2"),
+        (["--main_process_port", "70000"], "main_process_port must be in 0 to 65535, got 70000"),
+        (["--nproc-per-node", "-3"], "-3 is not in 1 to 4096"),
+        (["--nproc-per-node", "99999999999999"], "is not in 1 to 4096"),
+        (["--nnodes", "0"], "--nnodes 0 .*0 is not in 1 to 4096"),
+    ],
+)
+def test_numbers_that_cannot_be_meant(words: list[str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        parsed(*words, "t.py")
+
+
 @pytest.mark.parametrize("option", ["--nproc-per-node", "--nnodes"])
 def test_a_number_that_is_none_is_named(option: str) -> None:
     with pytest.raises(LaunchError, match=f"{option} two"):

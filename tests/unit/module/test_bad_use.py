@@ -157,6 +157,12 @@ def scatter_then_memory(model: typing.Any) -> None:
 BAD_SETTINGS: dict[str, tuple[Callable[[typing.Any], object], str]] = {
     "factor 0": (lambda m: m.set_gradient_divide_factor(0), "cannot be divided by 0"),
     "factor nan": (lambda m: m.set_gradient_divide_factor(float("nan")), "divided by nan"),
+    "factor -1": (lambda m: m.set_gradient_divide_factor(-1), "factor: .* divided by -1"),
+    "factor text": (lambda m: m.set_gradient_divide_factor("two"), "divided by 'two'"),
+    "max_norm -1": (lambda m: m.clip_grad_norm_(-1), "max_norm must be .* at least 0, got -1"),
+    "max_norm nan": (lambda m: m.clip_grad_norm_(float("nan")), "max_norm .* got nan"),
+    "max_norm None": (lambda m: m.clip_grad_norm_(None), "max_norm .* got None"),
+    "norm_type -1": (lambda m: m.clip_grad_norm_(1.0, -1), "norm_type .* got -1"),
     "hook twice": (set_twice, r"has an all-reduce hook already. Remove it first"),
     "memory and gather": (memory_then_gather, "takes its buffers from the process group"),
     "scatter and memory": (scatter_then_memory, "communicates by functions of yours"),

@@ -1,25 +1,31 @@
 """Directories of checkpoints: how one comes to stand under its name, which is the newest.
 
-While it is written a checkpoint is called ``.<name>.incomplete``. Once all of it is on the disk
-the directory is renamed, which happens whole or not at all, also in a crash::
+A checkpoint is written under a name of its own, beside the one that it gets (`_files.asides`).
+Once all of it is on the disk the two are exchanged, which happens whole or not at all, also in a
+crash and beside other jobs. Then what had the name before is deleted::
 
-    .<name>.incomplete   being written, or left by a run that was killed
-    .<name>.replaced     what <name> was, from the moment it makes room to the end of its deletion
-    .<name>.deleted      being deleted
+    .<name>.<owner>.incomplete   being written, or left by a job that was killed
+    .<name>.<owner>.replaced     what <name> was, from the moment it makes room until it is obsolete
+    .<name>.<owner>.deleted      being deleted
 
-A crash between the two renames of a replacement leaves nothing under the name. `recover` then
-gives it the new checkpoint if that is complete, else the old one.
+NFS and some other file systems cannot exchange. There the old checkpoint is renamed before the new
+one is, and for a moment nothing has the name. `recover` then gives it the newest that is complete;
+also after a crash. A rename to a name that has a checkpoint fails on every file system, so of jobs
+that do this at once each one knows what became of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import os
 import shutil
 import warnings
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.manifest import (
@@ -31,25 +37,37 @@ from shardkit.checkpoint._dcp.manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._files.bytes_io import fsync_directory
+from shardkit.checkpoint._files.asides import (
+    DELETED,
+    INCOMPLETE,
+    REPLACED,
+    Aside,
+    asides_in,
+    new_aside,
+    own,
+    parse_aside,
+)
+from shardkit.checkpoint._files.bytes_io import fsync_directory, read_index
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 DAMAGED_FILE = "shardkit.damaged"
 """In a checkpoint that `load` found damaged: what it found."""
 
-_INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
+T = TypeVar("T")
 
+READ_AGAIN = 50
+"""A checkpoint is read so many times at most, if other jobs replace it all the time."""
 
-def incomplete(path: Path) -> Path:
-    """Return where a checkpoint is written."""
-    return path.with_name(f".{path.name}{_INCOMPLETE}")
+_SWITCHES = 1000  # Are tried, if other jobs are faster each time.
 
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENOENT}
+"""What renaming says if another job was faster: the name is taken, or what had it is not there."""
 
-def replaced(path: Path) -> Path:
-    """Return where a checkpoint waits that makes room for another."""
-    return path.with_name(f".{path.name}{_REPLACED}")
+_CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM}
+
+_ONE_EACH = "Give each job a path of its own, or end the one before."
 
 
 def normalized(path: os.PathLike[str] | str) -> Path:
@@ -64,9 +82,15 @@ def normalized(path: os.PathLike[str] | str) -> Path:
             "complete one: then begin anew."
         )
         raise CheckpointError(msg)
-    result = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
-    name = result.name
-    if not name or (name.startswith(".") and name.endswith((_INCOMPLETE, _REPLACED, _DELETED))):
+    try:
+        result = Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
+        is_name = b"\0" not in os.fsencode(result)
+    except (TypeError, ValueError):
+        is_name = False
+    if not is_name:
+        msg = f"path: expected that of a checkpoint, such as 'checkpoints/step-1000', not {path!r}."
+        raise CheckpointError(msg)
+    if not result.name or parse_aside(result) is not None:
         msg = (
             f"{os.fspath(path)!r}: expected a path that ends with the checkpoint's name, such as "
             f"'checkpoints/step-1000', not with one that shardkit uses while it writes."
@@ -75,29 +99,94 @@ def normalized(path: os.PathLike[str] | str) -> Path:
     return result
 
 
+Stamp = tuple[int, ...] | None
+"""Tells one checkpoint from another of the same name; None: there is none."""
+
+
+def stamp(path: Path) -> Stamp:
+    """Return what tells the checkpoint that has a name from others that may get it."""
+    try:
+        return _stamp_of((path / METADATA_FILE).stat())
+    except OSError:
+        return None
+
+
+def _stamp_of(found: os.stat_result) -> Stamp:
+    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def again_if_replaced(path: Path, read: Callable[[], T]) -> T:
+    """Read a checkpoint; once more if it failed since another job has replaced the checkpoint.
+
+    Args:
+        path: The checkpoint.
+        read: Communicates nothing.
+
+    Raises:
+        CheckpointError: As `read` does.
+    """
+    for _ in range(READ_AGAIN):
+        before = stamp(path)
+        try:
+            return read()
+        except CheckpointError:
+            if stamp(path) == before:
+                raise
+    return read()
+
+
+def unless_replaced(path: Path, find: Callable[[], T], is_right: Callable[[T], bool]) -> T:
+    """Return what is found in a checkpoint; if it is wrong since another job replaced it, again."""
+    for _ in range(READ_AGAIN):
+        before = stamp(path)
+        found = find()
+        if is_right(found) or stamp(path) == before:
+            return found
+    return find()
+
+
 def problem(path: Path) -> str:
     """Say what of a checkpoint is missing or damaged, as far as is known; empty if nothing.
 
     Known is what sizes tell, and what `load` has found.
     """
-    noted = path / DAMAGED_FILE
     try:
-        if noted.exists():
-            return noted.read_text().strip()
-        check_metadata(path, manifest := read_manifest(path))
-        for name, stored in manifest.files.items():
-            check_size(path / name, stored.nbytes)
-    except FileNotFoundError as error:
-        return f"{error.filename}: no such file"
+        again_if_replaced(path, lambda: _check(path))
     except (CheckpointError, OSError) as error:
         return str(error)
     return ""
 
 
-def note_damage(path: Path, found: str) -> None:
-    """Have `latest` pass over a checkpoint from now on."""
-    with contextlib.suppress(OSError):  # A disk that cannot be written.
-        (path / DAMAGED_FILE).write_text(f"{found}\n")
+def _check(path: Path) -> None:
+    noted = path / DAMAGED_FILE
+    if noted.exists():
+        raise CheckpointError(noted.read_text().strip())
+    try:
+        check_metadata(path, manifest := read_manifest(path))
+    except FileNotFoundError as error:
+        msg = f"{error.filename}: no such file"
+        raise CheckpointError(msg) from error
+    for name, stored in manifest.files.items():
+        check_size(path / name, stored.nbytes)
+
+
+def note_damage(path: Path, found: str, which: Stamp) -> bool:
+    """Have `latest` pass over a checkpoint from now on, unless another one has its name by now."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if _stamp_of(os.stat(METADATA_FILE, dir_fd=folder)) != which:
+            return False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(DAMAGED_FILE, flags, 0o666, dir_fd=folder), "w") as file:
+            file.write(f"{found}\n")
+    except OSError:  # A disk that cannot be written.
+        return True
+    finally:
+        os.close(folder)
+    return True
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -125,7 +214,7 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
     """
     file = path / METADATA_FILE
     check_size(file, manifest.metadata_nbytes)
-    content = file.read_bytes()
+    content = read_index(file)
     if zlib.crc32(content) != manifest.metadata_crc32:
         msg = f"{file}: its checksum is not that of its content. Load another checkpoint."
         raise CheckpointError(msg)
@@ -135,11 +224,23 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
 # --- order --------------------------------------------------------------------------------------
 
 
-def headers(directory: Path) -> Iterator[tuple[Path, Header]]:
-    """Yield what of a directory has a manifest, also under names that are used while writing."""
+def headers(
+    directory: Path, unreadable: Callable[[Path, CheckpointError], None] | None = None
+) -> Iterator[tuple[Path, Header]]:
+    """Yield what of a directory has a manifest, also under names that are used while writing.
+
+    Args:
+        directory: Where to look.
+        unreadable: Called with what has a manifest that is damaged.
+    """
     for entry in sorted(directory.iterdir()):
-        with contextlib.suppress(OSError, CheckpointError):
+        try:
             yield entry, read_header(entry)
+        except OSError:
+            continue
+        except CheckpointError as error:
+            if unreadable is not None:
+                unreadable(entry, error)
 
 
 def next_sequence(directory: Path) -> int:
@@ -149,13 +250,18 @@ def next_sequence(directory: Path) -> int:
 
 def complete_in(directory: Path) -> Iterator[Path]:
     """Yield the checkpoints of a directory that have valid headers, the newest first."""
-    found = [
-        (header.sequence, entry)
-        for entry, header in headers(directory)
-        if not (entry.name.startswith(".") and entry.suffix in {_INCOMPLETE, _REPLACED, _DELETED})
-    ]
-    for _, entry in sorted(found, reverse=True):
-        yield entry
+    found = headers(directory, _warn_passed_over)
+    yield from (entry for entry, _ in _newest_first(found))
+
+
+def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Header]]:
+    named = [each for each in found if parse_aside(each[0]) is None]
+    return sorted(named, key=lambda each: (each[1].sequence, each[0]), reverse=True)
+
+
+def _warn_passed_over(path: Path, found: object) -> None:
+    if parse_aside(path) is None:
+        warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=6)
 
 
 def latest(directory: os.PathLike[str] | str) -> Path | None:
@@ -202,35 +308,69 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
 
 
 def recover(path: Path) -> None:
-    """Finish or undo a replacement that a crash cut; any number of processes may call it."""
-    new, old = incomplete(path), replaced(path)
-    if path.exists() or not old.exists():
+    """Give a name that was lost on the way to another checkpoint the newest complete one.
+
+    Any number of processes may call it, also beside those that save.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    if os.path.lexists(path):
         return
-    source = new if not problem(new) else old
-    if (source / METADATA_FILE).exists():
-        with contextlib.suppress(FileNotFoundError):  # Another process was faster.
-            source.rename(path)
+    beside = [
+        aside
+        for aside in asides_in(path.parent)
+        if aside.name == path.name and aside.kind != DELETED
+    ]
+    if not any(aside.kind == REPLACED for aside in beside):
+        return  # It never had the name, or somebody has deleted it.
+    for aside in sorted(beside, key=_newness, reverse=True):
+        if aside.kind == INCOMPLETE and problem(aside.path):
+            continue
+        if not (aside.path / METADATA_FILE).exists():
+            continue
+        try:
+            aside.path.rename(path)
+        except FileNotFoundError:
+            continue  # Its job was faster, or another that recovers.
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return
         fsync_directory(path.parent)
+        return
+
+
+def _newness(aside: Aside) -> int:
+    """Return what orders those of which one is recovered; the least for checkpoints of others."""
+    try:
+        return 0 if problem(aside.path) else read_header(aside.path).sequence
+    except (OSError, CheckpointError):
+        return 0
 
 
 def _recover_all(directory: Path) -> None:
-    """Finish or undo what a crash cut in a directory: what stands aside may be the only copy."""
-    for entry in directory.glob(f".*{_REPLACED}"):
-        recover(directory / entry.name.removeprefix(".").removesuffix(_REPLACED))
+    """Recover all of a directory: what stands aside may be the only copy."""
+    for aside in asides_in(directory):
+        if aside.kind == REPLACED:
+            recover(aside.target)
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
-    """Make the directory in which a checkpoint is written; of a dead run's nothing is left.
+    """Make the directory in which a checkpoint is written; of dead jobs' nothing is left.
 
     Raises:
         CheckpointError: There is something under the name, and it may not be replaced.
         OSError: It cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # First: what is abandoned now is obsolete if there is a checkpoint afterwards.
+    abandoned = [a for a in asides_in(path.parent) if a.name == path.name and a.is_abandoned]
     recover(path)
     check_free(path, overwrite=overwrite)
-    new = incomplete(path)
-    remove(new)
+    for aside in abandoned:
+        delete(aside.path, path)
+    new = new_aside(path, INCOMPLETE)
     new.mkdir()
     return new
 
@@ -251,60 +391,202 @@ def check_free(path: Path, *, overwrite: bool) -> None:
             f"replace it by overwrite=True."
         )
         raise CheckpointError(msg)
-    if not path.is_dir() or (any(path.iterdir()) and not (path / METADATA_FILE).exists()):
-        msg = f"{path} exists and is no checkpoint: it is not replaced. Choose another name."
-        raise CheckpointError(msg)
+
+    def look() -> None:
+        try:
+            names = os.listdir(path)  # noqa: PTH208 - all at once: another job may replace it
+        except FileNotFoundError:
+            is_free = not path.is_symlink()  # Another job replaces it at this moment.
+        except NotADirectoryError:
+            is_free = False
+        else:
+            is_free = not names or METADATA_FILE in names
+        if not is_free:
+            msg = f"{path} exists and is no checkpoint: it is not replaced. Choose another name."
+            raise CheckpointError(msg)
+
+    again_if_replaced(path, look)
 
 
-def commit(path: Path) -> None:
-    """Give a complete checkpoint its name. What had it before is removed.
+def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp) -> None:
+    """Give a complete checkpoint its name. What had it before is deleted.
+
+    Warns if another job has saved under this name at the same time: the last one has it.
+
+    Args:
+        new: What `prepare` returned.
+        path: The name.
+        overwrite: Whether a checkpoint of this name is replaced.
+        before: Stamp of what had the name when `prepare` was called.
 
     Raises:
+        CheckpointError: Another job has taken the name meanwhile, and it is not overwritten.
         OSError: It cannot be renamed; what was there before is there again.
     """
-    new, old = incomplete(path), replaced(path)
-    fsync_directory(new)
-    if not os.path.lexists(path):
-        new.rename(path)
-    else:
-        remove(old)
-        path.rename(old)
+    mine = stamp(new)
+    try:
+        fsync_directory(new)
+        old = _switch(new, path, before, overwrite=overwrite)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            delete(new, path)
+        raise
+    fsync_directory(path.parent)  # Where this fails the old one stays, under another name.
+    for aside in old:
+        if stamp(aside) not in {before, None}:
+            msg = (
+                f"{path}: {_saved_by(aside)} has saved under this name meanwhile; its checkpoint "
+                f"has been replaced. {_ONE_EACH}"
+            )
+            warnings.warn(msg, stacklevel=3)
+        with _warning(aside):
+            delete(aside, path)
+    if stamp(path) not in {mine, None}:
+        msg = (
+            f"{path}: {_saved_by(path)} saves under this name too, and has replaced the checkpoint "
+            f"that was just saved. {_ONE_EACH}"
+        )
+        warnings.warn(msg, stacklevel=3)
+
+
+def _switch(new: Path, path: Path, before: Stamp, *, overwrite: bool) -> list[Path]:
+    """Give a checkpoint its name; return where now is what had it before."""
+    old: list[Path] = []
+    mine = stamp(new)
+    try:
+        for _ in range(_SWITCHES):
+            if _is_switched(new, path, old, before, overwrite=overwrite) or stamp(path) == mine:
+                return old
+            if not new.exists():  # It was used to recover the name, which another has by now.
+                msg = (
+                    f"{path}: {_saved_by(path)} has taken the place of this checkpoint. {_ONE_EACH}"
+                )
+                raise CheckpointError(msg)  # noqa: TRY301 - what was moved is put back
+        msg = f"{path}: other jobs save under this name all the time. {_ONE_EACH}"
+        raise CheckpointError(msg)  # noqa: TRY301
+    except BaseException:
+        if old:
+            with contextlib.suppress(OSError):  # Something else has the name already.
+                old[-1].rename(path)
+        raise
+
+
+def _is_switched(new: Path, path: Path, old: list[Path], before: Stamp, *, overwrite: bool) -> bool:
+    """Try it once; False if it takes another step, or another job was faster."""
+    try:
+        if not os.path.lexists(path):
+            new.rename(path)  # Fails if something has the name by now.
+            return True
+        if not overwrite and stamp(path) not in {before, None}:
+            msg = f"{path}: {_saved_by(path)} has saved under this name meanwhile. {_ONE_EACH}"
+            raise CheckpointError(msg)
+        check_free(path, overwrite=overwrite)
         try:
-            new.rename(path)
-        except FileNotFoundError:
-            if not path.exists():  # Else a process that called `latest` now has finished this.
+            exchange(new, path)
+        except OSError as error:
+            if error.errno not in _CANNOT_EXCHANGE:
                 raise
-        except OSError:
-            old.rename(path)
+        else:
+            old.append(new)
+            return True
+        aside = new_aside(path, REPLACED)
+        path.rename(aside)
+        old.append(aside)
+    except OSError as error:
+        if error.errno not in _TAKEN:
             raise
-    fsync_directory(path.parent)
-    with _warning(old):
-        remove(old)
+    return False
+
+
+@functools.cache
+def _renameat2() -> Any:
+    """Return the function of the C library; None if there is none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        function.argtypes = [
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_uint,
+        ]
+    return function
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange what has two names, at once.
+
+    Raises:
+        OSError: It cannot be done. EINVAL or ENOSYS: never on this file system, or system.
+    """
+    renameat2 = _renameat2()
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
+    at_cwd, rename_exchange = -100, 2  # <fcntl.h>, <stdio.h> of Linux
+    if renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _saved_by(path: Path) -> str:
+    """Name who has written a checkpoint."""
+    with contextlib.suppress(OSError, CheckpointError):
+        return read_manifest(path).saved_by or "another job"
+    return "another job"
 
 
 def prune(path: Path, keep_last: int) -> None:
     """Delete what is beside a new checkpoint: older ones but the newest, and leftovers.
 
+    What is newer stays: two jobs that do this at once do not delete each other's last one. Warns if
+    another job is saving there.
+
     Args:
         path: The checkpoint just written.
         keep_last: How many complete checkpoints stay.
     """
+    asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
+    try:
+        own_sequence = read_header(path).sequence
+    except (OSError, CheckpointError):  # Another job has deleted it, or replaces it.
+        own_sequence = 0
     kept = {path}
-    for other in complete_in(path.parent):
+    for other, header in _newest_first(headers(path.parent)):
         if other.is_symlink():  # Somebody's other name for one of these.
             continue
-        if other in kept or len(kept) < keep_last:
+        if other in kept or len(kept) < keep_last or header.sequence >= own_sequence:
             kept.add(other)
             continue
-        doomed = other.with_name(f".{other.name}{_DELETED}")
         with _warning(other):
-            remove(doomed)
-            other.rename(doomed)  # Half of it would look like a damaged one.
-    for leftover in path.parent.glob(".*"):
-        if leftover.suffix in {_INCOMPLETE, _REPLACED, _DELETED} and leftover.is_dir():
-            with _warning(leftover):
-                remove(leftover)
+            _delete_if(other, header)
+    for aside in asides:
+        if not aside.path.is_dir():
+            continue
+        if aside.is_abandoned:
+            with _warning(aside.path):
+                delete(aside.path, aside.target)
+        elif aside.kind == INCOMPLETE and aside.owner != own():
+            msg = (
+                f"keep_last={keep_last}: {aside.owner} saves {aside.name!r} in {path.parent} too, "
+                f"and the checkpoints of both are counted and deleted. Give each run a directory "
+                f"of its own."
+            )
+            warnings.warn(msg, stacklevel=3)
+
+
+def _delete_if(path: Path, header: Header) -> None:
+    """Delete a checkpoint, but not one that another job has given this name meanwhile."""
+    aside = new_aside(path, REPLACED)
+    with contextlib.suppress(FileNotFoundError):  # Another job has deleted it.
+        before = stamp(path)
+        if read_header(path) != header:
+            return
+        path.rename(aside)
+        if stamp(aside) == before:
+            delete(aside, path)
+        else:
+            recover(path)
 
 
 @contextlib.contextmanager
@@ -314,6 +596,25 @@ def _warning(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(f"{path} could not be deleted: {error}", stacklevel=4)
+
+
+def delete(path: Path, target: Path) -> None:
+    """Delete what stands aside; at no moment half of it can be taken for a checkpoint.
+
+    Args:
+        path: A directory or a link to one; it may be gone.
+        target: The checkpoint that it belongs to.
+    """
+    doomed = new_aside(target, DELETED)
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    except OSError:
+        doomed = path
+        with contextlib.suppress(OSError):
+            (path / METADATA_FILE).unlink()  # First: without it nobody takes it for one.
+    remove(doomed)
 
 
 def remove(path: Path) -> None:

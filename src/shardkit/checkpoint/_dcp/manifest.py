@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint._files.bytes_io import is_plain_name, open_regular, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,6 +27,9 @@ FORMAT_VERSION = 1
 
 BLOCK_NBYTES = 4 << 20
 """Every so many bytes of an item have a checksum of their own: parts of it can be verified."""
+
+_HEADER_NBYTES = 1 << 16
+_LIMIT = 1 << 62  # Sums of a few sizes below it are what they should be in any language.
 
 DAMAGED = "The checkpoint is damaged: load another one."
 
@@ -95,6 +99,7 @@ class Manifest:
         metadata_crc32: Its checksum.
         layout: How parameters were spread over ranks, for people to read.
         block_nbytes: See `BLOCK_NBYTES`.
+        saved_by: The process that saved it, for people to read; empty if it was not recorded.
     """
 
     header: Header
@@ -103,6 +108,7 @@ class Manifest:
     metadata_crc32: int
     layout: Mapping[str, Any] = field(default_factory=dict)
     block_nbytes: int = BLOCK_NBYTES
+    saved_by: str = ""
 
     def dump(self) -> bytes:
         """Return the content of the file."""
@@ -111,6 +117,7 @@ class Manifest:
             "block_nbytes": self.block_nbytes,
             "metadata": {"nbytes": self.metadata_nbytes, "crc32": self.metadata_crc32},
             "layout": self.layout,
+            "saved_by": self.saved_by,
             "files": {
                 name: {
                     "nbytes": stored.nbytes,
@@ -133,45 +140,97 @@ def read_header(directory: Path) -> Header:
     """Return the header of a checkpoint; reads only as much as there is of it.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or of another format.
+        CheckpointError: It is damaged, or of another format.
         FileNotFoundError: There is no manifest.
     """
     path = directory / MANIFEST_FILE
-    with path.open("rb") as file:
-        return _parse_header(file.readline(1 << 16), path)
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - a descriptor
+        return _parse_header(file.readline(_HEADER_NBYTES), path)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
+    """Return the manifest of a checkpoint: all of it makes sense, whoever has written it.
 
     Raises:
         CheckpointError: It is damaged, or of another format.
         FileNotFoundError: There is no manifest.
     """
     path = directory / MANIFEST_FILE
-    with path.open("rb") as file:
-        first, second = file.readline(), file.read()
-    header = _parse_header(first, path)
+    first, newline, second = read_index(path).partition(b"\n")
+    header = _parse_header(first + newline, path)
     body = _parse_line(second, b'"body":', b"}\n", path)
     try:
-        files = {
-            name: StoredFile(
-                stored["nbytes"],
-                tuple(Item(o, n, data, tuple(crcs)) for o, n, data, crcs in stored["items"]),
-            )
-            for name, stored in body["files"].items()
-        }
-        return Manifest(
-            header,
-            files,
-            metadata_nbytes=body["metadata"]["nbytes"],
-            metadata_crc32=body["metadata"]["crc32"],
-            layout=body["layout"],
-            block_nbytes=body["block_nbytes"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return _parse_body(body, header)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = f"{path}: not the manifest of a shardkit checkpoint: {error!r}. {DAMAGED}"
         raise CheckpointError(msg) from error
+
+
+def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
+    """Return what the body says.
+
+    Raises:
+        KeyError: Something is missing.
+        TypeError: Something is of another type.
+        ValueError: A number is out of range.
+    """
+    block_nbytes = _natural(body["block_nbytes"], "block_nbytes", at_least=1)
+    files = {}
+    for name, stored in body["files"].items():
+        if not is_plain_name(name) or name == MANIFEST_FILE:
+            msg = f"it lists {name!r}, expected files of this directory"
+            raise ValueError(msg)
+        nbytes = _natural(stored["nbytes"], f"size of {name!r}")
+        items = tuple(Item(o, n, data, tuple(crcs)) for o, n, data, crcs in stored["items"])
+        end = 0
+        for item in items:
+            _check_item(item, name, block_nbytes)
+            if item.offset < end:
+                msg = f"two items of {name!r} overlap at byte {item.offset}"
+                raise ValueError(msg)
+            end = item.offset + item.nbytes
+        if end > nbytes:
+            msg = f"an item of {name!r} ends at byte {end}, the file at {nbytes}"
+            raise ValueError(msg)
+        files[name] = StoredFile(nbytes, items)
+    layout, saved_by = body["layout"], body.get("saved_by", "")
+    if not isinstance(layout, dict) or not isinstance(saved_by, str):
+        msg = "layout or saved_by is of another type"
+        raise TypeError(msg)
+    return Manifest(
+        header,
+        files,
+        metadata_nbytes=_natural(body["metadata"]["nbytes"], "size of .metadata"),
+        metadata_crc32=_natural(body["metadata"]["crc32"], "checksum of .metadata"),
+        layout=layout,
+        block_nbytes=block_nbytes,
+        saved_by=saved_by,
+    )
+
+
+def _check_item(item: Item, name: str, block_nbytes: int) -> None:
+    """Raise if an item cannot be: TypeError or ValueError."""
+    numbers = (item.offset, item.nbytes, 0 if item.data_offset is None else item.data_offset)
+    for number in (*numbers, *item.crc32s):
+        if type(number) is not int:
+            msg = f"{number!r} in {name!r} is no integer"
+            raise TypeError(msg)
+    if min(numbers) < 0 or numbers[2] > item.nbytes:
+        msg = f"an item of {name!r} has offset, size and data_offset {numbers}"
+        raise ValueError(msg)
+    if len(item.crc32s) != -(-item.nbytes // block_nbytes):
+        msg = (
+            f"an item of {name!r} has {len(item.crc32s)} checksums for {item.nbytes} bytes in "
+            f"blocks of {block_nbytes}"
+        )
+        raise ValueError(msg)
+
+
+def _natural(value: Any, what: str, *, at_least: int = 0) -> int:
+    if type(value) is not int or not at_least <= value < _LIMIT:
+        msg = f"{what} is {value!r}"
+        raise ValueError(msg)
+    return value
 
 
 def _parse_header(line: bytes, path: Path) -> Header:
@@ -185,10 +244,15 @@ def _parse_header(line: bytes, path: Path) -> Header:
         )
         raise CheckpointError(msg)
     try:
-        return Header(**header)
-    except TypeError as error:
+        result = Header(**header)
+        _natural(result.sequence, "sequence")
+        _natural(result.world_size, "world_size", at_least=1)
+        _natural(abs(result.step or 0), "step")
+        len(result.shardkit)
+    except (TypeError, ValueError) as error:
         msg = f"{path}: not the manifest of a shardkit checkpoint: {error}. {DAMAGED}"
         raise CheckpointError(msg) from error
+    return result
 
 
 def _parse_line(line: bytes, before: bytes, after: bytes, path: Path) -> dict[str, Any]:
@@ -203,6 +267,12 @@ def _parse_line(line: bytes, before: bytes, after: bytes, path: Path) -> dict[st
     if not intact:
         msg = f"{path}: its checksum is not that of its content. {DAMAGED}"
         raise CheckpointError(msg)
-    parsed = json.loads(text)
-    assert isinstance(parsed, dict)  # The checksum says that this is what was written.
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        msg = f"{path}: no JSON: {error}. {DAMAGED}"
+        raise CheckpointError(msg) from error
+    if not isinstance(parsed, dict):
+        msg = f"{path}: expected an object, found {type(parsed).__name__}. {DAMAGED}"
+        raise CheckpointError(msg)
     return parsed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -23,6 +24,7 @@ from shardkit.checkpoint._dcp.manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, parse_metadata, read_metadata
+from shardkit.checkpoint._files.asides import asides_in
 
 if TYPE_CHECKING:
     import os
@@ -81,8 +83,29 @@ class CheckpointReader(FileSystemReader):
             )
             for name, stored in self.manifest.files.items():
                 self._items.update({(name, item.offset): item for item in stored.items})
+            self._compare(metadata)
         self.set_up_storage_reader(metadata, is_coordinator=False)
         return metadata
+
+    def _compare(self, metadata: Metadata) -> None:
+        """Raise if `.metadata` and the manifest do not describe the same."""
+        for index, where in metadata.storage_data.items():
+            item = self._items.get((where.relative_path, where.offset))
+            if item is None or item.nbytes != where.length:
+                self._refuse(index.fqn)
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            for chunk in entry.chunks:
+                where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                item = self._items[where.relative_path, where.offset]
+                nbytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+                if item.data_offset is not None and item.data_offset + nbytes > item.nbytes:
+                    self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        msg = f"{self.path}: {METADATA_FILE} and {MANIFEST_FILE} differ about {name!r}. {DAMAGED}"
+        raise CheckpointError(msg)
 
     def set_up_storage_reader(
         self,
@@ -104,6 +127,15 @@ class CheckpointReader(FileSystemReader):
             for name, entry in tensors.items()
             for chunk in entry.chunks
         }
+
+    def tensors_by_place(self) -> dict[tuple[str, int], tuple[torch.dtype, torch.Size, str]]:
+        """Return dtype, shape and name of each chunk, by its file and where it begins in it."""
+        found = {}
+        for index, size in self._chunk_sizes.items():
+            where = self.storage_data[index]
+            place = (where.relative_path, where.offset)
+            found[place] = (self._dtypes[index.fqn], size, index.fqn)
+        return found
 
     def check_files(self) -> None:
         """Compare the sizes of all files with what was written; called on one rank.
@@ -166,8 +198,10 @@ class CheckpointReader(FileSystemReader):
         dtype, shape = self._dtypes[index.fqn], self._chunk_sizes[index]
         if self.manifest is None:
             item = file.located(item, dtype, shape)
+        else:
+            file.check_frame(item, dtype, shape, index.fqn)
         if item.data_offset is None:
-            saved = file.load(item, index.fqn)
+            saved = file.load(item, dtype, shape, index.fqn)
             bounds = zip(request.storage_offsets, request.lengths, strict=True)
             for dim, (start, length) in enumerate(bounds):
                 saved = saved.narrow(dim, start, length)
@@ -181,14 +215,7 @@ class CheckpointReader(FileSystemReader):
         where = self.storage_data[index]
         if self.manifest is None:
             return Item(where.offset, where.length, None, ())
-        item = self._items.get((where.relative_path, where.offset))
-        if item is None or item.nbytes != where.length:
-            msg = (
-                f"{self.path}: {METADATA_FILE} and {MANIFEST_FILE} differ about {index.fqn!r}. "
-                f"{DAMAGED}"
-            )
-            raise CheckpointError(msg)
-        return item
+        return self._items[where.relative_path, where.offset]
 
 
 def check_is_checkpoint(path: Path) -> None:
@@ -201,7 +228,7 @@ def check_is_checkpoint(path: Path) -> None:
         return
     if not path.exists():
         found = "does not exist"
-        if directory.incomplete(path).exists():
+        if any(aside.name == path.name for aside in asides_in(path.parent)):
             found += "; a checkpoint of this name was being written, and is not complete"
     elif not path.is_dir():
         found = "is not a directory"

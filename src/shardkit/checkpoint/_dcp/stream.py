@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import os
 import zlib
@@ -220,8 +221,11 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, byt
     storage that a piece is a view of, and compute a checksum that nobody reads.
     """
     frame = _Frame()
+    # Not torch.empty of this shape, which fills it where deterministic algorithms are asked for.
+    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)
+    strides = [math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape))]
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), frame)  # type: ignore[arg-type]
+        torch.save(torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides), frame)  # type: ignore[arg-type]
     return bytes(frame.before), bytes(frame.after or b"")
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +21,13 @@ from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.stream import FileStream, raw_bytes, tensor_frame
+from shardkit.checkpoint._files import asides
 
 if TYPE_CHECKING:
     import io
     import os
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -39,6 +40,19 @@ class _Written:
     file: str
     item: Item
     file_nbytes: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What the coordinator tells a rank.
+
+    Attributes:
+        prefix: Begins the name of its file.
+        folder: Name of the directory in which it is written.
+    """
+
+    prefix: str
+    folder: str
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -71,11 +85,12 @@ class CheckpointWriter(FileSystemWriter):
             report: Called on each rank with the numbers of bytes that it has written.
         """
         self.target = directory.normalized(path)
-        super().__init__(directory.incomplete(self.target), overwrite=overwrite)
+        super().__init__(self.target, overwrite=overwrite)
         self._step = step
         self.layout: Mapping[str, Any] = {}
         self._report = report
-        self._is_begun = False
+        self._before: directory.Stamp = None
+        self._new: Path | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Refuse to save without a coordinator: nobody could say when all is there."""
@@ -99,25 +114,30 @@ class CheckpointWriter(FileSystemWriter):
             CheckpointError: The name is taken.
             OSError: The directory cannot be made.
         """
-        directory.prepare(self.target, overwrite=self.overwrite)
-        self._is_begun = True
-        return super().prepare_global_plan(plans)
+        self._new = directory.prepare(self.target, overwrite=self.overwrite)
+        self._before = directory.stamp(self.target)
+        return [
+            dataclasses.replace(plan, storage_data=_Place(f"__{rank}_", self._new.name))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and have it on the disk.
 
         Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
         """
-        name = f"{plan.storage_data.prefix}0.distcp"
+        place: _Place = plan.storage_data
+        name = f"{place.prefix}0.distcp"
+        folder = self.target.with_name(place.folder)
         written: list[tuple[WriteItem, Item]] = []
         if plan.items:
-            if not Path(self.path).is_dir():
+            if not folder.is_dir():
                 msg = (
-                    f"{self.path}: the directory that the first rank has made is not there. Give "
+                    f"{folder}: the directory that the first rank has made is not there. Give "
                     f"the same path on all ranks, of a directory that all of them share."
                 )
                 raise CheckpointError(msg)
-            with FileStream(Path(self.path, name), self._report) as stream:
+            with FileStream(folder / name, self._report) as stream:
                 # Bytes first, as DCP does: whoever looks for them reads the file's begin only.
                 for wanted in (True, False):
                     written += [
@@ -146,7 +166,8 @@ class CheckpointWriter(FileSystemWriter):
             CheckpointError: A file that a rank has written is not there.
             OSError: The disk is full, or the directory cannot be renamed.
         """
-        folder = Path(self.path)
+        folder = self._new
+        assert folder is not None
         files = _files_of(results)
         for name, stored in files.items():
             try:
@@ -154,19 +175,28 @@ class CheckpointWriter(FileSystemWriter):
             except CheckpointError as error:
                 msg = f"{error} Save to a directory that all ranks share."
                 raise CheckpointError(msg) from error
+        self.path = folder
         super().finish(metadata, [[_as_dcp(result) for result in rank] for rank in results])
         content = (folder / METADATA_FILE).read_bytes()
         header = Header(
             directory.next_sequence(folder.parent), self._step, len(results), _own_version()
         )
-        manifest = Manifest(header, files, len(content), zlib.crc32(content), self.layout)
+        manifest = Manifest(
+            header,
+            files,
+            len(content),
+            zlib.crc32(content),
+            self.layout,
+            saved_by=str(asides.own()),
+        )
         directory.write_synced(directory.manifest_path(folder), manifest.dump())
-        directory.commit(self.target)
+        self._new = None  # From now on it is for `commit` to delete it.
+        directory.commit(folder, self.target, overwrite=self.overwrite, before=self._before)
 
     def discard(self) -> None:
         """Delete what has been written, if it has not been given its name."""
-        if self._is_begun:
-            directory.remove(Path(self.path))
+        if self._new is not None:
+            directory.delete(self._new, self.target)
 
 
 def _write_item(stream: FileStream, content: torch.Tensor | io.BytesIO) -> Item:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, ShardkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
 PART_NBYTES = 2**24
 """Of tensors that come part after part."""
+
+MAX_INDEX_NBYTES = 2**30
+"""Of a file that says where tensors are: more than that of any checkpoint that can be saved."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,21 @@ def write_at(fd: int, offset: int, flat: Tensor) -> None:
         buffer, offset = buffer[count:], offset + count
 
 
+def check_saved_dtype(dtype: object) -> None:
+    """Refuse a dtype that parameters would be lost in; None is their own.
+
+    Raises:
+        CheckpointError: It is not one of floating-point numbers.
+    """
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    msg = (
+        f"dtype must be a floating-point dtype such as torch.bfloat16, or None for that of each "
+        f"tensor, got {dtype!r}. It is of floating-point tensors only; others keep theirs."
+    )
+    raise CheckpointError(msg)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
@@ -125,6 +145,62 @@ def dtype_name(dtype: torch.dtype) -> str:
 def kind_of(dtype: torch.dtype) -> int:
     """Order kinds of dtypes so that converting to a higher one loses nothing but precision."""
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
+
+
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Turn into a `CheckpointError` whatever else a file leads to that nobody has written so."""
+    try:
+        yield
+    except ShardkitError:
+        raise
+    except Exception as error:
+        msg = f"{what} cannot be read: {type(error).__name__}: {error}. Is it damaged?"
+        raise CheckpointError(msg) from error
+
+
+def open_regular(path: os.PathLike[str] | str) -> int:
+    """Open a file to read from; what is no file is not opened: a FIFO would have no end.
+
+    Raises:
+        CheckpointError: It is something else, such as a directory or a FIFO.
+        OSError: It cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        msg = f"{os.fspath(path)} is no regular file. The checkpoint is damaged: load another one."
+        raise CheckpointError(msg)
+    return fd
+
+
+def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES) -> bytes:
+    """Return what an index holds.
+
+    Args:
+        path: The file.
+        max_nbytes: Its size at most.
+
+    Raises:
+        CheckpointError: It is no regular file, or larger.
+        OSError: It cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_nbytes:
+            msg = (
+                f"{os.fspath(path)} has {size} bytes, of which there can be {max_nbytes} at most. "
+                f"The checkpoint is damaged: load another one."
+            )
+            raise CheckpointError(msg)
+        return file.read(size)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name is that of a file in the directory where it is looked for."""
+    if not isinstance(name, str) or "\0" in name or "/" in name or os.sep in name:
+        return False
+    return bool(name.strip("."))
 
 
 def fsync_directory(path: Path) -> None:

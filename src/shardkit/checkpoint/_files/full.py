@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import fsync_directory, info_nbytes, read_new
+from shardkit.checkpoint._files.asides import INCOMPLETE, asides_in, new_aside
+from shardkit.checkpoint._files.bytes_io import (
+    fsync_directory,
+    info_nbytes,
+    is_plain_name,
+    read_index,
+    read_new,
+)
 from shardkit.checkpoint._files.safetensors import SafetensorsFile, SafetensorsWriter
 from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
 
@@ -89,14 +96,14 @@ class FullFile:
 
     def _add_index(self, index: Path) -> None:
         try:
-            places: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            places: dict[str, str] = json.loads(read_index(index))["weight_map"]
             by_file: dict[str, list[str]] = {}
             for name, file_name in places.items():
                 by_file.setdefault(file_name, []).append(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             msg = f"{index} has no map 'weight_map' from names to files. Fetch or write it again."
             raise CheckpointError(msg) from error
-        outside = [name for name in by_file if Path(name).name != name]
+        outside = [name for name in by_file if not is_plain_name(name)]
         if outside:
             msg = f"{index} names files outside of its directory: {outside}."
             raise CheckpointError(msg)
@@ -193,14 +200,19 @@ class FullWriter:
                 msg = f"{self.path} is a directory. Give the name of a file."
                 raise CheckpointError(msg)
             plan = {self.path: list(self._infos)}
-        self._asides = {file: file.with_name(f".{file.name}.incomplete") for file in plan}
+        self._asides = {file: new_aside(file, INCOMPLETE) for file in plan}
         self._plan = plan
+        self._is_directory = is_directory
         self._arrange = arrange
 
     def __enter__(self) -> Self:
         try:
+            parent = next(iter(self._plan)).parent
+            parent.mkdir(parents=True, exist_ok=True)
+            for aside in asides_in(parent):
+                if aside.target in self._plan and aside.is_abandoned and aside.path.is_file():
+                    aside.path.unlink(missing_ok=True)
             for file, names in self._plan.items():
-                file.parent.mkdir(parents=True, exist_ok=True)
                 writer = self._make_writer(self._asides[file], names)
                 self._writers.update(dict.fromkeys(names, writer))
         except BaseException:
@@ -279,17 +291,38 @@ class FullWriter:
         for writer in dict.fromkeys(self._writers.values()):
             writer.finish()
         self._writers.clear()
-        for file, aside in self._asides.items():
-            aside.replace(file)
+        self._give_names()
         if self._index is not None:
             # Last: without it the directory is no model.
             stem, suffix = _STEMS[self._format]
             self._write_text(self.path / f"{stem}{suffix}{_INDEX_SUFFIX}", self._index)
         fsync_directory(next(iter(self._asides)).parent)
 
+    def _give_names(self) -> None:
+        """Rename all files; of a directory none if another job has written one of them meanwhile.
+
+        Raises:
+            CheckpointError: It has.
+        """
+        named: list[Path] = []
+        try:
+            for file, aside in self._asides.items():
+                if self._is_directory and _is_linked(aside, file):
+                    named.append(file)
+                else:
+                    aside.replace(file)
+        except FileExistsError as error:
+            for file in named:
+                file.unlink()
+            msg = (
+                f"{self.path}: another job has written {Path(error.filename2).name!r} meanwhile, "
+                f"and files of two models would be mixed. Give each job a directory of its own."
+            )
+            raise CheckpointError(msg) from error
+
     @staticmethod
     def _write_text(path: Path, content: dict[str, Any]) -> None:
-        aside = path.with_name(f".{path.name}.incomplete")
+        aside = new_aside(path, INCOMPLETE)
         with aside.open("w") as file:
             json.dump(content, file, indent=2)
             file.write("\n")
@@ -302,6 +335,21 @@ class FullWriter:
             writer.abandon()
         for aside in self._asides.values():
             aside.unlink(missing_ok=True)
+
+
+def _is_linked(aside: Path, file: Path) -> bool:
+    """Give a file another name, unless something has it; False where there are no links.
+
+    Raises:
+        FileExistsError: Something has the name.
+    """
+    try:
+        os.link(aside, file)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,10 @@ MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
 
 
 def metadata_of(state: Any, what: object) -> dict[str, Any]:
-    """Return the description in a local state dict.
+    """Return the description in a local state dict: all of it makes sense, whoever wrote it.
 
     Raises:
-        CheckpointError: It is none, or of another version.
+        CheckpointError: It is none, of another version, or damaged.
     """
     metadata = state.get(METADATA) if isinstance(state, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
@@ -41,7 +42,39 @@ def metadata_of(state: Any, what: object) -> dict[str, Any]:
             f"reads version {VERSION}. Read it by the shardkit that wrote it."
         )
         raise CheckpointError(msg)
+    try:
+        _check_metadata(metadata)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"{what}: its {METADATA!r} is damaged: {error!r}. Use the file of another save."
+        raise CheckpointError(msg) from error
     return metadata
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """Raise some error if a description cannot be."""
+    rank, world_size = metadata["rank"], metadata["world_size"]
+    names = [*metadata["tied"], *metadata["tied"].values(), *metadata[MODEL]]
+    entries = [*metadata[MODEL].items()]
+    for name, states in metadata.get(OPTIMIZER, {}).items():
+        names += [name, *states]
+        entries += [(f"{name}.{key}", described) for key, described in states.items()]
+    if not all(isinstance(name, str) for name in names):
+        msg = "a name is no string"
+        raise TypeError(msg)
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        msg = f"rank {rank!r} of {world_size!r}"
+        raise ValueError(msg)
+    hash(metadata["save"])
+    for name, described in entries:
+        if described is None:
+            continue
+        shape, dtype = described["shape"], getattr(torch, described["dtype"])
+        numbers = [*shape, *(described["range"] or (0, 0))]
+        fits = isinstance(dtype, torch.dtype) and all(type(n) is int and n >= 0 for n in numbers)
+        start, stop = described["range"] or (0, 0)
+        if not (fits and start <= stop <= math.prod(shape)) or described["cut"] == 0:
+            msg = f"{name!r} is {described!r}"
+            raise ValueError(msg)
 
 
 def info_of(described: dict[str, Any]) -> TensorInfo:
@@ -75,6 +108,10 @@ class LocalFiles:
         first = found[0]
         self.infos: dict[str, TensorInfo] = {}
         self.tied = {f"model.{n}": f"model.{of}" for n, of in first["tied"].items()}
+        for name in (*self.tied, *self.tied.values()):
+            if name.removeprefix("model.") not in first[MODEL]:
+                msg = f"{opened[0].path}: {name!r} is tied, and is not there."
+                raise CheckpointError(msg)
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
         self._places: dict[str, list[tuple[int, int, TorchFile, str]]] = {}
@@ -110,11 +147,14 @@ class LocalFiles:
             for key, described in entries.items():
                 path, saved = ("optim", "state", name, key), f"{name}.{key}"
                 if described is None:
+                    if saved not in opened[0].others:
+                        msg = f"{opened[0].path} lacks {saved!r}, which it describes."
+                        raise CheckpointError(msg)
                     self._add_other(path, opened[0].others[saved])
                 else:
                     by_rank = [m[OPTIMIZER].get(name, {}).get(key) for m in found]
                     self._add(path, opened, saved, by_rank)
-        self._add_other(("optim", "param_groups"), opened[0].beside["param_groups"])
+        self._add_other(("optim", "param_groups"), opened[0].beside.get("param_groups"))
 
     def _add_other(self, path: tuple[str, ...], value: Any) -> None:
         key = ".".join(path)
@@ -129,7 +169,9 @@ class LocalFiles:
     ) -> None:
         """Note of which pieces, in which files, a tensor consists."""
         key = ".".join(path)
-        assert described[0] is not None
+        if described[0] is None:
+            msg = f"{opened[0].path} does not describe {saved!r}."
+            raise CheckpointError(msg)
         info = info_of(described[0])
         numel = torch.Size(info.shape).numel()
         pieces: dict[int, tuple[int, int, TorchFile, str]] = {}
@@ -139,10 +181,9 @@ class LocalFiles:
                 msg = f"{file.path} describes {saved!r} in another way than {opened[0].path}."
                 raise CheckpointError(msg)
             start, stop = piece["range"] or (0, numel)
-            if file.infos[saved].shape != (
-                tuple(info.shape) if piece["cut"] is None else (stop - start,)
-            ):
-                msg = f"{file.path}: {saved!r} has {file.infos[saved].shape}, not what it says."
+            shape = info.shape if piece["cut"] is None else (stop - start,)
+            if file.infos.get(saved) != TensorInfo(shape, info.dtype):
+                msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
                 raise CheckpointError(msg)
             if start < stop:
                 pieces.setdefault(start, (start, stop, file, saved))

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import TensorInfo, info_nbytes, read_at, read_new, write_at
+from shardkit.checkpoint._files.bytes_io import (
+    TensorInfo,
+    info_nbytes,
+    open_regular,
+    read_at,
+    read_new,
+    write_at,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,10 +70,13 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tied: dict[str, str] = {}
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
         header, begin = self._read_header()
-        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        metadata = header.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict):
+            self._refuse(f"its __metadata__ is a {type(metadata).__name__}, not an object")
+        self.metadata: dict[str, str] = metadata
         self.infos: dict[str, TensorInfo] = {}
         self._offsets: dict[str, int] = {}
         room = os.fstat(self._fd).st_size - begin
@@ -90,7 +100,7 @@ class SafetensorsFile:
             self._refuse(f"its header would end at byte {begin}, the file at {size}")
         try:
             header = json.loads(os.pread(self._fd, length, _LENGTH_NBYTES))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._refuse(f"its header is no JSON ({error})")
         if not isinstance(header, dict):
             self._refuse(f"its header is a {type(header).__name__}, not an object")
@@ -101,7 +111,9 @@ class SafetensorsFile:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             start, stop = entry["data_offsets"]
             numbers = (*shape, start, stop)
-            fits = isinstance(dtype, str) and all(isinstance(n, int) and n >= 0 for n in numbers)
+            fits = isinstance(dtype, str) and all(
+                type(n) is int and 0 <= n < 2**62 for n in numbers
+            )
         except (TypeError, KeyError, ValueError):
             fits = False
         if not fits:

@@ -30,6 +30,7 @@ from shardkit.checkpoint._files.bytes_io import (
     TensorInfo,
     bytes_of,
     info_nbytes,
+    open_regular,
     read_at,
     read_new,
     write_at,
@@ -81,9 +82,13 @@ class TorchFile:
     def __init__(self, path: Path, key: str | None = None) -> None:
         self.path = path
         self._key = key
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
         entries, self.beside = self._find(_load(path))
+        unnamed = [n for n, v in entries.items() if isinstance(v, Tensor) and type(n) is not str]
+        if unnamed:
+            msg = f"{path} has tensors under {unnamed[0]!r}, which is no name. Save a state dict."
+            raise CheckpointError(msg)
         tensors = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor)}
         self.others = {name: v for name, v in entries.items() if not isinstance(v, Tensor)}
         self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
@@ -190,7 +195,7 @@ def _load(path: Path) -> Any:
             f"is not read since that could execute what it says: {error}"
         )
         raise CheckpointError(msg) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except Exception as error:
         msg = (
             f"{path} cannot be read as a file of torch.save: {error}. It may be truncated, or of "
             f"a torch before 1.6: then load and save it once by a newer one."
@@ -208,6 +213,9 @@ def _sharded_error(path: Path) -> CheckpointError:
 
 def _check_byte_order(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
+        if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+            msg = "it is compressed, which torch.save never does"
+            raise ValueError(msg)
         orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
         if orders and archive.read(orders[0]).decode() != sys.byteorder:
             msg = "it was written on a machine of another byte order"
@@ -245,6 +253,9 @@ class _Entry:
     crc: int = 0
 
 
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
 class TorchWriter:
     """A file to write tensor after tensor; see `checkpoint._files.full.FullWriter` for the rules.
 
@@ -263,6 +274,10 @@ class TorchWriter:
         infos: Mapping[str, TensorInfo],
         arrange: Callable[[dict[str, Tensor]], Any],
     ) -> None:
+        for name, info in infos.items():
+            if info.dtype in _QUANTIZED:
+                msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
+                raise CheckpointError(msg)
         path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
         empties = {name: _without_memory(info) for name, info in infos.items()}
         tree = arrange(empties)

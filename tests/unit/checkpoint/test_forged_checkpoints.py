@@ -1,0 +1,382 @@
+"""Indices that somebody else has written: what they say is compared before anything is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import re
+import resource
+import time
+import typing
+import zlib
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from typer.testing import CliRunner
+
+from shardkit import checkpoint
+from shardkit._cli import app
+from shardkit._errors import CheckpointError
+from shardkit.checkpoint._dcp import manifest, metadata
+from shardkit.checkpoint._inspect import describe, verify
+
+if typing.TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled",
+    "ignore:TypedStorage is deprecated",  # DCP of torch 2.9 uses it.
+)
+
+Body = dict[str, typing.Any]
+
+
+def model() -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(30, 20)
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> pathlib.Path:
+    return checkpoint.save(tmp_path / "all" / "x", model(), step=5)
+
+
+def assert_refused(path: pathlib.Path, message: str) -> None:
+    """Load, verify, inspect and consolidate refuse it, and nothing has been changed."""
+    target = nn.Linear(30, 20)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, target)
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+    assert any(re.search(message, problem) for problem in verify(path).problems)
+    with pytest.raises(CheckpointError):
+        checkpoint.consolidate(path, path.parent.parent / "out.pt")
+    assert not (path.parent.parent / "out.pt").exists()
+
+
+# --- the manifest ---------------------------------------------------------------------------------
+
+
+def rewrite_manifest(
+    path: pathlib.Path,
+    *,
+    header: Callable[[Body], object] = id,
+    body: Callable[[Body], object] = id,
+) -> None:
+    """Change a manifest, with the checksums of what it then is."""
+    first, second = (path / "shardkit.json").read_bytes().split(b"\n", 1)
+    lines = []
+    for line, begin, change in ((first, b'{"header":', header), (second, b'"body":', body)):
+        found = json.loads(line.removeprefix(begin).rpartition(b',"crc32"')[0])
+        change(found)
+        text = json.dumps(found).encode()
+        lines.append(begin + text + b',"crc32":%d' % zlib.crc32(text))
+    (path / "shardkit.json").write_bytes(lines[0] + b",\n" + lines[1] + b"}\n")
+
+
+def items(body: Body) -> typing.Any:
+    return body["files"]["__0_0.distcp"]["items"]
+
+
+def change_first(position: int, value: typing.Any) -> Callable[[Body], None]:
+    def change(body: Body) -> None:
+        items(body)[0][position] = value
+
+    return change
+
+
+def add_outside(body: Body) -> None:
+    body["files"]["../../secret"] = {"nbytes": 3, "items": []}
+
+
+FORGED_BODIES: dict[str, tuple[Callable[[Body], object], str]] = {
+    "far offset": (change_first(0, 2**40), "overlap|ends at byte"),
+    "negative offset": (change_first(0, -100), "has offset, size"),
+    "far size": (change_first(1, 2**62), "checksums for"),
+    "text": (change_first(0, "0"), "is no integer"),
+    "true": (change_first(0, True), "is no integer"),
+    "data_offset": (change_first(2, 2**40), "has offset, size"),
+    "no checksums": (change_first(3, []), "0 checksums for"),
+    "wrong item": (lambda body: items(body).pop(), "differ about"),
+    "no items": (lambda body: body["files"].clear(), "differ about"),
+    "outside": (add_outside, "expected files of this directory"),
+    "files": (lambda body: body.update(files=[1]), "AttributeError|not the manifest"),
+    "block": (lambda body: body.update(block_nbytes=0), "block_nbytes is 0"),
+    "huge metadata": (lambda body: body["metadata"].update(nbytes=2**80), "size of .metadata"),
+    "layout": (lambda body: body.update(layout=None), "another type"),
+    "missing": (lambda body: body.pop("metadata"), "KeyError"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_BODIES)
+def test_a_forged_manifest(saved: pathlib.Path, name: str) -> None:
+    change, message = FORGED_BODIES[name]
+    rewrite_manifest(saved, body=change)
+    assert_refused(saved, message)
+    if "differ" not in message:  # What `.metadata` says is not compared by `latest`.
+        with pytest.warns(UserWarning, match=r"passed over|no checkpoint"):
+            assert checkpoint.latest(saved.parent) is None
+
+
+def test_data_that_would_begin_elsewhere(saved: pathlib.Path) -> None:
+    def change(body: Body) -> None:
+        for item in items(body):
+            if item[2] is not None:
+                item[2] -= 4
+
+    rewrite_manifest(saved, body=change)
+    assert_refused(saved, r"is no tensor of torch\.float32")
+
+
+FORGED_HEADERS: dict[str, dict[str, typing.Any]] = {
+    "sequence": {"sequence": "newest"},
+    "huge": {"sequence": 2**80},
+    "list": {"sequence": [1]},
+    "step": {"step": "5"},
+    "world": {"world_size": None},
+    "shardkit": {"shardkit": 3},
+    "more": {"other": 1},
+}
+
+
+@pytest.mark.parametrize("name", FORGED_HEADERS)
+def test_a_neighbour_with_a_forged_header(saved: pathlib.Path, name: str) -> None:
+    good = checkpoint.save(saved.parent / "good", step=6)
+    rewrite_manifest(saved, header=lambda header: header.update(FORGED_HEADERS[name]))
+    assert_refused(saved, "not the manifest of a shardkit checkpoint")
+    with pytest.warns(UserWarning, match="x is passed over: .*not the manifest"):
+        assert checkpoint.latest(saved.parent) == good
+    newest = checkpoint.save(saved.parent / "newest", step=7, keep_last=2)
+    with pytest.warns(UserWarning, match="x is passed over"):
+        assert checkpoint.latest(saved.parent) == newest
+
+
+@pytest.mark.filterwarnings("ignore:.* is passed over")
+@pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "huge", "device"])
+@pytest.mark.parametrize("file", ["shardkit.json", ".metadata", "__0_0.distcp"])
+def test_what_is_no_file_of_a_size(saved: pathlib.Path, file: str, kind: str) -> None:
+    good = checkpoint.save(saved.parent / "good", step=6)
+    (saved / file).unlink()
+    if kind == "fifo":
+        os.mkfifo(saved / file)
+    elif kind == "folder":
+        (saved / file).mkdir()
+    elif kind == "endless":
+        (saved / file).symlink_to("/dev/zero")
+    elif kind == "device":
+        (saved / file).symlink_to("/dev/tty")
+    else:
+        os.truncate(os.open(saved / file, os.O_CREAT | os.O_WRONLY), 1 << 40)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError):
+        checkpoint.load(saved, model())
+    assert verify(saved).problems
+    checkpoint.save(saved.parent / "beside", step=7)
+    assert checkpoint.latest(saved.parent) == saved.parent / "beside"
+    assert checkpoint.load(good) == {"step": 6}
+    assert time.monotonic() - begin < 20
+
+
+# --- .metadata ------------------------------------------------------------------------------------
+
+
+def rewrite_metadata(path: pathlib.Path, change: Callable[[typing.Any], object]) -> None:
+    """Change `.metadata`, and the manifest's checksum of it."""
+    found = pickle.loads((path / ".metadata").read_bytes())
+    change(found)
+    content = pickle.dumps(found)
+    (path / ".metadata").write_bytes(content)
+    if (path / "shardkit.json").exists():
+        described = {"nbytes": len(content), "crc32": zlib.crc32(content)}
+        rewrite_manifest(path, body=lambda body: body.update(metadata=described))
+
+
+def weight(found: typing.Any) -> typing.Any:
+    return found.state_dict_metadata["model.weight"]
+
+
+def chunks_of(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[typing.Any], None]:
+    def change(found: typing.Any) -> None:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+        first = weight(found).chunks[0]
+        where = found.storage_data[MetadataIndex("model.weight", first.offsets)]
+        weight(found).chunks[:] = [
+            ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes
+        ]
+        for offsets, _ in boxes:
+            found.storage_data[MetadataIndex("model.weight", torch.Size(offsets))] = where
+
+    return change
+
+
+def change_dtype(dtype: torch.dtype) -> Callable[[typing.Any], None]:
+    def change(found: typing.Any) -> None:
+        object.__setattr__(weight(found).properties, "dtype", dtype)
+
+    return change
+
+
+FORGED_METADATA: dict[str, tuple[Callable[[typing.Any], object], str]] = {
+    "overlap": (
+        chunks_of(((0, 0), (10, 30)), ((5, 0), (10, 30))),
+        r"\(0, 0\) and \(5, 0\) overlap",
+    ),
+    "hole": (chunks_of(((0, 0), (10, 30))), "have 300 of its 600 elements"),
+    "beyond": (chunks_of(((0, 0), (20, 20)), ((0, 20), (20, 20))), "lies beyond it"),
+    "boxes": (
+        chunks_of(((0, 0), (10, 20)), ((0, 10), (10, 20)), ((10, 0), (10, 20))),
+        "overlap",
+    ),
+    "dtype": (change_dtype(torch.int32), r"is no tensor of torch\.int32"),
+    "odd dtype": (change_dtype(torch.quint8), "is no tensor of|cannot be read"),
+    "wide dtype": (change_dtype(torch.complex128), "differ about 'model.weight'"),
+    "nowhere": (lambda found: found.storage_data.clear(), "is listed but stored nowhere"),
+    "sizes": (
+        lambda found: setattr(weight(found), "size", torch.Size((2**31, 2**31))),
+        "elements|would take",
+    ),
+    "paths": (lambda found: setattr(found, "planner_data", {"x": 3}), "where its entries stood"),
+    "no layout": (lambda found: setattr(weight(found), "properties", None), "neither a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_METADATA)
+@pytest.mark.parametrize("kind", ["shardkit", "dcp"])
+def test_forged_metadata(saved: pathlib.Path, name: str, kind: str) -> None:
+    change, message = FORGED_METADATA[name]
+    if kind == "dcp":
+        (saved / "shardkit.json").unlink()
+        message = f"{message}|has shape|cannot be read|do not fit"
+    rewrite_metadata(saved, change)
+    assert_refused(saved, message)
+
+
+def test_chunks_of_any_boxes_are_whole() -> None:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    def boxes(*each: tuple[tuple[int, ...], tuple[int, ...]]) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in each]
+
+    uncovered = metadata._uncovered  # noqa: SLF001
+    assert uncovered(torch.Size([]), boxes(((), ()))) == ""
+    assert uncovered(torch.Size([0, 3]), boxes(((0, 0), (0, 3)))) == ""
+    assert uncovered(torch.Size([0]), []) == ""
+    assert uncovered(torch.Size([3, 4]), boxes(*[((i, 0), (1, 4)) for i in range(3)])) == ""
+    ragged = boxes(((0, 0), (1, 3)), ((0, 3), (1, 1)), ((1, 0), (2, 4)), ((0, 4), (0, 0)))
+    assert uncovered(torch.Size([3, 4]), ragged) == ""
+    assert "2 of its 4" in uncovered(torch.Size([4]), boxes(((0,), (2,)), ((0,), (2,))))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02Nr\x00\x00\x00\x10.",  # Remembers None at place 2**28.
+        b"\x80\x02Np268435456\n.",
+        b"\x80\x04\x8e" + (2**62).to_bytes(8, "little") + b".",
+        b"\x80\x04\x8c\xff.",
+        b"\x80\x04c",
+        b"\xff",
+        b"",
+    ],
+)
+def test_a_pickle_that_takes_more_than_it_is(content: bytes, tmp_path: pathlib.Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="not a DCP metadata pickle"):
+        checkpoint.load(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+# --- other formats --------------------------------------------------------------------------------
+
+
+def local_file(folder: pathlib.Path, change: Callable[[Body], object]) -> pathlib.Path:
+    described = {"shape": [3], "dtype": "float32", "range": None, "cut": None}
+    about = {
+        "format": "shardkit local",
+        "version": 1,
+        "save": 1,
+        "rank": 0,
+        "world_size": 1,
+        "tied": {},
+        "model": {"weight": described},
+        "optimizer": {"weight": {"step": None}},
+    }
+    content = {
+        "model": {"weight": torch.ones(3)},
+        "optimizer": {"weight.step": 1},
+        "shard_metadata": about,
+        "param_groups": [],
+    }
+    change(content)
+    torch.save(content, folder / "a_rank-0-of-1.pth")
+    return folder / "a"
+
+
+FORGED_LOCAL: dict[str, Callable[[Body], object]] = {
+    "no rank": lambda c: c["shard_metadata"].pop("rank"),
+    "no model": lambda c: c["shard_metadata"].pop("model"),
+    "dtype": lambda c: c["shard_metadata"]["model"]["weight"].update(dtype="nn"),
+    "no range": lambda c: c["shard_metadata"]["model"]["weight"].pop("range"),
+    "range": lambda c: c["shard_metadata"]["model"]["weight"].update(range=[0, 2**40]),
+    "shape": lambda c: c["shard_metadata"]["model"]["weight"].update(shape=["x"]),
+    "tied": lambda c: c["shard_metadata"].update(tied={"a": 3}),
+    "tied to nothing": lambda c: c["shard_metadata"].update(tied={"a": "b"}),
+    "world": lambda c: c["shard_metadata"].update(world_size=0),
+    "save": lambda c: c["shard_metadata"].update(save=[1]),
+    "other dtype": lambda c: c["model"].update(weight=torch.ones(3, dtype=torch.int32)),
+    "no tensor": lambda c: c["model"].clear(),
+    "no state": lambda c: c["optimizer"].clear(),
+    "names": lambda c: c["model"].update({1: torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_LOCAL)
+def test_forged_files_of_ranks(tmp_path: pathlib.Path, name: str) -> None:
+    prefix = local_file(tmp_path, lambda content: content)
+    assert verify(prefix).problems == []
+    local_file(tmp_path, FORGED_LOCAL[name])
+    assert len(verify(prefix).problems) == 1
+    with pytest.raises(CheckpointError):
+        describe(prefix)
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_flipped_bytes_in_whole_files(tmp_path: pathlib.Path, form: str) -> None:
+    good = tmp_path / f"good.{'pt' if form == 'torch' else form}"
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3, dtype=torch.int64)}
+    torch.save(tensors, good) if form == "torch" else safetensors.torch.save_file(tensors, good)
+    content = good.read_bytes()
+    path = tmp_path / f"bad{good.suffix}"
+    for place in range(0, len(content), 7):
+        changed = bytearray(content)
+        changed[place] ^= 0x55
+        path.write_bytes(changed)
+        for read in (verify, describe):
+            try:
+                read(path)
+            except CheckpointError:
+                continue
+
+
+def test_names_that_no_terminal_shows(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a\ud800b": torch.ones(1), "c\x1b[31m": torch.ones(1)}, path)
+    result = CliRunner().invoke(app, ["inspect", str(path)])
+    assert result.exception is None
+    assert "a\\ud800b" in result.stdout
+
+
+def test_a_manifest_of_before_names_nobody(saved: pathlib.Path) -> None:
+    rewrite_manifest(saved, body=lambda body: body.pop("saved_by"))
+    assert manifest.read_manifest(saved).saved_by == ""
+    assert verify(saved).problems == []
+    assert dcp.FileSystemReader(saved).read_metadata().state_dict_metadata
