@@ -72,7 +72,6 @@ LATER = (
     "evaluate",
     "end",
     "raise_an_exception",
-    "be_stopped",
 )
 
 

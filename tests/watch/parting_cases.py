@@ -268,11 +268,6 @@ def be_killed(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_stopped(run: Run) -> None:
-    if run.is_odd:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def lose_the_network(run: Run) -> None:
     if run.is_odd:
         cut = ("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down")
@@ -289,7 +284,6 @@ IN_OWN_PROCESS = by_name(
     (raise_an_exception, "has ended by ValueError: no data at parting_cases.py"),
     (destroy_the_process_group, "has destroyed its process group"),
     (be_killed, "is gone"),
-    (be_stopped, "is stopped (SIGSTOP"),
 )
 
 

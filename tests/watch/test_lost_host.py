@@ -18,8 +18,8 @@ if typing.TYPE_CHECKING:
 
 pytestmark = pytest.mark.parting
 
-LIMIT_S = 90
-PARTED_S = 45  # With the start of the processes.
+LIMIT_S = 150
+PARTED_S = 90 + 20  # With the start of the processes.
 
 
 @pytest.fixture

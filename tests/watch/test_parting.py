@@ -65,12 +65,12 @@ def late_or_not(
     ids=["2 ranks, at first", "rank 0 of 2, later", "4 ranks, later"],
 )
 def test_all_ranks_are_told_who_left(name: str, world_size: int, culprit: int, when: str) -> None:
-    """Rank 0 holds the store: where it is killed or stopped, nobody can say more than that."""
+    """Rank 0 holds the store: where it is killed nobody can say more than that."""
     program = (parting_cases.__file__, name, str(culprit), when)
     ranks = start_ranks(program, world_size, limit_s=LIMIT_S + 15, **ASK_SOON)
     odd = culprit % world_size
     said = IN_OWN_PROCESS[name][1]
-    if culprit == 0 and name in ("be_killed", "be_stopped"):
+    if culprit == 0 and name == "be_killed":
         said = "the store of the process group does not answer"
     for rank, ended in enumerate(ranks):
         if rank == odd:
