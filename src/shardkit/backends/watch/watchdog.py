@@ -157,7 +157,8 @@ class Watchdog:
         self._asked_for: str | None = None
         self._complained = 0.0
         self._closed = threading.Event()
-        self._counting_in: str | None = None
+        self._counting_in: dict[int, str] = {}
+        self._free_stores: list[RunStore] = []
         self._threads: list[threading.Thread] = []
         self._file: Path | None = None
         self._answering: Answering | None = None
@@ -232,20 +233,28 @@ class Watchdog:
         """
         self.num_counted_in += 1
         go = f"{key}/go"
+        store: RunStore | None = None
         try:
-            if self._store.add(key, 1) == size:
-                self._store.set(go, _GO)
+            # Other threads must not wait behind this one, which may wait for them.
+            with self.lock:
+                store = self._free_stores.pop() if self._free_stores else None
+            store = store or self._store.clone()
+            if store.add(key, 1) == size:
+                store.set(go, _GO)
                 if old:  # All have passed it, for all have come here.
-                    self._store.delete(old)
-                    self._store.delete(f"{old}/go")
+                    store.delete(old)
+                    store.delete(f"{old}/go")
                 return
-            self._counting_in = go
-            self._store.block_until(go, lambda: self.verdict is not None)
+            self._counting_in[threading.get_ident()] = go
+            store.block_until(go, lambda: self.verdict is not None)
         except dist.DistNetworkError as error:
             text = self.verdict or self._store_is_gone(or_more="")
             raise RankMismatchError(text) from error
         finally:
-            self._counting_in = None
+            self._counting_in.pop(threading.get_ident(), None)
+            if store is not None:
+                with self.lock:
+                    self._free_stores.append(store)
         if self.verdict is not None:
             raise RankMismatchError(self.verdict)
 
@@ -430,9 +439,9 @@ class Watchdog:
             logger.error("rank %d: %s", self.rank, text)
         if is_in_call:
             raise_in_main_thread(text)
-        if self._counting_in is not None and store is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set(self._counting_in, "")  # Whoever waits for it looks at the verdict.
+        with contextlib.suppress(RuntimeError):
+            for go in list(self._counting_in.values()):
+                (store or self._store).set(go, "")  # Whoever waits for it looks at the verdict.
         if is_in_call or self._all_waits(0.0):
             # On a device the main thread waits where it asks for a number.
             end_if_stuck(self.rank, text, even_on_host=is_store_silent)
@@ -554,6 +563,7 @@ class Watchdog:
                 if self._answering is not None:
                     self._store.set(self._answering.wake_key, "")
         self.channels.clear()  # What is left of the process groups may go.
+        self._free_stores.clear()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import types
@@ -204,3 +205,27 @@ def test_what_a_rank_tells_is_of_one_moment(
     finally:
         is_over.set()
         thread.join()
+
+
+def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
+    """As one that saves and the main one: on the other rank they come in the other order."""
+    server: typing.Any = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    ranks = [Watchdog(server, server.clone(), rank, 2) for rank in range(2)]
+    ranks[1]._store = ranks[0]._store.clone()  # noqa: SLF001 - ranks of one run
+    threads = []
+    try:
+        for rank, keys in zip(ranks, [("main", "save"), ("save", "main")], strict=True):
+            for key in keys:
+                count_in = functools.partial(rank.count_in, key, 2, "")
+                threads.append(threading.Thread(target=count_in, daemon=True))
+                threads[-1].start()
+                time.sleep(0.1)
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+    finally:
+        for rank in ranks:
+            rank.close()
+            rank.end_threads()
