@@ -440,7 +440,7 @@ class Watchdog:
         if is_in_call:
             raise_in_main_thread(text)
         with contextlib.suppress(RuntimeError):
-            for go in list(self._counting_in.values()):
+            for go in () if is_store_silent else list(self._counting_in.values()):
                 (store or self._store).set(go, "")  # Whoever waits for it looks at the verdict.
         if is_in_call or self._all_waits(0.0):
             # On a device the main thread waits where it asks for a number.
