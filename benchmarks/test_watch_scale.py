@@ -4,16 +4,23 @@ import pytest
 
 import watch_scale
 
+FEW, MANY = 64, 512
+REQUESTS = 9  # Of each rank in a round.
+REQUESTS_TO_AGREE = 2  # To one collective.
+
 
 def test_a_round_costs_each_rank_the_same() -> None:
-    few, many = (watch_scale.ask(number, 0.001) for number in (64, 512))
-    assert many["requests of a rank"] <= few["requests of a rank"] <= 9
-    assert many["MB"] < 9 * few["MB"], "nothing grows with the square"
+    """Nothing grows with the square of the ranks."""
+    few, many = (watch_scale.ask(number, 0.001) for number in (FEW, MANY))
+    assert many["requests of a rank"] <= few["requests of a rank"] <= REQUESTS
+    assert many["MB"] / few["MB"] < 1.1 * MANY / FEW
     assert many["seconds"] < 1.0
 
 
 @pytest.mark.parametrize("latency_s", [0.0003, 0.001])
 def test_a_first_pass_leaves_no_keys(latency_s: float) -> None:
-    found = watch_scale.first_pass(64, latency_s)
-    assert found["keys left"] == 2
-    assert found["requests of a rank"] < 2.1 * 3 * watch_scale.NUM_LAYERS
+    """Each rank counts in once for each collective."""
+    found = watch_scale.first_pass(FEW, latency_s)
+    assert found["keys left"] == REQUESTS_TO_AGREE, "that of the last collective, and its end"
+    num_collectives = 3 * watch_scale.NUM_LAYERS
+    assert found["requests of a rank"] < 1.05 * REQUESTS_TO_AGREE * num_collectives
