@@ -40,6 +40,7 @@ _RESULT_S = 15.0  # An asker that takes longer has died.
 _LOOK_S = 2.0
 _MAX_ROUNDS = 3
 _MAX_WITH_ALL_DETAILS = 16
+_NUM_KEPT = 16  # Rounds whose results stay: they may follow each other faster than a rank reads.
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class Rounds:
         if not self.store.await_keys([f"result/{number}"], _RESULT_S):
             # Who asked is gone. Whoever comes next begins another round.
             if self.store.add("rounds", 0) < number:
-                self.store.add("rounds", 1)
+                self.store.set("rounds", str(number))
                 self._wake(number)
             return None
         result = Result.load(self.store.get(f"result/{number}"))
@@ -149,7 +150,7 @@ class Rounds:
     def _ask_round(self, number: int) -> Result:
         store = self.store
         self.num_rounds += 1
-        store.add("rounds", 1)
+        store.set("rounds", str(number))  # Not added to: who took this one for dead set it, too.
         self._wake(number)
         self.statuses = self._collect(number)
         diagnosis = self._diagnose()
@@ -168,7 +169,7 @@ class Rounds:
         told = result if is_told else Result(None, silent, result.look)
         store.set(f"result/{number}", told.dump())
         self._await_looks(number, result)
-        for key in (f"asks/{number - 2}", f"result/{number - 2}"):
+        for key in (f"asks/{number - _NUM_KEPT}", f"result/{number - _NUM_KEPT}"):
             store.delete(key)
         return result
 

@@ -237,12 +237,37 @@ def test_an_answer_that_cannot_be_read_is_none(store: RunStore) -> None:
 def test_keys_do_not_grow(store: RunStore) -> None:
     with answering(store, RankStatus(0), RankStatus(1)):
         asker = Rounds(store, 2, -1)
-        for _ in range(3):
+        for _ in range(20):
             asker.ask()
         before = store.num_keys()
         for _ in range(10):
             asker.ask()
         assert store.num_keys() <= before + 2
+
+
+def test_a_rank_that_reads_slowly_does_not_miss_what_follows(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rounds have come and gone meanwhile."""
+    monkeypatch.setattr(watch_settings, "answer_s", 0.02)
+    store.set("end/1", RankStatus(1, state="ended").dump())
+    slow = Answering(store.clone(), 0, lambda: waiting(0))
+    asker = Rounds(store, 2, 1)
+    store.claim("asks/1", "1")
+    for number in range(1, 8):
+        asker._ask_round(number)  # noqa: SLF001 - nobody answers in time
+    heard = []
+    for number in range(7):
+        store.set(f"wake/0/{number + 1}", "") if number == 6 else None
+        heard.append(slow.answer(lambda: False))
+    assert heard[-1].silent == [0]
+
+
+def test_an_asker_that_was_taken_for_dead_skips_no_round(store: RunStore) -> None:
+    store.claim("asks/1", "0")
+    store.set("rounds", "1")  # By who took it for dead; then it goes on itself.
+    Rounds(store, 1, 0)._ask_round(1)  # noqa: SLF001
+    assert store.add("rounds", 0) == 1
 
 
 @pytest.mark.parametrize(
