@@ -119,8 +119,8 @@ def set_watch(  # noqa: PLR0913 - a setting each
             as lost if nobody of its host answers either. 60 by default; ``math.inf``: never.
         timeout_s: Seconds after which torch itself ends a collective, of process groups that
             shardkit makes from now on. 1800 by default.
-        compare_values: Whether samples of the values that parameters had when they were sharded
-            are compared at the first forward. True by default.
+        compare_values: Whether samples of the values that parameters had when they were sharded,
+            and of what is loaded or filled later, are compared. True by default.
         check_gradients: Whether each backward notes which of this rank's own gradients are not
             finite, for `FSDPModule.check_gradients`. Reads each gradient once more. False by
             default.

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainings import Model, Training
 
 from shardkit import MixedPrecisionPolicy
+from shardkit.backends.watch.watchdog import current_watchdog
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -234,3 +235,27 @@ def test_without_an_engine_of_the_host_it_is_a_whole_step_ahead(
     for found in spawn(waits_without_host_engine, 2):
         assert {ago for _, ago in found} == {1}, found
         assert len(found) == 4, "once in a step"
+
+
+def agreements_of_micro_batches() -> tuple[int, int]:
+    """Return how often ranks had to agree in five steps of micro-batches, and in five later ones.
+
+    On an accelerator gathers and reductions are collectives of one process group.
+    """
+    with simulation(batches=False) as run:
+        training = Training(run)
+        counts = []
+        for step in range(1, 11):
+            if step == 6:
+                counts.append(current_watchdog().num_counted_in)
+            for micro in range(3):
+                training.model.set_requires_gradient_sync(micro == 2)
+                training.backward(step, 3)
+            training.step()
+        return counts[0], current_watchdog().num_counted_in - counts[0]
+
+
+def test_steady_steps_of_micro_batches_agree_to_nothing(spawn: Spawn) -> None:
+    for first, steady in spawn(agreements_of_micro_batches, 2):
+        assert first > 0
+        assert steady == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 
+import pytest
 import torch
 from parting_cases import SMALL, Run
 from torch import nn
@@ -91,3 +92,48 @@ def test_layers_that_all_ranks_drop_alike_are_agreed_on(spawn: Spawn) -> None:
     (requests, order), other = spawn(drop_layers, 2, 12)
     assert requests > 0
     assert other[1] == order
+
+
+def count_keys(num_steps: int) -> tuple[int, int]:
+    """Return how many keys the store has after ten steps, and after many."""
+    run = Run(-1, (2,), SMALL)
+    run.shard()
+    store = current_watchdog()._store  # noqa: SLF001
+    before = 0
+    for step in range(num_steps):
+        run.step()
+        if step == 10:
+            before = store.num_keys()
+        if step % 100 == 99:
+            with torch.no_grad():
+                run.loss()
+    return before, store.num_keys()
+
+
+@pytest.mark.parametrize("num_steps", [120, pytest.param(1000, marks=pytest.mark.parting)])
+def test_keys_of_the_store_do_not_grow(spawn: Spawn, num_steps: int) -> None:
+    for before, after in spawn(count_keys, 2, num_steps, timeout_s=120):
+        assert after <= before + 4  # The other rank may be a collective ahead.
+
+
+def accumulate(num_steps: int) -> tuple[int, int]:
+    """Return how often ranks had to agree in the first steps, and in steady ones."""
+    run = Run(-1, (2,), SMALL)
+    run.shard()
+    counts = []
+    for step in range(num_steps):
+        if step == num_steps // 2:
+            counts.append(current_watchdog().num_counted_in)
+        for micro in range(3):
+            run.model.set_requires_gradient_sync(micro == 2)
+            run.loss().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    counts.append(current_watchdog().num_counted_in - counts[0])
+    return counts[0], counts[1]
+
+
+def test_micro_batches_send_nothing(spawn: Spawn) -> None:
+    for first, steady in spawn(accumulate, 2, 10):
+        assert first > 0
+        assert steady == 0
