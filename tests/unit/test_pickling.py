@@ -24,9 +24,10 @@ from shardkit import (
     ShardedTensor,
     ShardedTensorError,
     StateError,
+    _pickling,
     fully_shard,
 )
-from shardkit._pickling import SavedPiece, reduce_for_process, reduce_tensor
+from shardkit._pickling import SavedPiece, reduce_for_process
 
 if typing.TYPE_CHECKING:
     from shardkit import DeviceMesh
@@ -350,7 +351,7 @@ def test_where_the_mesh_is_pieces_are_sharded_tensors() -> None:
 
 def test_sending_goes_this_way() -> None:
     assert dispatch_table(ForkingPickler)[ShardedTensor] is reduce_for_process
-    assert dispatch_table(pickle.Pickler)[ShardedTensor] is reduce_tensor
+    assert dispatch_table(pickle.Pickler)[ShardedTensor] is _pickling._reduce_and_note  # noqa: SLF001
 
 
 def dispatch_table(cls: typing.Any) -> typing.Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing
 
+import healthy_cases
 import parting_cases
 import pytest
 
@@ -14,6 +15,7 @@ from launching import ASK_SOON, start_ranks
 from two_hosts import Host, two_hosts
 
 if typing.TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.parting
@@ -51,3 +53,24 @@ def test_a_host_that_disappears_is_named(hosts: tuple[Host, Host], culprit: int)
             assert "has not answered" in each.output, each.output
         elif rank == 1:
             assert "the store of the process group does not answer" in each.output, each.output
+
+
+@pytest.mark.parametrize("name", ["hold_the_lock", "sleep", "save_slowly"])
+def test_a_host_that_only_takes_long_goes_on(
+    hosts: tuple[Host, Host], name: str, tmp_path: pathlib.Path
+) -> None:
+    """It has another network, another name and process ids of its own."""
+    ended = start_ranks(
+        (healthy_cases.__file__, name, str(tmp_path)),
+        2,
+        limit_s=LIMIT_S,
+        below=lambda rank: hosts[rank].command(),
+        by_rank=lambda rank: {"GLOO_SOCKET_IFNAME": hosts[rank].interface},
+        MASTER_ADDR=hosts[0].address,
+        LONG_S="25",
+        **ASK_SOON,
+    )
+    for each in ended:
+        assert each.code == 0, each.output
+        assert "result [" in each.output
+        assert "Error" not in each.output, each.output

@@ -294,6 +294,8 @@ def _found_in(params: Sequence[Any]) -> tuple[nn.Module, list[str]]:
             (len(wanted & names.keys()), len(names)),
             (len(wanted & best.keys()), size),
         )
+        if not rank[0]:
+            continue
         is_around = rank == best_rank and best and any(each is found for each in module.modules())
         if rank > best_rank or is_around:
             found, best, size = module, names, len(names)
