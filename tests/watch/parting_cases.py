@@ -230,7 +230,7 @@ def part(
     name: str, culprit: int, mesh_shape: tuple[int, ...], sizes: tuple[int, ...], *, is_late: bool
 ) -> None:
     """Train; one rank parts from the others at the first step, or later."""
-    set_watch(ask_after_s=2)
+    set_watch(ask_after_s=1, ask_unexpected_after_s=0.5)
     run = Run(culprit, mesh_shape, sizes)
     run.shard()
     if is_late:

@@ -19,13 +19,13 @@ def count_requests(mesh_shape: tuple[int, ...]) -> dict[str, int]:
     """Return how often ranks had to agree, in each part of a training."""
     run = Run(-1, mesh_shape, SMALL)
     run.shard()
-    station = current_watchdog()
+    watchdog = current_watchdog()
     counts, before = {}, 0
 
     def note(name: str) -> None:
         nonlocal before
-        counts[name] = station.num_counted_in - before
-        before = station.num_counted_in
+        counts[name] = watchdog.num_counted_in - before
+        before = watchdog.num_counted_in
 
     def evaluate() -> None:
         with torch.no_grad():

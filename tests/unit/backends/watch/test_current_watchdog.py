@@ -23,8 +23,8 @@ def issue_in_a_fake_group(world_size: int) -> list[int]:
         for layer in ("first", "second"):
             with channel_of(None).run("all-gather", layer, 64):
                 pass
-    station = current_watchdog()
-    found = [station.num_counted_in, station.world_size]
+    watchdog = current_watchdog()
+    found = [watchdog.num_counted_in, watchdog.world_size]
     dist.destroy_process_group()
     return found
 
@@ -36,10 +36,10 @@ def test_a_rank_of_a_fake_group_waits_for_nobody(spawn: Spawn) -> None:
 
 
 def issue_alone() -> bool:
-    """Return whether the station is the same as long as the process group is."""
+    """Return whether the watchdog is the same as long as the process group is."""
     first = current_watchdog()
     return current_watchdog() is first
 
 
-def test_a_process_group_has_one_station(spawn: Spawn) -> None:
+def test_a_process_group_has_one_watchdog(spawn: Spawn) -> None:
     assert spawn(issue_alone, 2) == [True, True]

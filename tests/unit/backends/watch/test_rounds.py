@@ -31,7 +31,7 @@ NO_PROCESS = 2**22 + 1  # Above what Linux gives.
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_settings, "answer_s", 0.3)
+    monkeypatch.setattr(watch_settings, "answer_s", 0.15)
     monkeypatch.setattr(module, "_CONFIRM_S", 0.05)
 
 
