@@ -43,7 +43,12 @@ class RunStore:
         self._is_file = isinstance(connection, _file_store)
 
     def clone(self) -> RunStore:
-        """Return the same over a new connection."""
+        """Return the same over a new connection.
+
+        Raises:
+            DistNetworkError: The store is gone.
+        """
+        self.has("x")  # Else that is known only after minutes of trying to connect.
         return RunStore(self.run, self.connection.clone())
 
     # Each of these is one request.

@@ -360,7 +360,7 @@ class Watchdog:
     def _awaited(self) -> str | None:
         with self.lock:
             waits = [wait for wait in self._waits.values() if wait.is_main]
-        return f"{id(waits[0])}" if waits else None
+        return f"{id(waits[0])} {waits[0].since}" if waits else None
 
     def _judge_store(self, silent_s: float) -> None:
         """Say that the store does not answer; end the waits if its process cannot answer again."""
