@@ -132,7 +132,7 @@ def fork_loader_workers(run: Training) -> None:
 def be_stopped(run: Training) -> None:
     """For a while, by somebody from outside."""
     if run.is_odd:
-        going_on = f"import os, time; time.sleep({LONG_S / 5}); os.kill({os.getpid()}, 18)"
+        going_on = f"import os, time; time.sleep({LONG_S / 2}); os.kill({os.getpid()}, 18)"
         with subprocess.Popen([sys.executable, "-c", going_on]):
             os.kill(os.getpid(), signal.SIGSTOP)
 
