@@ -1,17 +1,21 @@
 """Every wait, fence, kept reference and order of the accelerator's path, taken away one at a time.
 
-A mutation replaces a piece of source by another. `mutated` imports shardkit anew with it; then some
-scenario must complain. `untouched` says of other lines that deal with order why none needs to.
+The source names what orders, by a comment: ``# order: gathers wait for slots' readers``. A mutation
+takes the statement of that name away, or puts another in its place. `mutated` imports shardkit anew
+with it; then some scenario must complain.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
+import re
 import sys
+import textwrap
 import typing
 
 if typing.TYPE_CHECKING:
@@ -31,28 +35,31 @@ _OF_TESTS = (
 )
 
 
+TAG = re.compile(r"# order: (.+)")
+"""Names a statement: at its end, or on the line above it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mutation:
     """One defect.
 
     Attributes:
         module: Below ``shardkit``.
-        old: What stands in its source, once.
-        new: What stands there instead.
+        name: Of the statement in its source that is taken away.
         scenario: Which complains.
         options: Of the simulation.
+        new: What stands there instead; of a statement with a body, instead of the lines before it.
     """
 
     module: str
-    old: str
-    new: str
+    name: str
     scenario: str
     options: tuple[str, ...] = ()
+    new: str = "pass"
 
-    @property
-    def name(self) -> str:
-        """Say where it is, for a test's name."""
-        return f"{self.module}: {self.old.strip().splitlines()[0]} [{self.scenario}]"
+    def __str__(self) -> str:
+        """Return a test's name."""
+        return f"{self.module}: {self.name} [{self.scenario}]"
 
     @property
     def simulation_options(self) -> dict[str, bool]:
@@ -69,318 +76,161 @@ OLDER = ("older_torch",)
 
 MUTATIONS = (
     # --- gathers ---
-    Mutation(
-        STREAMS,
-        "            if event is not None:\n                self._device.wait(self._gather, event)",
-        "            pass",
-        "zero3",
-    ),
-    Mutation(
-        STREAMS,
-        "        self._device.wait(self._gather, self.fence())",
-        "        pass",
-        "by_hand",
-    ),
-    Mutation(
-        STREAMS,
-        "        self._device.wait(self._gather, event)\n\n    def join",
-        "        pass\n\n    def join",
-        "optimizer_event",
-    ),
-    Mutation(
-        STREAMS,
-        "        self._device.wait(self._device.current_stream(), self._event)",
-        "        pass",
-        "zero3",
-    ),
-    Mutation(STREAMS, "            self._host_read = event", "            pass", "offload"),
-    Mutation(
-        STREAMS,
-        "        if event is not None:\n            self._device.synchronize(event)\n\n    # --- coll",
-        "        pass\n\n    # --- coll",
-        "offload",
-    ),
-    Mutation(
-        STREAMS,
-        "        with self._device.on(self._gather):\n            for gather",
-        "        if True:\n            for gather",
-        "zero3",
-    ),
+    Mutation(STREAMS, "gathers wait for slots' readers", "zero3"),
+    Mutation(STREAMS, "gathers wait for writes to shards", "by_hand"),
+    Mutation(STREAMS, "gathers wait for the optimizer's event", "optimizer_event"),
+    Mutation(STREAMS, "compute waits for the gather", "zero3"),
+    Mutation(STREAMS, "the host waits for the last copy from its shards", "offload"),
+    Mutation(STREAMS, "the host waits for copies of offloaded shards", "offload"),
+    Mutation(STREAMS, "gathers run on their own stream", "zero3", new="if True:"),
     # --- reductions ---
+    Mutation(STREAMS, "reductions wait for compute", "zero3"),
+    Mutation(STREAMS, "a stream waits for the one before it", "hybrid"),
+    Mutation(STREAMS, "a stream waits for the one before it", "hook_on_a_stream"),
+    Mutation(STREAMS, "compute waits for the results", "zero3"),
     Mutation(
         STREAMS,
-        "        self._device.wait(self._reduce, self.fence())\n        try",
-        "        try",
-        "zero3",
-    ),
-    Mutation(
-        STREAMS,
-        "        self._device.wait(stream, self._device.record(before))\n",
-        "",
+        "compute waits for every stream that results end on",
         "hybrid",
+        new="events = [self._device.record(stream) for stream in dict.fromkeys(ends)][:1]",
     ),
     Mutation(
         STREAMS,
-        "        self._device.wait(stream, self._device.record(before))\n",
-        "",
-        "hook_on_a_stream",
-    ),
-    Mutation(
-        STREAMS,
-        "        for event in self._ends:\n            self._device.wait(stream, event)\n",
-        "        for event in self._ends:\n",
+        "send buffers wait for the reduce-scatter",
         "zero3",
+        new="ends = [self._gather, *(self._start_one(each, handle, of) for each in prepared)]",
     ),
+    Mutation(STREAMS, "the host waits for offloaded results", "offload"),
+    Mutation(STREAMS, "memory lives until compute waits for the results", "hybrid"),
+    Mutation(STREAMS, "earlier sums live until they are added", "partial_sums"),
     Mutation(
         STREAMS,
-        "        events = [self._device.record(stream) for stream in dict.fromkeys(ends)]",
-        "        events = [self._device.record(stream) for stream in dict.fromkeys(ends)][:1]",
-        "hybrid",
-    ),
-    Mutation(
-        STREAMS,
-        "            ends = [self._reduce, *",
-        "            ends = [self._gather, *",
-        "zero3",
-    ),
-    Mutation(
-        STREAMS,
-        "            if self._is_on_host:\n                self._device.synchronize(event)\n",
-        "",
+        "a result lives until it is copied to the host",
         "offload",
+        new="result = self._device.empty(reduction.out_numel, reduction.out_dtype)",
     ),
     Mutation(
         STREAMS,
-        "        self._kept.append(tensor)\n",
-        "",
+        "a sum over the shard axis lives until it is all-reduced",
         "hybrid",
+        new="into = self._device.empty(reduction.out_numel, reduction.send.dtype)",
     ),
+    Mutation(STREAMS, "after an error compute waits for what was issued", "recovery"),
+    Mutation(STREAMS, "compute waits for the last use of send buffers", "zero3", OLDER),
+    Mutation(STREAMS, "compute waits for a slot's last use", "kept_slots"),
+    Mutation(STREAMS, "compute waits for all streams", "recovery"),
     Mutation(
-        STREAMS, "            handle.keep(reduction.carry)", "            pass", "partial_sums"
-    ),
-    Mutation(
-        STREAMS,
-        "            result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))",
-        "            result = self._device.empty(reduction.out_numel, reduction.out_dtype)",
-        "offload",
-    ),
-    Mutation(
-        STREAMS,
-        "            into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))",
-        "            into = self._device.empty(reduction.out_numel, reduction.send.dtype)",
-        "hybrid",
-    ),
-    Mutation(
-        STREAMS,
-        "            self.join()  # What was issued still writes memory that nobody will wait for.",
-        "            pass",
-        "recovery",
-    ),
-    Mutation(
-        STREAMS,
-        "        self._device.wait(self._device.current_stream(), self.fence)",
-        "        pass",
-        "zero3",
-        OLDER,
-    ),
-    Mutation(
-        STREAMS,
-        "            self._device.wait(self._device.current_stream(), fence)",
-        "            pass",
-        "kept_slots",
-    ),
-    Mutation(
-        STREAMS,
-        "            self._device.wait(compute, self._device.record(stream))",
-        "            pass",
-        "recovery",
-    ),
-    Mutation(
-        STREAMS,
-        "                self._hook_streams.setdefault(reduction.hook_stream)\n",
-        "",
-        "recovery_on_a_stream",
+        STREAMS, "compute waits for hooks' streams when it waits for all", "recovery_on_a_stream"
     ),
     # --- comparisons ---
+    Mutation(STREAMS, "the host waits for compared numbers", "zero3", ("no_host_engine",)),
     Mutation(
         STREAMS,
-        "        self._device.synchronize(self._event)\n",
-        "",
-        "zero3",
-        ("no_host_engine",),
-    ),
-    Mutation(
-        STREAMS,
-        "            on_device = self._device.empty(tensor.numel(), tensor.dtype)\n            on_device.copy_",
-        "            with self._device.on(self._gather):\n                on_device = self._device.empty(tensor.numel(), tensor.dtype)\n            on_device.copy_",
+        "numbers lie in memory that the reduce stream allocates",
         "dropped",
         ("no_host_engine",),
+        new=(
+            "with self._device.on(self._gather):\n"
+            "    on_device = self._device.empty(tensor.numel(), tensor.dtype)"
+        ),
     ),
     # --- process groups ---
     Mutation(
-        "backends.process_group",
-        "        if self.work is not None and not async_op:\n            self.work.wait()\n",
-        "",
-        "custom_collectives",
+        "backends.process_group", "the stream waits for a user's collective", "custom_collectives"
     ),
     # --- the pool of slots ---
     Mutation(
         "_params.memory",
-        "        slot.free_after = fence\n",
-        "        slot.free_after = None\n",
+        "whoever writes a slot waits for its last use",
         "zero3",
+        new="slot.free_after = None",
     ),
     Mutation(
         "_params.memory",
-        "        slot.is_passed = by_compute or fence is None",
-        "        slot.is_passed = True",
+        "slots wait for compute to pass",
         "overlapping_backwards",
+        new="slot.is_passed = True",
     ),
     Mutation(
         "_params.memory",
-        "        self._free = [slot for slot in self._free if not slot.is_passed]",
-        "        self._free.clear()",
+        "slots that a collective may use are not freed",
         "overlapping_backwards",
+        new="self._free.clear()",
     ),
     Mutation(
         "_params.memory",
-        "            return Slot(storage, nbytes, self._streams.fence())",
-        "            return Slot(storage, nbytes, None)",
+        "whoever writes resized memory waits for its allocation",
         "zero3",
         OLDER,
+        new="return Slot(storage, nbytes, None)",
     ),
     Mutation(
         "_params.memory",
-        "            return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())",
-        "            return Slot(self._streams.new_storage(nbytes), nbytes, None)",
+        "whoever writes new memory waits for its allocation",
         "zero3",
+        new="return Slot(self._streams.new_storage(nbytes), nbytes, None)",
     ),
     Mutation(
-        "_params.memory",
-        "        return self._slot.free_after",
-        "        return None",
-        "zero3",
+        "_params.memory", "whoever writes a buffer waits for its slot", "zero3", new="return None"
     ),
     # --- gradients ---
     Mutation(
         "_params.send_buffer",
-        "            streams.wait_fence(self._send.acquire(pool))\n            self._has",
-        "            self._send.acquire(pool)\n            self._has",
+        "gradients wait for their slot",
         "kept_slots",
+        new="self._send.acquire(pool)",
     ),
     Mutation(
         "_params.gradients",
-        "            each.close_send(pool, handle.fence)",
-        "            each.close_send(pool, pool.fence())",
+        "send buffers wait for the reduction",
         "zero3",
+        new="each.close_send(pool, pool.fence())",
     ),
+    Mutation("_params.gradients", "compute waits until send buffers are free", "zero3", OLDER),
     Mutation(
         "_params.gradients",
-        "                started.handle.wait_sent()\n",
-        "",
+        "gradients wait for the reduction",
         "zero3",
-        OLDER,
+        new="outs = started.handle._outs[started.first : last]",
     ),
-    Mutation(
-        "_params.gradients",
-        "            outs = started.handle.wait()[started.first : last]",
-        "            outs = started.handle._outs[started.first : last]",
-        "zero3",
-    ),
-    Mutation(
-        "_params.gradients",
-        "            pool.passed(started.handle.fence)\n            for each",
-        "            for each",
-        "zero3",
-    ),
+    Mutation("_params.gradients", "slots are passed once compute has waited", "zero3"),
     # --- the runtime ---
     Mutation(
         "_runtime.runtime",
-        "        self.gathers.follow_writes(self._noted_versions)\n",
-        "        self.gathers._followed = [*self._noted_versions]\n",
+        "a forward waits for writes to shards",
         "by_hand",
+        new="self.gathers._followed = [*self._noted_versions]",
     ),
     Mutation(
-        "_runtime.gathers",
-        "        self._follow_late_writes(groups)\n",
-        "",
-        "writes_in_forward",
+        "_runtime.gathers", "gathers wait for writes inside of a forward", "writes_in_forward"
     ),
     Mutation(
-        "_runtime.runtime",
-        "        self.streams.join()  # Memory is about to be given back that collectives may still use.\n",
-        "",
-        "interrupted_gather",
+        "_runtime.runtime", "after an error compute waits for all streams", "interrupted_gather"
     ),
+    Mutation("_runtime.runtime", "a dropped model's memory waits for all streams", "dropped"),
     Mutation(
-        "_runtime.runtime", "                streams.join()\n", "                pass\n", "dropped"
+        "_runtime.backward", "after a backward the host waits for copies", "offload_without_sync"
     ),
-    Mutation(
-        "_runtime.backward",
-        "        self._gathers.trim()\n        self._gathers.settle_host_reads()",
-        "        self._gathers.trim()",
-        "offload_without_sync",
-    ),
-    Mutation(
-        "_runtime.runtime",
-        "        self.used.reset()\n        self.gathers.settle_host_reads()",
-        "        self.used.reset()",
-        "offload_interrupted",
-    ),
-    Mutation(
-        "_runtime.runtime",
-        "        self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))\n        self.gathers.settle_host_reads()",
-        "        self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))",
-        "offload",
-    ),
-    Mutation(
-        "_runtime.runtime",
-        "        self.gathers.carry_out(self.schedule.reshard(group.index))\n        self.gathers.settle_host_reads()",
-        "        self.gathers.carry_out(self.schedule.reshard(group.index))",
-        "offload",
-    ),
-    Mutation(
-        "_runtime.gathers",
-        "                self.wait(group)\n            elif",
-        "                pass\n            elif",
-        "zero3",
-    ),
-    Mutation(
-        "_runtime.runtime",
-        "            self.streams.after_optimizer(event)",
-        "            pass",
-        "optimizer_event",
-    ),
+    Mutation("_runtime.runtime", "after an error the host waits for copies", "offload_interrupted"),
+    Mutation("_runtime.runtime", "after a forward the host waits for copies", "offload"),
+    Mutation("_runtime.runtime", "after a reshard the host waits for copies", "offload"),
+    Mutation("_runtime.gathers", "compute waits for the gather before its use", "zero3"),
+    Mutation("_runtime.runtime", "gathers wait for the optimizer's event", "optimizer_event"),
     # --- groups and buckets ---
+    Mutation("_runtime.gathers", "freeing waits for the gather", "skipped"),
     Mutation(
         "_runtime.gathers",
-        "        self.wait(group)\n        group.show(unsharded=False)\n        axis",
-        "        group.show(unsharded=False)\n        axis",
-        "skipped",
-    ),
-    Mutation(
-        "_runtime.gathers",
-        "            fence = self._streams.fence()\n            for store",
-        "            fence = self._noted_fence = getattr(self, '_noted_fence', None) or self._streams.fence()\n            for store",
+        "a slot's next user waits for the last reader",
         "zero3",
+        new="fence = self._noted_fence = "
+        "getattr(self, '_noted_fence', None) or self._streams.fence()",
     ),
-    Mutation(
-        "_runtime.gathers",
-        "            fences += [part.fence for part in parts if part is not None]\n",
-        "",
-        "kept_parts",
-    ),
+    Mutation("_runtime.gathers", "gathers wait for kept parts", "kept_parts"),
     # --- reductions ---
+    Mutation("_runtime.reductions", "the optimizer waits for all reductions", "zero3"),
     Mutation(
         "_runtime.reductions",
-        "        self._used.start(self._streams)\n        self.finish_all()",
-        "        self._used.start(self._streams)",
-        "zero3",
-    ),
-    Mutation(
-        "_runtime.reductions",
-        "            self._finish_through(group)\n        many",
-        "            pass\n        many",
+        "a group's reduction waits for its previous one",
         "overlapping_backwards",
     ),
 )
@@ -391,7 +241,7 @@ def mutated(mutation: Mutation | None) -> Iterator[None]:
     """Import shardkit, and the tests' modules over it, anew, with a mutation.
 
     Raises:
-        AssertionError: The source has no such piece, or several.
+        AssertionError: The source has no such name, or twice.
     """
     saved = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
     finder = _Finder(mutation)
@@ -442,15 +292,42 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(change(self.get_data(path).decode(), self._mutation), path, "exec")
 
 
+def named_statements(source: str) -> dict[str, ast.stmt]:
+    """Return the statements that have a name.
+
+    Raises:
+        AssertionError: Two have the same, or a name stands where no statement is.
+    """
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    found: dict[str, ast.stmt] = {}
+    for number, line in enumerate(source.splitlines(), start=1):
+        if tag := TAG.search(line):
+            at = number + line.lstrip().startswith("#")
+            around = [each for each in statements if at in range(each.lineno, last_line(each) + 1)]
+            assert around, f"no statement at {tag[0]!r}"
+            assert tag[1] not in found, f"{tag[0]!r} stands there twice"
+            found[tag[1]] = max(around, key=lambda each: each.lineno)
+    return found
+
+
+def last_line(statement: ast.stmt) -> int:
+    """Return where a statement ends, or where its body begins."""
+    body = getattr(statement, "body", None)
+    return body[0].lineno - 1 if body else typing.cast("int", statement.end_lineno)
+
+
 def change(source: str, mutation: Mutation) -> str:
     """Return source with a mutation.
 
     Raises:
-        AssertionError: It has no such piece, or several.
+        AssertionError: It has no such name.
     """
-    count = source.count(mutation.old)
-    assert count == 1, f"{mutation.module} has {count} times: {mutation.old!r}"
-    return source.replace(mutation.old, mutation.new)
+    statement = named_statements(source).get(mutation.name)
+    assert statement is not None, f"{mutation.module} has no {mutation.name!r}"
+    lines = source.splitlines()
+    new = textwrap.indent(mutation.new, " " * statement.col_offset)
+    lines[statement.lineno - 1 : last_line(statement)] = new.splitlines()
+    return "\n".join(lines) + "\n"
 
 
 def complaints_of(mutation: Mutation, *, is_applied: bool = True) -> list[str]:
@@ -460,6 +337,8 @@ def complaints_of(mutation: Mutation, *, is_applied: bool = True) -> list[str]:
         name, options = mutation.scenario, mutation.simulation_options
         try:
             found: list[str] = scenarios.complaints(name, options)
+        except (NameError, AttributeError):
+            raise  # What the mutation puts in does not fit: nothing was shown.
         except Exception as error:  # noqa: BLE001 - a defect may break anything
             found = [f"{type(error).__name__}: {error}"]
     return found

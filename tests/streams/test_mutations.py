@@ -8,8 +8,10 @@ import re
 import typing
 
 import pytest
-from mutations import MUTATIONS, Mutation, change, complaints_of
+from mutations import MUTATIONS, TAG, Mutation, complaints_of, last_line, named_statements
 from scenarios import NUM_RANKS
+
+import shardkit
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -79,11 +81,11 @@ def source_of(module: str) -> str:
 
 
 @pytest.mark.streams
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_missing_piece_is_found(spawn: Spawn, mutation: Mutation) -> None:
     num_ranks = NUM_RANKS.get(mutation.scenario, 2)
     by_rank = spawn(complaints_of, num_ranks, mutation)
-    assert any(by_rank), f"nobody misses it: {mutation.old}"
+    assert any(by_rank), f"nobody misses it: {mutation}"
 
 
 @pytest.mark.streams
@@ -108,20 +110,31 @@ def complaints_without(mutation: Mutation) -> list[str]:
 
 
 @pytest.mark.parametrize("module", WATCHED)
-def test_every_line_that_orders_has_a_mutation_or_a_reason(module: str) -> None:
+def test_every_line_that_orders_has_a_name_or_a_reason(module: str) -> None:
     source = source_of(module)
-    lines = source.splitlines()
-    changed: set[int] = set()
-    for mutation in MUTATIONS:
-        if mutation.module == module:
-            change(source, mutation)  # It is there, once.
-            first = source[: source.index(mutation.old)].count("\n")
-            changed |= set(range(first, first + mutation.old.rstrip("\n").count("\n") + 1))
+    named = {
+        number
+        for statement in named_statements(source).values()
+        for number in range(statement.lineno, last_line(statement) + 1)
+    }
+    codes = [line.partition("#")[0].strip() for line in source.splitlines()]
     missing = [
-        line.strip()
-        for number, line in enumerate(lines)
-        if ORDERING.search(line.partition("#")[0])
-        and number not in changed
-        and not any(reason in line for reason in NEEDLESS[module])
+        code
+        for number, code in enumerate(codes, start=1)
+        if ORDERING.search(code)
+        and number not in named
+        and not any(reason in code for reason in NEEDLESS[module])
     ]
-    assert not missing, "add to tests/streams/mutations.py, or say why not"
+    assert not missing, "name them and add to tests/streams/mutations.py, or say why not"
+
+
+def test_every_name_has_a_mutation() -> None:
+    folder = pathlib.Path(shardkit.__file__).parent
+    sources = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    named = {
+        (".".join(path.relative_to(folder).with_suffix("").parts), name)
+        for path, source in sources.items()
+        if TAG.search(source)
+        for name in named_statements(source)
+    }
+    assert named == {(mutation.module, mutation.name) for mutation in MUTATIONS}

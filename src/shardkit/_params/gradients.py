@@ -219,13 +219,13 @@ class GroupGradients:
 
     def _close_send(self, pool: SlotPool, handle: ReduceHandle) -> None:
         for each in self.buckets:
-            each.close_send(pool, handle.fence)
+            each.close_send(pool, handle.fence)  # order: send buffers wait for the reduction
 
     def wait_sent(self, pool: SlotPool) -> None:
         """Wait until the send buffers of started reductions are free, and give them back."""
         for started in self._started:
             if not started.is_closed:
-                started.handle.wait_sent()
+                started.handle.wait_sent()  # order: compute waits until send buffers are free
                 self._close_send(pool, started.handle)
                 started.is_closed = True
 
@@ -234,10 +234,11 @@ class GroupGradients:
         while self._started:
             started = self._started.pop(0)
             last = started.first + len(started.sent)
+            # order: gradients wait for the reduction
             outs = started.handle.wait()[started.first : last]
             if not started.is_closed:
                 self._close_send(pool, started.handle)
-            pool.passed(started.handle.fence)
+            pool.passed(started.handle.fence)  # order: slots are passed once compute has waited
             for each in self.buckets:
                 each.close_receive(pool)
             for each, out in zip(started.sent, outs, strict=True):

@@ -73,7 +73,7 @@ class Buffer:
         """Get memory from a pool; return the fence after which it may be written."""
         assert self._slot is None
         self._slot = pool.acquire(self.storage, self.nbytes)
-        return self._slot.free_after
+        return self._slot.free_after  # order: whoever writes a buffer waits for its slot
 
     def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
         """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
@@ -101,6 +101,7 @@ class SlotPool:
         """Put at least `nbytes` behind an empty `storage`: a free slot, or a new one."""
         if not self.keeps_memory:
             self._streams.resize_storage(storage, nbytes)
+            # order: whoever writes resized memory waits for its allocation
             return Slot(storage, nbytes, self._streams.fence())
         slot = self._take(nbytes)
         _compat.swap_storage(storage, slot.storage)
@@ -114,8 +115,8 @@ class SlotPool:
             self._streams.resize_storage(storage, 0)
             return
         _compat.swap_storage(storage, slot.storage)
-        slot.free_after = fence
-        slot.is_passed = by_compute or fence is None
+        slot.free_after = fence  # order: whoever writes a slot waits for its last use
+        slot.is_passed = by_compute or fence is None  # order: slots wait for compute to pass
         self._free.append(slot)
 
     def fence(self) -> Event | None:
@@ -134,6 +135,7 @@ class SlotPool:
         Not those that a collective may still use: the allocator goes by the order of the compute
         stream, which has not waited for it.
         """
+        # order: slots that a collective may use are not freed
         self._free = [slot for slot in self._free if not slot.is_passed]
 
     def _take(self, nbytes: int) -> Slot:
@@ -150,6 +152,7 @@ class SlotPool:
         elif len(fitting) > 1:
             best = fitting[0]
         else:
+            # order: whoever writes new memory waits for its allocation
             return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())
         self._free.remove(best)
         return best

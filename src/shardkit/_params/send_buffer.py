@@ -129,7 +129,7 @@ class SendBuffer:
     def open(self, streams: CommStreams, pool: SlotPool) -> None:
         """Get memory to write gradients into, if there is none."""
         if not self._send.has_memory:
-            streams.wait_fence(self._send.acquire(pool))
+            streams.wait_fence(self._send.acquire(pool))  # order: gradients wait for their slot
             self._has_open_gaps = True
 
     def complete(self, streams: CommStreams, pool: SlotPool) -> None:

@@ -192,7 +192,7 @@ class Backward:
                     store.drop_part()  # On a rank whose backward did not come to the group.
         self._passes.end_backward(self._schedule.in_use)
         self._gathers.trim()
-        self._gathers.settle_host_reads()
+        self._gathers.settle_host_reads()  # order: after a backward the host waits for copies
 
     def _forget(self) -> None:
         """Nothing of a backward is left."""

@@ -92,7 +92,7 @@ class Gathers:
         for op, index in actions:
             group = self._groups[index]
             if op is Op.WAIT:
-                self.wait(group)
+                self.wait(group)  # order: compute waits for the gather before its use
             elif op is Op.GATHER:
                 self._gather([group])
             elif op is Op.PREFETCH:
@@ -156,11 +156,12 @@ class Gathers:
 
         Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
         """
-        self._follow_late_writes(groups)
+        self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
         jobs, fences = [], []
         for group in groups:
             fences += [store.acquire(self._slots) for store in group.gathered]
             parts = [store.kept_part for store in group.gathered]
+            # order: gathers wait for kept parts
             fences += [part.fence for part in parts if part is not None]
             comm = group.settings.comm.all_gather
             jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
@@ -172,7 +173,7 @@ class Gathers:
     def _free(self, group: ParamGroup) -> None:
         """Give the memory back and show the sharded parameters."""
         self.nbytes -= group.unsharded_nbytes
-        self.wait(group)
+        self.wait(group)  # order: freeing waits for the gather
         group.show(unsharded=False)
         axis = group.kept_axis
         may_come_back = axis is not None and self._schedule.awaits_backward(group.index)
@@ -182,7 +183,7 @@ class Gathers:
             else:
                 store.keep_part(axis, self._streams.fence)
         if group.gathered:
-            fence = self._streams.fence()
+            fence = self._streams.fence()  # order: a slot's next user waits for the last reader
             for store in group.gathered:
                 store.release(self._slots, fence)
         if self.report is not None:

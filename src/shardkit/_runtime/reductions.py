@@ -130,7 +130,7 @@ class Reductions:
         self.make_room(groups[0])
         self._free_sent(groups[0])  # Where memory is not kept for another use.
         for group in groups:
-            self._finish_through(group)
+            self._finish_through(group)  # order: a group's reduction waits for its previous one
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
         with named_range("reduce", *groups):
             start_reduce(many, self._streams, self._slots, names_of(groups))
@@ -193,7 +193,7 @@ class Reductions:
         if not all(group.settings.is_last_backward for group in self._groups):
             return  # The next backwards overlap with what was started; the last one waits for it.
         self._used.start(self._streams)
-        self.finish_all()
+        self.finish_all()  # order: the optimizer waits for all reductions
         if self._is_host_synchronous or any(g.gradients.needs_settling for g in synced):
             used = self._used.by_group()
             for group in synced:

@@ -108,7 +108,7 @@ class Runtime:
         streams = getattr(self, "streams", None)
         if streams is not None:
             with contextlib.suppress(Exception):  # Where all of Python ends.
-                streams.join()
+                streams.join()  # order: a dropped model's memory waits for all streams
 
     def hand_over(self) -> list[ParamGroup]:
         """Give way to the runtime of a root around this one: forwards so far may still go backward.
@@ -204,7 +204,8 @@ class Runtime:
         self.schedule.set_sizes(nbytes, is_idle=is_idle)
         if self._optimizer_event is not None:
             event, self._optimizer_event = self._optimizer_event, None
-            self.streams.after_optimizer(event)
+            self.streams.after_optimizer(event)  # order: gathers wait for the optimizer's event
+        # order: a forward waits for writes to shards
         self.gathers.follow_writes(self._noted_versions)
         self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.streams.note_step()
@@ -234,7 +235,7 @@ class Runtime:
             if is_functional or self.schedule.in_forward(group.index):
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
-        self.gathers.settle_host_reads()
+        self.gathers.settle_host_reads()  # order: after a forward the host waits for copies
 
     def enter_forward(self, group: ParamGroup) -> ForwardRecord | None:
         """A group's forward starts; return its record if it may have a backward."""
@@ -396,13 +397,14 @@ class Runtime:
             keep_writes(group, self.streams)
         group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.reshard(group.index))
-        self.gathers.settle_host_reads()
+        self.gathers.settle_host_reads()  # order: after a reshard the host waits for copies
 
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._interrupted = False
         self.pass_root = None
-        self.streams.join()  # Memory is about to be given back that collectives may still use.
+        # Memory is about to be given back that collectives may still use.
+        self.streams.join()  # order: after an error compute waits for all streams
         self.passes.abandon()
         self.gathers.carry_out(self.schedule.reset())
         for group in self.groups:
@@ -411,7 +413,7 @@ class Runtime:
         self.reductions.reset()
         self.gathers.forget_put_off()
         self.used.reset()
-        self.gathers.settle_host_reads()
+        self.gathers.settle_host_reads()  # order: after an error the host waits for copies
 
 
 def _distinct_axes(groups: Sequence[ParamGroup]) -> list[AxisComm]:

@@ -40,6 +40,7 @@ class EventHandle:
 
     def wait(self) -> None:
         """Let the compute stream wait; the host goes on."""
+        # order: compute waits for the gather
         self._device.wait(self._device.current_stream(), self._event)
 
 
@@ -67,7 +68,7 @@ class ReduceEventHandle:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Let memory live until the compute stream waits for the results."""
-        self._kept.append(tensor)
+        self._kept.append(tensor)  # order: memory lives until compute waits for the results
         return tensor
 
     def started(self, fence: Event, ends: list[Event], *, is_on_host: bool) -> None:
@@ -79,15 +80,16 @@ class ReduceEventHandle:
     def wait_sent(self) -> None:
         """Let the compute stream wait until the send buffers are free; the host goes on."""
         assert self.fence is not None  # It was started.
+        # order: compute waits for the last use of send buffers
         self._device.wait(self._device.current_stream(), self.fence)
 
     def wait(self) -> list[Tensor]:
         """Let the compute stream wait; the host goes on, unless results are offloaded to it."""
         stream = self._device.current_stream()
         for event in self._ends:
-            self._device.wait(stream, event)
+            self._device.wait(stream, event)  # order: compute waits for the results
             if self._is_on_host:
-                self._device.synchronize(event)
+                self._device.synchronize(event)  # order: the host waits for offloaded results
         self._kept.clear()
         return self._outs
 
@@ -126,7 +128,7 @@ class DeviceCheckHandle:
 
     def wait(self) -> None:
         """Block the host until the numbers are there."""
-        self._device.synchronize(self._event)
+        self._device.synchronize(self._event)  # order: the host waits for compared numbers
         self._target.copy_(self._pinned)
 
 
@@ -200,20 +202,22 @@ class AcceleratorStreams(WatchedStreams):
     def wait_fence(self, fence: Event | None) -> None:
         """Let the compute stream wait."""
         if fence is not None:
+            # order: compute waits for a slot's last use
             self._device.wait(self._device.current_stream(), fence)
 
     def follow_compute(self) -> None:
         """Let the gather stream wait for writes to shards, whatever slots it will use."""
-        self._device.wait(self._gather, self.fence())
+        self._device.wait(self._gather, self.fence())  # order: gathers wait for writes to shards
 
     def after_optimizer(self, event: Event) -> None:
         """Let the gather stream wait for a user's event."""
-        self._device.wait(self._gather, event)
+        self._device.wait(self._gather, event)  # order: gathers wait for the optimizer's event
 
     def join(self) -> None:
         """Let the compute stream wait for all that was issued on others."""
         compute = self._device.current_stream()
         for stream in (*self._streams, *self._hook_streams):
+            # order: compute waits for all streams
             self._device.wait(compute, self._device.record(stream))
 
     def settle_host_reads(self, *, compute: bool) -> None:
@@ -222,7 +226,7 @@ class AcceleratorStreams(WatchedStreams):
             self._device.synchronize(self.fence())
         event, self._host_read = self._host_read, None
         if event is not None:
-            self._device.synchronize(event)
+            self._device.synchronize(event)  # order: the host waits for copies of offloaded shards
 
     # --- collectives ---
 
@@ -234,8 +238,8 @@ class AcceleratorStreams(WatchedStreams):
         issued = axis.issue("all-gather", of, sum(gather.full.nbytes for gather in gathers))
         for event in after:
             if event is not None:
-                self._device.wait(self._gather, event)
-        with self._device.on(self._gather):
+                self._device.wait(self._gather, event)  # order: gathers wait for slots' readers
+        with self._device.on(self._gather):  # order: gathers run on their own stream
             for gather in gathers:
                 gather.own.copy_(gather.shard, non_blocking=True)
             if axis.size > 1:
@@ -244,7 +248,7 @@ class AcceleratorStreams(WatchedStreams):
         if issued is not None:
             issued.started(functools.partial(self._device.has_passed, event))
         if any(gather.is_on_host for gather in gathers):
-            self._host_read = event
+            self._host_read = event  # order: the host waits for the last copy from its shards
         return EventHandle(self._device, event)
 
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ReduceEventHandle:
@@ -253,12 +257,15 @@ class AcceleratorStreams(WatchedStreams):
         outs = [self._new_result(reduction) for reduction in reductions]
         handle = ReduceEventHandle(self._device, outs)
         prepared = [self._prepare(*pair, handle) for pair in zip(reductions, outs, strict=True)]
-        self._device.wait(self._reduce, self.fence())
+        self._device.wait(self._reduce, self.fence())  # order: reductions wait for compute
         try:
+            # order: send buffers wait for the reduce-scatter
             ends = [self._reduce, *(self._start_one(each, handle, of) for each in prepared)]
         except BaseException:
-            self.join()  # What was issued still writes memory that nobody will wait for.
+            # What was issued still writes memory that nobody will wait for.
+            self.join()  # order: after an error compute waits for what was issued
             raise
+        # order: compute waits for every stream that results end on
         events = [self._device.record(stream) for stream in dict.fromkeys(ends)]
         is_on_host = any(reduction.is_to_host for reduction in reductions)
         handle.started(events[0], events, is_on_host=is_on_host)
@@ -274,15 +281,17 @@ class AcceleratorStreams(WatchedStreams):
         """Allocate what one reduction needs beside its result."""
         result = out
         if reduction.is_to_host:
+            # order: a result lives until it is copied to the host
             result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))
         if reduction.carry is not None:
-            handle.keep(reduction.carry)
+            handle.keep(reduction.carry)  # order: earlier sums live until they are added
         sums = Sums(reduction)
         into = None
         if sums.can_be_result:
             into = result
         elif sums.replicate_axis is not None:
             # Else the send buffer would be in use until the all-reduce is done.
+            # order: a sum over the shard axis lives until it is all-reduced
             into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))
         return _Prepared(reduction, sums, into, result, out)
 
@@ -306,6 +315,7 @@ class AcceleratorStreams(WatchedStreams):
                 sums.finish(total, result)
         if reduction.hook is not None:
             if reduction.hook_stream is not None:
+                # order: compute waits for hooks' streams when it waits for all
                 self._hook_streams.setdefault(reduction.hook_stream)
                 stream = self._follow(reduction.hook_stream, stream)
             with self._device.on(stream):
@@ -317,6 +327,7 @@ class AcceleratorStreams(WatchedStreams):
 
     def _follow(self, stream: Stream, before: Stream) -> Stream:
         """Let a stream go on after all that was issued on another."""
+        # order: a stream waits for the one before it
         self._device.wait(stream, self._device.record(before))
         return stream
 
@@ -342,6 +353,7 @@ class AcceleratorStreams(WatchedStreams):
         pinned.copy_(tensor)
         with self._device.on(self._reduce):
             # This stream's own memory: nobody waits for a model that is dropped.
+            # order: numbers lie in memory that the reduce stream allocates
             on_device = self._device.empty(tensor.numel(), tensor.dtype)
             on_device.copy_(pinned, non_blocking=True)
             for axis in axes:

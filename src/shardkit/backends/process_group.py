@@ -118,7 +118,7 @@ class CustomCollective:
             output_tensor=self.received, input_tensor=sent, async_op=async_op, **options
         )
         if self.work is not None and not async_op:
-            self.work.wait()
+            self.work.wait()  # order: the stream waits for a user's collective
 
 
 def custom_all_gather(
