@@ -458,6 +458,10 @@ def _switch(new: Path, path: Path, before: Stamp, *, overwrite: bool) -> list[Pa
             if _is_switched(new, path, old, before, overwrite=overwrite) or stamp(path) == mine:
                 return old
             if not new.exists():  # It was used to recover the name, which another has by now.
+                if overwrite:
+                    if os.path.lexists(path):
+                        return old
+                    continue  # Another job replaces that at this moment.
                 msg = (
                     f"{path}: {_saved_by(path)} has taken the place of this checkpoint. {_ONE_EACH}"
                 )
