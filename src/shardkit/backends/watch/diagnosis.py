@@ -242,9 +242,8 @@ def _may_come(other: RankStatus, status: RankStatus) -> bool:
     if status.wait is not None:  # By a thread beside the main one.
         theirs = other.groups.get(status.wait.group)
         return theirs is not None and not theirs.is_main
-    # Of the user's collectives in one group, one may come after the other.
-    assert status.call is not None
-    return other.wait is None and other.call is not None and other.call.group == status.call.group
+    # Of the user's collectives one may come after the other: loops of them look alike.
+    return other.wait is None and other.call is not None
 
 
 # --- what is said ---------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ class CallStatus:
         name: Function of torch.distributed.
         group: Name of the process group.
         ranks: Members, ranks of the world.
-        number: Count of such calls that were seen; another number is another call.
+        number: Count of such calls that were seen; another number is another call, but calls in a
+            loop may have one number.
         for_s: Seconds since it was first seen.
     """
 

@@ -30,6 +30,7 @@ from shardkit.backends.watch.flight_recorder import recorded
 from shardkit.backends.watch.machine import machine_id, process_state
 from shardkit.backends.watch.place import (
     call_of,
+    instruction_of,
     is_in_collective,
     main_frame,
     place_of,
@@ -42,7 +43,7 @@ from shardkit.backends.watch.store import RunStore, store_of_run
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
 logger = logging.getLogger("shardkit")
 
@@ -84,10 +85,11 @@ class WatchedChannel(Protocol):
 class CallWait:
     """A collective of the user's that the main thread is inside of.
 
+    The frame of the call is not kept: it would keep tensors that the call was given.
+
     Attributes:
-        frame: Frame of the function of torch.distributed. Another call has another frame, as long
-            as this one is kept.
-        number: Count of such calls.
+        at: What the main thread is at. Calls in a loop may look the same.
+        number: Count of calls that looked different.
         since: When it was first seen, of `time.monotonic`.
         next_look: When to ask the others.
         next_word: How many seconds of it are told next.
@@ -95,8 +97,8 @@ class CallWait:
 
     is_main = True
 
-    def __init__(self, frame: FrameType, number: int) -> None:
-        self.frame = frame
+    def __init__(self, at: tuple[int, int], number: int) -> None:
+        self.at = at
         self.number = number
         self.since = time.monotonic()
         self.next_look = self.since + watch_settings.ask_after_s
@@ -107,7 +109,7 @@ class CallWait:
 
     def call(self) -> CallStatus | None:
         """Return what others are told of it; None: its process group cannot be found out."""
-        found = call_of(self.frame)
+        found = call_of(main_frame())
         if found is None:
             return None
         for_s = time.monotonic() - self.since
@@ -309,12 +311,14 @@ class Watchdog:
     def _see_call(self) -> None:
         """Note whether the main thread is inside a collective of the user's."""
         frame = main_frame()
-        if not is_in_collective(frame) or threading.main_thread().ident in self._waits:
+        is_ours = threading.main_thread().ident in self._waits
+        at = instruction_of(frame) if is_in_collective(frame) and not is_ours else None
+        del frame
+        if at is None:
             self._call = None
-        elif self._call is None or self._call.frame is not frame:
-            assert frame is not None
+        elif self._call is None or self._call.at != at:
             self._num_calls += 1
-            self._call = CallWait(frame, self._num_calls)
+            self._call = CallWait(at, self._num_calls)
 
     def _all_waits(self, device_after_s: float) -> list[WatchedWait]:
         """Return the waits of threads, the main one's first, of devices, and of the user's."""
@@ -489,9 +493,7 @@ class Watchdog:
 
     def status(self, *, details: bool = True) -> RankStatus:
         """Return where this process is."""
-        frame = main_frame()
-        place, stack = place_of(frame), stack_of(frame) if details else ""
-        del frame
+        place, stack = place_of(main_frame()), stack_of(main_frame()) if details else ""
         waits = self._all_waits(watch_settings.ask_unexpected_after_s)
         call = self._call.call() if self._call is not None else None
         with self.lock:

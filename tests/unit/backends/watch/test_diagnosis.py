@@ -260,6 +260,14 @@ def test_ranks_that_save_may_be_in_different_collectives() -> None:
     )
 
 
+def test_loops_of_the_users_collectives_may_be_seen_crosswise() -> None:
+    """All ranks take a barrier and an exchange in turns; each is seen in another one, twice."""
+    one, other = in_call(0, "barrier", "ab", 3), in_call(1, "gather_object", "ab", 3)
+    assert other.call is not None
+    other.call.group = "another"
+    passing(one, other, rank(2, "abc", ranks=3))
+
+
 def test_a_barrier_waits_for_who_computes() -> None:
     text = passing(in_call(0, "barrier", "ab"), rank(1, "ab", waits=None))
     assert "rank 0 waited 12 s for its barrier" in text
