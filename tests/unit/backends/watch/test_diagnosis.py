@@ -263,7 +263,9 @@ def test_ranks_that_save_may_be_in_different_collectives() -> None:
 def test_loops_of_the_users_collectives_may_be_seen_crosswise() -> None:
     """All ranks take a barrier and an exchange in turns; each is seen in another one, twice."""
     one, other = in_call(0, "barrier", "ab", 3), in_call(1, "gather_object", "ab", 3)
+    assert one.call is not None
     assert other.call is not None
+    one.call.ranks = other.call.ranks = [0, 1]
     other.call.group = "another"
     passing(one, other, rank(2, "abc", ranks=3))
 
