@@ -363,7 +363,7 @@ _STATES = {
     "stopped": "is stopped (SIGSTOP, a debugger): process {pid} on {host} goes on by `kill -CONT`",
     "silent": "has not answered for {silent_s:.0f} s: native code may hold Python in process {pid} "
     "on {host}, or that host is lost",
-    "busy": "does not answer, but process {pid} on {host} lives: native code there holds Python",
+    "busy": "does not answer, but process {pid} on {host} lives: native code may hold Python there",
     "unborn": "has not made a mesh yet",
     "raised": "has ended by {error}",
     "ended": "has ended: its script is through, after step {step}",

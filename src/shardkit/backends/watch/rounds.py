@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,13 @@ class Rounds:
         self._silent_since.clear()
         self._known.clear()
         self._suspicion = ""
+
+    @property
+    def silence_counts_in_s(self) -> float:
+        """Seconds until the silence of a rank counts; infinite where none is silent."""
+        ages = (_now() - since for since in self._silent_since.values())
+        left = (watch_settings.silent_after_s - age for age in ages)
+        return min((seconds for seconds in left if seconds > 0), default=math.inf)
 
     def ask(self) -> Diagnosis | None:
         """Have all ranks answer; return what follows. Of several that ask at once, one does.

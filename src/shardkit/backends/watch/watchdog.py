@@ -53,6 +53,7 @@ _GO = "go"
 _MAX_PAUSE_S = 30.0
 _MORE_WORDS = 6.0  # A wait is told of again when it has become so many times as long.
 _END_S = 6.0
+_STUCK_S = 2.0
 _RETRY_S = 5.0
 _STORE_GONE = (
     "the store of the process group does not answer: the process that holds it (rank 0's, or the "
@@ -303,7 +304,6 @@ class Watchdog:
             if now < wait.next_look or self.verdict is not None:
                 continue
             self._ask_beside()
-            # A silent rank is looked at again when its silence counts.
             pause = min(max(now - wait.since, 1.0), _MAX_PAUSE_S)
             wait.next_look = now + pause
             break
@@ -351,6 +351,9 @@ class Watchdog:
                     self._asked_for = awaited
                     self._rounds.forget()
                 diagnosis = self._rounds.ask()
+                again_at = time.monotonic() + self._rounds.silence_counts_in_s
+                for wait in self._all_waits(watch_settings.ask_after_s):
+                    wait.next_look = min(wait.next_look, again_at)
                 if diagnosis is not None:
                     self._take_up(diagnosis, self._rounds.store)
         except dist.DistNetworkError:
@@ -557,7 +560,8 @@ class Watchdog:
             return
         self._closed.set()
         self._call = None
-        if self.world_size > 1:
+        # A request that does not end, to a store that is lost, would hold this one up.
+        if self.world_size > 1 and self._store.silent_s < _STUCK_S:
             last = self.status()
             last.state, last.wait, last.call = state, None, None
             with contextlib.suppress(RuntimeError):
