@@ -27,7 +27,7 @@ _NOTE_S = 0.2
 
 def is_main_thread() -> bool:
     """Whether this thread is the main one, or autograd's while the main one waits for it."""
-    if threading.current_thread() is threading.main_thread():
+    if threading.get_ident() == threading.main_thread().ident:
         return True
     return _compat.in_backward() and is_in_backward(main_frame())
 
@@ -211,7 +211,7 @@ class Channel:
         Raises:
             RankMismatchError: They are about to issue another one, or do not come.
 
-        Cost: nothing where the steps before did the same; else three requests to the store, and a
+        Cost: nothing where the steps before did the same; else two requests to the store, and a
             wait for the slowest rank.
         """
         sequence, collective = self.sequence, Collective(kind, of, nbytes)

@@ -133,7 +133,7 @@ class Watchdog:
         step: Number of root forwards so far.
         error: The last exception that left a forward, or ends the process.
         has_raised: An exception ends the process.
-        num_counted_in: How often this rank had to agree with others; three requests each.
+        num_counted_in: How often this rank had to agree with others; two requests each.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int, world_size: int) -> None:
@@ -197,8 +197,12 @@ class Watchdog:
         with self.lock:
             self._waits[ident] = wait
         try:
-            with self.explaining():
-                yield
+            yield
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            self._raise_reason(error)
+            raise
         finally:
             with self.lock:
                 self._waits.pop(ident, None)
@@ -215,13 +219,21 @@ class Watchdog:
         except RankMismatchError:
             raise
         except RuntimeError as error:
-            is_ours = self.verdict is not None  # The end of the waits was ours.
-            text = self.verdict or self._explain()
-            if text is None:
-                raise
-            if not is_ours:
-                text = f"{text}\n(The engine said: {str(error).splitlines()[0]})"
-            raise RankMismatchError(text) from None
+            self._raise_reason(error)
+            raise
+
+    def _raise_reason(self, error: RuntimeError) -> None:
+        """Raise why an engine has met an error, if other ranks have caused it.
+
+        Raises:
+            RankMismatchError: Why, in place of the engine's error, which says nothing of it.
+        """
+        if self.verdict is not None:  # The end of the waits was ours.
+            raise RankMismatchError(self.verdict) from None
+        text = self._explain()
+        if text is not None:
+            said = f"{text}\n(The engine said: {str(error).splitlines()[0]})"
+            raise RankMismatchError(said) from None
 
     def count_in(self, key: str, size: int, old: str) -> None:
         """Return when `size` ranks have come to a key.
@@ -323,12 +335,16 @@ class Watchdog:
     def _all_waits(self, device_after_s: float) -> list[WatchedWait]:
         """Return the waits of threads, the main one's first, of devices, and of the user's."""
         with self.lock:
-            threads = sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
+            threads = self._waits_of_threads()
         flights = [
             channel.in_flight.oldest(device_after_s) for channel in [*self.channels.values()]
         ]
         calls = [self._call] if self._call is not None else []
         return [*threads, *(wait for wait in flights if wait is not None), *calls]
+
+    def _waits_of_threads(self) -> list[WatchedWait]:
+        """Return the waits of threads, the main one's first. Called with the lock."""
+        return sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
 
     def _ask_beside(self) -> threading.Thread:
         """Ask in a thread of its own: a store may not answer. Return the thread."""
@@ -375,8 +391,7 @@ class Watchdog:
         if not waits or silent_s < watch_settings.ask_after_s:
             return
         # Where the launcher holds it, the process is not known.
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        pid = None if is_agents else runs.process_of(self._store.run, 0)
+        pid = None if _is_agents_store() else runs.process_of(self._store.run, 0)
         state = "silent" if pid is None else process_state(pid)
         if state == "gone":
             self._end(self._store_is_gone(or_more=""))
@@ -501,7 +516,7 @@ class Watchdog:
         call = self._call.call() if self._call is not None else None
         with self.lock:
             # What a thread waits for, and what it has issued, at one moment.
-            own = sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
+            own = self._waits_of_threads()
             found = (wait.status() for wait in [*own, *(w for w in waits if w not in own)])
             wait = next((status for status in found if status is not None), None)
             groups = {
@@ -535,8 +550,7 @@ class Watchdog:
         Without the store they could not be told why this rank does not come, and those that are
         fine would read torch's complaints about it.
         """
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self.rank != 0 or is_agents or self.verdict is not None or self.world_size == 1:
+        if self.rank != 0 or _is_agents_store() or self.verdict is not None or self.world_size == 1:
             return
         end = time.monotonic() + watch_settings.silent_after_s
         missing = [f"end/{rank}" for rank in range(1, self.world_size)]
@@ -578,6 +592,11 @@ class Watchdog:
         end = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0))
+
+
+def _is_agents_store() -> bool:
+    """Whether torchrun's agent holds the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def describe_error(error: BaseException) -> str:
