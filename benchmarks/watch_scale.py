@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.place import CodePlace
 from shardkit.backends.watch.rounds import Answering, Rounds
 from shardkit.backends.watch.status import GroupStatus, RankStatus, WaitStatus
 from shardkit.backends.watch.store import RunStore
@@ -167,7 +167,7 @@ def status_of(rank: int, world_size: int) -> RankStatus:
     groups = {
         name: GroupStatus(ranks, 4711 - is_late, recent=recent) for name, ranks in names.items()
     }
-    place = Place("train.py", 117, "train", "forward")
+    place = CodePlace("train.py", 117, "train", "forward")
     wait = None if is_late else WaitStatus("1", 4710, recent[0], 12.0)
     return RankStatus(rank, "host", 1, "runs", 99, place, None, groups, wait, stack="x" * 4000)
 

@@ -353,6 +353,7 @@ def jobs_at_one_path(folder: str, seeds: list[int]) -> list[dict[str, typing.Any
         rng = random.Random(seed)
         here = pathlib.Path(folder, str(seed))
         here.mkdir()
+        (here / "finished").touch()  # All may be killed before one has finished.
         jobs, has_exchange = rng.randint(2, 3), bool(seed % 2)
         pids = [
             fork(functools.partial(save_again_and_again, str(here), job, 3, has_exchange))

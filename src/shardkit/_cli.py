@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from shardkit.checkpoint._inspect import Description, Entry
+    from shardkit.checkpoint._inspect import Description, TensorSummary
 
 _NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
 _PIPE_WIDTH = 240
@@ -256,7 +256,7 @@ def _show_any_name() -> None:
 def _dtype(name: str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if name is not None else None
     if name is not None and not isinstance(found, torch.dtype):
-        msg = f"--dtype: torch has no dtype {name!r}"
+        msg = f"--dtype must be a floating-point dtype of torch such as bfloat16, got {name!r}"
         raise typer.BadParameter(msg)
     return found
 
@@ -269,7 +269,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def _where(entry: Entry) -> str:
+def _where(entry: TensorSummary) -> str:
     files = list(dict.fromkeys(chunk["file"] for chunk in entry.chunks))
     count = f"{len(entry.chunks)} chunks: " if len(entry.chunks) > len(files) else ""
     shown = files if len(files) <= 3 else [files[0], f"{len(files) - 2} more", files[-1]]  # noqa: PLR2004

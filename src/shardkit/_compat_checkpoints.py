@@ -80,7 +80,8 @@ def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
 
 
 def _has_all(names: Iterable[str]) -> bool:
-    return all(hasattr(sys.modules[_HELPERS_MODULE], name) for name in names)
+    modules = (sys.modules[_HELPERS_MODULE], sys.modules[_STATE_DICT_MODULE])
+    return all(any(hasattr(module, name) for module in modules) for name in names)
 
 
 def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:

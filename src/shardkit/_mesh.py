@@ -12,10 +12,9 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkit._errors import MeshError
+from shardkit._errors import MeshError, listed
 
 SHARD_AXIS = "shard"
-_MAX_RANKS_SHOWN = 8
 
 _made: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -188,5 +187,4 @@ class DeviceMesh:
 
     def describe_ranks(self) -> str:
         """Return the ranks for an error message, shortened."""
-        shown = ", ".join(map(str, self.ranks[:_MAX_RANKS_SHOWN]))
-        return f"[{shown}{', ...' if len(self.ranks) > _MAX_RANKS_SHOWN else ''}]"
+        return f"[{listed(self.ranks, str)}]"

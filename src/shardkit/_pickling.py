@@ -242,15 +242,20 @@ class Pickled:
     Attributes:
         count: Number of sharded tensors.
         name: Name of the last one.
+        num_pieces: Number of pieces of its whole, each on another rank.
+        is_told: It was said that other ranks have pickled nothing.
     """
 
     count = 0
     name = ""
+    num_pieces = 0
+    is_told = False
 
 
 def _reduce_and_note(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     result = reduce_tensor(tensor)
-    Pickled.count, Pickled.name = Pickled.count + 1, tensor.spec.name
+    Pickled.count += 1
+    Pickled.name, Pickled.num_pieces = tensor.spec.name, tensor.spec.axis.size
     return result
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from shardkit._errors import StateError
-
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+from shardkit._kinds import Flag, NotOfKindError, Seconds
 
 
 @dataclass(slots=True)
@@ -74,20 +72,11 @@ def _value(name: str, value: Any, kind: Any) -> bool | float:
     Raises:
         StateError: It cannot be meant.
     """
-    if kind == "bool":
-        text = str(value).strip().lower()
-        if text in (*_TRUE, *_FALSE):
-            return text in _TRUE
-        msg = f"{name} must be one of {', '.join((*_TRUE, *_FALSE))}, got {value!r}."
-        raise StateError(msg)
     try:
-        seconds = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not seconds > 0:
-        msg = f"{name} must be a positive number of seconds (inf: never), got {value!r}."
-        raise StateError(msg)
-    return seconds
+        parsed: bool | float = (Flag() if kind == "bool" else Seconds()).parse(value)
+    except NotOfKindError as error:
+        raise StateError(error.sentence(name, value)) from None
+    return parsed
 
 
 watch_settings = WatchSettings.of_environment()

@@ -71,7 +71,7 @@ def report(pid: int | None = None) -> Report:
     return Report(f"The last verdict on this host, of {when}:", found["text"], answers)
 
 
-def _ask(run: runs.Run) -> Report:
+def _ask(run: runs.RankFile) -> Report:
     title = f"Run {run.name}: {run.world_size} ranks, store on {run.host}:{run.port}."
     try:
         store = connect(run.name, run.host, run.port, _CONNECT)

@@ -31,6 +31,8 @@ from shardkit import MixedPrecisionPolicy
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 # --- adapters on a frozen base --------------------------------------------------------------------
 
 

@@ -202,6 +202,33 @@ def test_state_of_another_class_is_named(spawn: Spawn, tmp_path: pathlib.Path) -
         assert spawn(load_by, 2, path, kind) == ["", ""]
 
 
+class Averaging(torch.optim.SGD):
+    """Nobody knows what it keeps before it has stepped."""
+
+
+def load_by_unknown(folder: str, has_stepped: bool) -> str:
+    model, _ = make_sharded(CASES["mlp"], (2,))
+    optimizer = Averaging(model.parameters(), lr=0.1, momentum=0.9)
+    if has_stepped:
+        train_on_shares(CASES["mlp"], model, optimizer, range(1))
+    try:
+        checkpoint.load(folder, model, optimizer)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.helpers
+def test_state_of_another_class_is_named_by_what_there_is(
+    spawn: Spawn, tmp_path: pathlib.Path
+) -> None:
+    path = str(tmp_path / "x")
+    spawn(save_by, 2, path, "AdamW")
+    for said in spawn(load_by_unknown, 2, path, True):
+        assert "which Averaging does not keep: another class of optimizer was saved" in said
+    assert spawn(load_by_unknown, 2, path, False) == ["", ""]
+
+
 def load_without_optimizer(folder: str) -> list[str]:
     """Load the model alone; return what is logged."""
     model, _ = make_sharded(CASES["mlp"], (2,))

@@ -27,6 +27,8 @@ from shardkit import MixedPrecisionPolicy, fully_shard
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 # Compilation of one graph takes seconds, more where other processes compile.
 TIMEOUT_S = 240
 

@@ -33,6 +33,8 @@ if typing.TYPE_CHECKING:
     from models import Batch
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 STEPS = 4
 # Rounding of means over ranks, after a few steps; weights are below 1.
 TOLERANCE = 2e-6

@@ -35,7 +35,7 @@ from shardkit.checkpoint import (
     load_full,
     save,
 )
-from shardkit.checkpoint._inspect import Findings, describe, verify
+from shardkit.checkpoint._inspect import Verification, describe, verify
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -210,7 +210,7 @@ def flip(path: pathlib.Path, place: int) -> None:
 def test_damage_is_found_and_nothing_is_written(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(save_trained, 2, "mlp", (2,), str(tmp_path))
     source, out = tmp_path / "step-7", tmp_path / "out.pt"
-    assert verify(source) == Findings()
+    assert verify(source) == Verification()
     file = source / "__1_0.distcp"
     kept = file.read_bytes()
     data = kept.index(b"/data/0") + 64  # Behind the first piece's header, in its elements.
@@ -236,7 +236,7 @@ def test_damage_is_found_and_nothing_is_written(spawn: Spawn, tmp_path: pathlib.
 def test_damage_of_a_whole_file_is_found(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": torch.zeros(1000)}, path)
-    assert verify(path) == Findings()
+    assert verify(path) == Verification()
     flip(path, path.stat().st_size // 2)
     assert re.search(r"model.pt.*data/0 is not what was written", verify(path).problems[0])
     safetensors.torch.save_file({"a": torch.zeros(1000)}, tmp_path / "x.safetensors")
@@ -327,7 +327,7 @@ def test_commands(spawn: Spawn, tmp_path: pathlib.Path) -> None:
         (("consolidate", "nowhere", "out.pt"), 1, "there is nothing at nowhere"),
         (("consolidate", "nowhere"), 2, "give CKPT and OUT"),
         (("consolidate", "--ckpt_prefix", "a/b", "out.pt"), 1, "no per-rank files a/b_rank-"),
-        (("consolidate", "a", "b", "--dtype", "float33"), 2, "no dtype 'float33'"),
+        (("consolidate", "a", "b", "--dtype", "float33"), 2, "got 'float33'"),
         (("consolidate", "a", "b", "--dtype", "int8"), 1, "must be a floating-point dtype"),
         (("inspect", "nowhere"), 1, "there is nothing at nowhere"),
         (("verify", "nowhere"), 1, "there is nothing at nowhere"),

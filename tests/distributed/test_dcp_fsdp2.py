@@ -33,6 +33,8 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 MAKERS: dict[str, Callable[..., typing.Any]] = {"shardkit": make_sharded, "FSDP2": make_fsdp2}
 
 

@@ -25,6 +25,8 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 CASE = parallel_models.CASES["gpt"].case  # The vocabulary is split unevenly.
 
 

@@ -27,12 +27,12 @@ def run(how: str, path: pathlib.Path, world_size: int) -> list[Ended]:
     ("how", "codes"),
     [
         ("last line", [0, 0]),
-        ("sys.exit", [3, 3]),
-        ("one raises", [0, 1]),
+        pytest.param("sys.exit", [3, 3], marks=pytest.mark.parting),
+        pytest.param("one raises", [0, 1], marks=pytest.mark.parting),
         ("destroys", [0, 0]),
         ("terminated", [-signal.SIGTERM] * 2),
-        ("terminated later", [-signal.SIGTERM] * 2),
-        ("own handler", [4, 4]),
+        pytest.param("terminated later", [-signal.SIGTERM] * 2, marks=pytest.mark.parting),
+        pytest.param("own handler", [4, 4], marks=pytest.mark.parting),
     ],
 )
 def test_the_last_save_is_there_however_a_run_ends(
@@ -55,7 +55,9 @@ def test_a_process_alone_waits_for_its_last_save(tmp_path: pathlib.Path) -> None
     assert checkpoint.latest(tmp_path) == tmp_path / "x"
 
 
-@pytest.mark.parametrize("how", ["too slow", "too slow, destroys"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("too slow", marks=pytest.mark.parting), "too slow, destroys"]
+)
 def test_what_takes_too_long_is_named(tmp_path: pathlib.Path, how: str) -> None:
     path = tmp_path / "x"
     ranks = run(how, path, 2)
@@ -67,6 +69,7 @@ def test_what_takes_too_long_is_named(tmp_path: pathlib.Path, how: str) -> None:
     assert checkpoint.latest(tmp_path) is None
 
 
+@pytest.mark.parting
 def test_a_group_that_ends_unseen_is_no_silent_loss(tmp_path: pathlib.Path) -> None:
     """A function that was imported by its name before cannot be followed."""
     path = tmp_path / "x"

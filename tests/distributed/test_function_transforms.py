@@ -24,6 +24,7 @@ from torch.func import (
     vmap,
 )
 
+from recording import recording_mesh
 from reference import Differences, assert_within, full, make_mesh
 from shardkit import MixedPrecisionPolicy, fully_shard
 
@@ -225,6 +226,105 @@ def test_with_one_group(spawn: Spawn, name: str) -> None:
 def test_on_other_meshes(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
     by_rank = spawn(compare, math.prod(mesh_shape), mesh_shape, name, True)
     assert_within(by_rank, result=TOLERANCE, grad=TOLERANCE)
+
+
+ALL = tuple(name for name, _ in MODEL.named_parameters())
+
+
+def logged(names: tuple[str, ...], kind: str) -> list[tuple[str, int]]:
+    """Return the gathers of a forward that is given values by these names."""
+    mesh, log = recording_mesh((2,))
+    model = copy.deepcopy(MODEL)
+    whole = {name: param.detach() for name, param in model.named_parameters()}
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    x = torch.ones(1, 3)
+    model(x).sum().backward()
+    given = {name: whole[name] for name in names}
+    log.clear()
+    if kind == "transform":
+        jvp(lambda x: functional_call(model, given, (x,)), (x,), (x,))
+    elif kind == "raises":
+        with pytest.raises(RuntimeError):
+            functional_call(model, given, (torch.ones(1, 4),))
+    else:
+        functional_call(model, given, (x,)).sum()
+    gathers = [each for each in log if each[0] == "start all_gather"]
+    model(x).sum().backward()
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return gathers
+
+
+@pytest.mark.parametrize("kind", ["forward", "transform", "raises"])
+def test_what_is_given_is_not_gathered(kind: str) -> None:
+    assert logged(ALL, kind) == []
+    assert len(logged(ALL[:2], "forward")) == len(logged((), "forward")) - 1
+    assert logged(ALL[:1], "forward") == logged((), "forward") != []
+
+
+def nbytes_after_a_functional_call() -> int:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    given = {name: param * 2 for name, param in model.named_parameters()}
+    functional_call(model, given, (torch.ones(5, 3),)).sum().backward()
+    return model.memory_stats()["unsharded_nbytes"]
+
+
+def test_memory_that_a_functional_call_did_not_need_is_freed(spawn: Spawn) -> None:
+    assert spawn(nbytes_after_a_functional_call, 2) == [0, 0]
+
+
+def values_given_twice(reshard_after_forward: bool | None) -> list[bool]:
+    """What is given stays the caller's: functional_call writes what modules hold into its dict."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    for module in (model[0], model):
+        fully_shard(module, reshard_after_forward=reshard_after_forward)
+    wholes = [model[i].bias.full_tensor().detach().requires_grad_() for i in range(2)]
+    given = {f"{i}.bias": whole for i, whole in enumerate(wholes)}
+    for _ in range(2):
+        functional_call(model, given, (torch.ones(5, 3),)).sum().backward()
+    return [given[f"{i}.bias"] is whole for i, whole in enumerate(wholes)]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_what_is_given_stays_the_callers(spawn: Spawn, reshard_after_forward: bool | None) -> None:
+    assert spawn(values_given_twice, 2, reshard_after_forward) == [[True, True]] * 2
+
+
+def called_while_kept(num_given: int, is_changed: bool) -> Differences:
+    """While a kept root shows unsharded parameters, which functional_call puts back."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    wholes = {n: p.full_tensor().detach() * 2 for n, p in model.named_parameters()}
+    out = model(X)
+    if is_changed:
+        with torch.no_grad():
+            for each in (model[0], plain[0]):
+                each.bias.add_(1)
+    functional_call(model, dict([*wholes.items()][-num_given:]), (X,))
+    differences = Differences()
+    differences.note_parameters(copy.deepcopy(model), plain)
+    (model(X) if is_changed else out).sum().backward()
+    plain(X).sum().backward()
+    differences.note_grads(model, plain)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("num_given", [1, 4])
+def test_a_call_while_parameters_are_shown(
+    spawn: Spawn, num_given: int, *, is_changed: bool
+) -> None:
+    by_rank = spawn(called_while_kept, 2, num_given, is_changed)
+    assert_within(by_rank, grad=TOLERANCE, parameter=TOLERANCE)
 
 
 def half() -> tuple[torch.dtype, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import typing
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,23 @@ def train_half_of_a_list_in_a_root() -> Differences:
     body = fully_shard(nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), mesh)
     model.forward = lambda x: third(body(x))
     return compare_training(case, model, reference)
+
+
+def train_list_with_a_frozen_layer(ranks: Ranks) -> Differences:
+    reference = CASES["mlp"].make()
+    model, mesh = ranks.put(reference), ranks.mesh
+    for each in (model, reference):
+        each.layers[0].requires_grad_(requires_grad=False)
+    fully_shard([model.layers[0], model.layers[1]], mesh)
+    fully_shard(model, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return compare_training(CASES["mlp"], model, reference, ranks=ranks)
+
+
+@on_meshes((2,), xla=())
+def test_a_list_whose_first_layer_is_frozen(run: Run) -> None:
+    check(run(train_list_with_a_frozen_layer))
 
 
 def test_a_list_may_lie_half_in_a_root(spawn: Spawn) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import parallel_models
 from models import CASES
+from recording import recording_mesh
 from reference import OPTIMIZERS, full, full_parameters, make_mesh, my_batch, shard, train
 from shardkit import fully_shard
 from shardkit._errors import CheckpointError
@@ -135,7 +136,7 @@ def save_model(folder: str, name: str = "run", case: str = "mlp") -> None:
     torch.save(local_state_dict(model), rank_file(folder, name))
 
 
-def load_of_other(folder: str, how: str) -> None:
+def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for each way
     rank, size = dist.get_rank(), dist.get_world_size()
     model = shard(CASES["mlp"], CASES["mlp"].make(), make_mesh((size,)))
     state = local_state_dict(model)
@@ -153,8 +154,19 @@ def load_of_other(folder: str, how: str) -> None:
         state = {"model": {}}
     elif how == "newer":
         state["shard_metadata"]["version"] = 2
+    elif how == "one element":
+        name = next(iter(state["model"]))
+        state["model"][name] = torch.ones(1)
+    elif how == "junk groups":
+        state |= {"optimizer": {}, "param_groups": [1]}
+        state["shard_metadata"]["optimizer"] = {}
+    elif how == "other save" and rank == 1:
+        state = torch.load(rank_file(folder))
+    elif how == "foreign on one" and rank == 1:
+        state = {"model": {}}
     before = full_parameters(model)
-    optimizer = torch.optim.SGD(model.parameters()) if how == "no optimizer" else None
+    has_optimizer = how in {"no optimizer", "junk groups"}
+    optimizer = torch.optim.SGD(model.parameters()) if has_optimizer else None
     try:
         load_local_state_dict(model, state, optimizer)
     finally:
@@ -169,7 +181,11 @@ def load_of_other(folder: str, how: str) -> None:
         ("other groups", "cut in another way: of 'layers.0.weight' this rank has the range ["),
         ("other names", "missing: 'mlp.layers.0.weight'"),
         ("foreign", "is not what shardkit.checkpoint.local_state_dict returns"),
+        ("foreign on one", "[rank 1] the state dict is not what shardkit.checkpoint.local_state_d"),
         ("newer", "has version 2 of the format"),
+        ("one element", "not what is said of it: 'layers.0.weight'"),
+        ("junk groups", "its parameter groups are no groups"),
+        ("other save", "the ranks have state dicts of different saves"),
         ("no optimizer", "no state of an optimizer was saved"),
     ],
 )
@@ -220,8 +236,10 @@ def test_files_that_do_not_belong_together(spawn: Spawn, tmp_path: pathlib.Path)
     with pytest.raises(CheckpointError, match=r"0002-of.* is not what .*local_state_dict returns"):
         consolidate(prefix, out)
     spawn(save_pickles, 2, str(tmp_path))
+    mesh, _ = recording_mesh((2,))  # Also where this process has a mesh that they would fit.
     with pytest.raises(CheckpointError, match="only as many processes as wrote it can load it"):
         consolidate(tmp_path / "pickled", out)
+    assert mesh.size() == 2
     with pytest.raises(CheckpointError, match=r"no per-rank files .*none_rank-\*-of-\*.pth"):
         consolidate(tmp_path / "none", out)
     assert not out.exists()

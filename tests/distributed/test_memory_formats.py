@@ -26,6 +26,8 @@ if typing.TYPE_CHECKING:
     from models import Batch
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 
 class Images(nn.Module):
     """Convolutions whose weights and inputs are in channels_last."""

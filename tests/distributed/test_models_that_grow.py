@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import math
 import pathlib
 import typing
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -119,13 +122,16 @@ def test_a_larger_part_on_a_mesh_of_two_axes(spawn: Spawn, tmp_path: pathlib.Pat
     assert_within(by_rank, grad=TOLERANCE, parameter=TOLERANCE)
 
 
-def exchange_amid_accumulation() -> Differences:
+def exchange_amid_accumulation(is_own_group: bool) -> Differences:
     """Put in a new head between two micro-batches, and while an output waits for its backward."""
     torch.manual_seed(0)
     plain, mesh = Classifier().double(), make_mesh((2,))
     model = copy.deepcopy(plain)
     fully_shard(model.body, mesh)
+    if is_own_group:
+        fully_shard(model.head, mesh)
     fully_shard(model, mesh)
+    old, plain_old = model.head, plain.head
     head = nn.Linear(6, 2).double()
     ranks = range(2)
     model.set_requires_gradient_sync(False)
@@ -135,17 +141,107 @@ def exchange_amid_accumulation() -> Differences:
     plain_waiting = sum(plain(ids_of(rank, 1)).sum() for rank in ranks) / 2
     plain.head, model.head = copy.deepcopy(head), fully_shard(head, mesh)
     model.set_requires_gradient_sync(True)
+    if is_own_group:
+        old.set_requires_gradient_sync(True)
     now = model(ids_of(dist.get_rank(), 2)).sum()
     plain_now = sum(plain(ids_of(rank, 2)).sum() for rank in ranks) / 2
     (waiting + now).backward()
     (plain_waiting + plain_now).backward()
     differences = Differences()
     differences.note_grads(model, plain)
+    if is_own_group:
+        differences.note_grads(old, plain_old)
     return differences
 
 
-def test_a_new_head_amid_a_step(spawn: Spawn) -> None:
-    assert_within(spawn(exchange_amid_accumulation, 2), grad=TOLERANCE)
+@pytest.mark.parametrize("is_own_group", [False, True])
+def test_a_new_head_amid_a_step(spawn: Spawn, *, is_own_group: bool) -> None:
+    assert_within(spawn(exchange_amid_accumulation, 2, is_own_group), grad=TOLERANCE)
+
+
+def take_out(mesh_shape: tuple[int, ...], place: str) -> tuple[Differences, list[bool]]:
+    """Train, take a part out, train on; return also whether it was freed by then."""
+    torch.manual_seed(0)
+    plain, mesh = Classifier().double(), make_mesh(mesh_shape)
+    model = copy.deepcopy(plain)
+    for layer in model.body:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh)
+    fully_shard(model.head, mesh)
+    fully_shard(model, mesh)
+    differences = Differences()
+    note_step(differences, model, plain, (), 0)
+    gone = model.head if place == "head" else model.body[2]
+    before = model.memory_stats()["shard_nbytes"]
+    part = sum(param.to_local().nbytes for param in gone.parameters())
+    pieces = [weakref.ref(param) for param in [*gone.modules()]]
+    for each in (model, plain):
+        if place == "head":
+            each.head = nn.Identity()
+        else:
+            del each.body[2]
+    del gone, layer  # The last of them, perhaps.
+    for step in range(1, 3):
+        note_step(differences, model, plain, (), step)
+    gc.collect()
+    assert model.memory_stats()["shard_nbytes"] <= before - part
+    return differences, [piece() is None for piece in pieces]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("place", ["head", "layer"])
+def test_what_is_taken_out_is_freed(spawn: Spawn, mesh_shape: tuple[int, ...], place: str) -> None:
+    found = spawn(take_out, math.prod(mesh_shape), mesh_shape, place)
+    assert_within([differences for differences, _ in found], grad=TOLERANCE)
+    assert all(all(freed) for _, freed in found)
+
+
+def take_out_for_a_while() -> Differences:
+    """As where features are wanted: the head goes, runs alone, and comes back."""
+    torch.manual_seed(0)
+    plain, mesh = Classifier().double(), make_mesh((2,))
+    model = copy.deepcopy(plain)
+    fully_shard(model.head, mesh)
+    fully_shard(model, mesh)
+    differences = Differences()
+    for step in range(0, 6, 2):
+        note_step(differences, model, plain, (), step)
+        outputs = []
+        for each in (model, plain):
+            head, each.head = each.head, nn.Identity()
+            features = each(torch.arange(7))
+            outputs.append(head(features))
+            outputs[-1].square().sum().backward()
+            each.head = head
+        differences.note("features", *outputs)
+        differences.note_grads(model, plain)
+        for each in (model, plain):
+            each.zero_grad()
+        note_step(differences, model, plain, (), step + 1)
+        for each in (model, plain):
+            each.zero_grad()
+    return differences
+
+
+def test_what_is_taken_out_may_come_back(spawn: Spawn) -> None:
+    assert_within(spawn(take_out_for_a_while, 2), grad=TOLERANCE, features=TOLERANCE)
+
+
+def prefetch_a_new_head() -> None:
+    mesh = make_mesh((2,))
+    model = Classifier()
+    fully_shard(model.body, mesh)
+    fully_shard(model, mesh)
+    model(ids_of(0, 0)).sum().backward()
+    model.head = fully_shard(nn.Linear(6, 2), mesh)
+    model.set_modules_to_forward_prefetch([model.body, model.head])
+    model.set_modules_to_backward_prefetch([model.head])
+    model(ids_of(0, 1)).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+def test_a_new_head_may_be_prefetched(spawn: Spawn) -> None:
+    spawn(prefetch_a_new_head, 2)
 
 
 # --- adapters -------------------------------------------------------------------------------------

@@ -149,5 +149,14 @@ def test_an_axis_that_nobody_averages_over_is_told_once(spawn: Spawn, maker: str
         assert said.startswith("test_optimizer_warnings.py: 'weight' is sharded over axis 'shard'")
         assert "mesh['replicate', 'shard']" in said
         assert "It is right where" in said
-    for names, used in ((axes, axes), (("pp", "dp"), ("dp",)), (("dp", "tp"), ("dp",))):
+    for found in spawn(train_on_an_axis, 4, ("outer", "inner"), ("inner",), maker):
+        [said] = found
+        assert "mesh['outer', 'inner']" in said
+    for names, used in (
+        (axes, axes),
+        (("outer", "inner"), ("outer", "inner")),
+        (("pp", "dp"), ("dp",)),
+        (("dp", "tp"), ("dp",)),
+        (("expert", "shard"), ("shard",)),
+    ):
         assert spawn(train_on_an_axis, 4, names, used, maker) == [[]] * 4

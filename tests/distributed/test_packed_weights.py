@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import typing
 
@@ -262,3 +263,37 @@ def test_plans_count_the_bits() -> None:
     weights = 2 * 2**12 * 16 * (1 / 2 + 1 / 8)
     others = 4 * sum(p.numel() for p in quantized_case("wrapper", 2**12).make().parameters())
     assert weights < sum(group.nbytes for group in plan.groups) < weights + others / 2
+
+
+# --- forwards that write --------------------------------------------------------------------------
+
+WRITES: dict[str, typing.Any] = {
+    "wrapper": lambda weight: weight.codes.bitwise_xor_(17),
+    "registered": lambda weight: weight.scale.mul_(0.9),
+    "4 bit": lambda weight: weight.quant_state.absmax.bitwise_xor_(1),
+}
+
+
+def write_to_parts(kind: str, module: typing.Any, args: object) -> None:
+    del args
+    WRITES[kind](module.weight)
+
+
+def train_written(kind: str, mesh_shape: tuple[int, ...]) -> Differences:
+    """A forward changes parts of its quantized weight."""
+    case = quantized_case(kind, 24)
+    plain, model = case.make(), case.make()
+    for each in (plain, model):
+        for block in each.blocks:
+            block.base.register_forward_pre_hook(functools.partial(write_to_parts, kind))
+    shard(case, model, make_mesh(mesh_shape))
+    return compare_training(case, model, plain, "sgd")
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_a_forward_writes_to_parts_is_kept(
+    spawn: Spawn, kind: str, mesh_shape: tuple[int, ...]
+) -> None:
+    found = spawn(train_written, math.prod(mesh_shape), kind, mesh_shape)
+    assert_within(found, loss=TOLERANCE, grad=TOLERANCE, parameter=TOLERANCE)

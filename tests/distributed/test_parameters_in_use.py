@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import typing
 
 import pytest
@@ -22,6 +23,7 @@ from reference import (
     shard,
     train,
 )
+from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,3 +194,71 @@ def test_a_conversion_that_would_lose_gradients_is_refused(spawn_errors: Spawn) 
     for error in spawn_errors(convert_with_unsynced_gradients, 2):
         assert error.type_name == "StateError"
         assert "gradients wait to be synced" in error.message
+
+
+# --- between a forward and its backward -----------------------------------------------------------
+
+
+def clipped_between(mesh_shape: tuple[int, ...]) -> tuple[Differences, bool]:
+    """A kept root shows unsharded parameters, which have no ``.grad``."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(plain)
+    mesh = make_mesh(mesh_shape)
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    x = torch.ones(2, 3, dtype=torch.double)
+    objects = list(model.parameters())
+    for each in (model, plain):
+        each(x).sum().backward()
+    left = model(x).sum()  # Logged, say.
+    differences = Differences()
+    differences.note(
+        "norm",
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1),
+    )
+    differences.note_grads(model, plain)
+    is_same = list(map(id, model.parameters())) == list(map(id, objects))
+    model.zero_grad()
+    is_zeroed = all(param.grad is None for param in objects)
+    left.backward()
+    assert all(param.grad is not None for param in objects)
+    return differences, is_same and is_zeroed
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
+def test_parameters_after_a_forward_are_those_with_gradients(
+    spawn: Spawn, mesh_shape: tuple[int, ...]
+) -> None:
+    results = spawn(clipped_between, math.prod(mesh_shape), mesh_shape)
+    assert all(is_same for _, is_same in results)
+    assert_within([differences for differences, _ in results], norm=1e-12, grad=1e-12)
+
+
+def frozen_between(by: str) -> Differences:
+    """A forward without a backward, perhaps for a log; then the root's layer is frozen."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    params = list(model.parameters())
+    x = torch.ones(2, 3, dtype=torch.double)
+    model(x)
+    for param in {"kept": params[2:], "asked": list(model.parameters())[2:]}.get(
+        by, [model[1].weight, model[1].bias]
+    ):
+        param.requires_grad_(requires_grad=False)
+    plain[1].requires_grad_(requires_grad=False)
+    for each in (model, plain):
+        each(x).sum().backward()
+    differences = Differences()
+    differences.note_grads(model, plain)
+    assert [param.requires_grad for param in params] == [True, True, False, False]
+    return differences
+
+
+@pytest.mark.parametrize("by", ["kept", "asked", "shown"])
+def test_parameters_are_frozen_after_a_forward(spawn: Spawn, by: str) -> None:
+    assert_within(spawn(frozen_between, 2, by), grad=1e-12)

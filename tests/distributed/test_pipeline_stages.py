@@ -290,3 +290,77 @@ def test_stages_load_their_own_entries(spawn: Spawn, tmp_path: pathlib.Path) -> 
         assert fewer.count("unexpected: model: 'stages.1.3.") == 2
         assert fewer.count("unexpected") == 2
         assert "missing" not in fewer
+
+
+def save_stages(path: str, num_stages: int) -> list[Tensor]:
+    """Save with as many ranks for each stage; return what the first rank of each has, whole."""
+    number = dist.get_rank() * num_stages // dist.get_world_size()
+    mesh = make_submesh("torch", (num_stages, 1, dist.get_world_size() // num_stages))
+    stage, optimizer = make_part((number,), mesh, 0)
+    stage(torch.ones(2, 7 if number == 0 else 13)).sum().backward()
+    optimizer.step()
+    checkpoint.save(path, stage, optimizer, step=3)
+    return [param.full_tensor().detach() for param in stage.parameters()]
+
+
+def load_alone(path: str, number: int, group_ranks: list[int] | None) -> list[str]:
+    """Load one stage, by the ranks of one group, and return what is refused of others."""
+    group = None if group_ranks is None else dist.new_group(group_ranks)
+    if group_ranks is not None and dist.get_rank() not in group_ranks:
+        return []
+    stage, optimizer = make_part((number,), None, 1)
+    assert checkpoint.load(path, stage, optimizer, process_group=group) == {"step": 3}
+    assert options_of(optimizer) == options_of(make_part((number,), None, 0)[1])
+    assert set(optimizer.state) == set(stage.parameters())
+    assert checkpoint.load(path, stage, process_group=group) == {"step": 3}
+    torch.save(stage.state_dict(), f"{path}-{number}.pt")
+    refused = []
+    for name in ("more", "fewer"):
+        other, _ = make_part((number,), None, 1)
+        layers = other.stages[number]
+        if name == "more":
+            layers.append(nn.Linear(13, 13))
+        else:
+            layers[2] = nn.Identity()
+        with pytest.raises(checkpoint.CheckpointError) as found:
+            checkpoint.load(path, other, process_group=group)
+        refused.append(str(found.value))
+        if name == "fewer":
+            its_optimizer = torch.optim.AdamW(other.parameters())
+            with pytest.raises(checkpoint.CheckpointError) as found:
+                checkpoint.load(path, other, its_optimizer, process_group=group)
+            refused.append(str(found.value))
+    return refused
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize(
+    ("world_size", "loaders", "group_ranks"),
+    [(2, 1, None), (4, 2, None), (4, 4, [2, 3])],
+    ids=["one process", "two ranks", "a group of two"],
+)
+def test_a_stage_is_loaded_by_its_own_ranks_alone(
+    spawn: Spawn,
+    tmp_path: pathlib.Path,
+    world_size: int,
+    loaders: int,
+    group_ranks: list[int] | None,
+) -> None:
+    """What was saved by another stage is no fault; missing and unknown entries are."""
+    path = str(tmp_path / "x")
+    saved = spawn(save_stages, world_size, path, 2)
+    for number in (0, 1):
+        found = spawn(load_alone, loaders, path, number, group_ranks)
+        refused = next(filter(None, found))
+        more, fewer, with_state = refused
+        assert more.count(f"missing: model: 'stages.{number}.4.") == 2
+        assert "unexpected" not in more
+        for text in (fewer, with_state):
+            assert "missing" not in text
+            assert text.count("unexpected: model:") == 2
+            assert text.count(f"unexpected: model: 'stages.{number}.2.") == 2
+            assert f"stages.{1 - number}." not in text
+        assert f"unexpected: optimizer: 'stages.{number}.2.weight" in with_state
+        loaded = torch.load(f"{path}-{number}.pt")
+        for ours, theirs in zip(saved[number * world_size // 2], loaded.values(), strict=True):
+            assert torch.equal(ours, theirs)

@@ -21,6 +21,8 @@ if typing.TYPE_CHECKING:
     from models import Batch
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 LENGTHS = torch.tensor([5, 2, 4])
 KINDS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 

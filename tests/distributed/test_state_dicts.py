@@ -205,15 +205,20 @@ def rename_in_hook(_module: nn.Module, state: typing.Any, prefix: str, _: object
     state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
 
 
+def move_in_hook(_module: nn.Module, state: typing.Any, prefix: str, _: object) -> None:
+    state["kernel"] = state.pop(f"{prefix}weight")
+    state["bias"] = state.pop(f"{prefix}bias")
+
+
 def saved_amid_a_step(way: str) -> list[bool]:
     layer = Renaming(4, 4) if way == "method" else nn.Linear(4, 4)
     wanted = {name: value.clone() for name, value in layer.state_dict().items()}
-    if way == "hook":
+    if way != "method":
         wanted["kernel"] = wanted.pop("weight")
-        layer.register_state_dict_post_hook(rename_in_hook)
+        layer.register_state_dict_post_hook(rename_in_hook if way == "hook" else move_in_hook)
     model = fully_shard(nn.Sequential(layer, nn.Linear(4, 4)))
     loss = model(torch.ones(1, 4)).sum()
-    state = layer.state_dict()
+    state = model.state_dict() if way == "hook that leaves out the module" else layer.state_dict()
     is_sharded = isinstance(state["kernel"], ShardedTensor)
     loss.backward()
     wholes = {name: full(value) for name, value in state.items()}
@@ -221,7 +226,51 @@ def saved_amid_a_step(way: str) -> list[bool]:
 
 
 @pytest.mark.helpers
-@pytest.mark.parametrize("way", ["method", "hook"])
+@pytest.mark.parametrize("way", ["method", "hook", "hook that leaves out the module"])
 def test_what_is_saved_under_another_name_outlives_the_step(spawn: Spawn, way: str) -> None:
     for found in spawn(saved_amid_a_step, 2, way):
         assert all(found), found
+
+
+def set_with_empty_dicts(mesh_shape: tuple[int, ...], parts: str, whose: str) -> None:
+    """Rank 0 alone has the state; what the others pass is not looked at."""
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    case, model, optimizer = trained("mlp", mesh_shape)
+    options = StateDictOptions(full_state_dict=True)
+    model_state, optim_state = get_state_dict(model, optimizer, options=options)
+    other, other_optimizer = make_sharded(case, mesh_shape, seed=7)
+    before = whole_state(other, other_optimizer)["model"]
+    if dist.get_rank() > 0 or parts == "optimizer":
+        model_state = {}
+    if dist.get_rank() > 0:
+        optim_state = {}
+    options.broadcast_from_rank0 = True
+    put = of_torch.set_state_dict if whose == "torch" else set_state_dict
+    put(
+        other,
+        other_optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optim_state,
+        options=options,
+    )
+    wanted, found = whole_state(model, optimizer), whole_state(other, other_optimizer)
+    assert_same(found["model"], before if parts == "optimizer" else wanted["model"])
+    assert_same(found["optimizers"], wanted["optimizers"])
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize(
+    ("mesh_shape", "parts", "whose"),
+    [
+        ((2,), "both", "torch"),
+        ((2, 2), "both", "torch"),
+        ((2,), "optimizer", "torch"),
+        ((2,), "both", "shardkit"),
+    ],
+    ids=str,
+)
+def test_other_ranks_than_0_may_have_nothing(
+    spawn: Spawn, mesh_shape: tuple[int, ...], parts: str, whose: str
+) -> None:
+    spawn(set_with_empty_dicts, math.prod(mesh_shape), mesh_shape, parts, whose)

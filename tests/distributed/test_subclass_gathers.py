@@ -311,3 +311,32 @@ def test_checkpoints_hold_the_plain_tensor(
         assert parameters.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(parameters[name], value), name
+
+
+def write_in_forward(kind: str, fails: bool) -> None:
+    """The whole that a forward sees is made of what was gathered, and never goes back."""
+    model = Model(Reference(5, rounds=False), CLASSES[kind])
+
+    def write(module: nn.Linear, _: object) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+        if fails:
+            raise ValueError
+
+    fully_shard(model)
+    handle = model.first.register_forward_pre_hook(write)
+    if fails:
+        with pytest.raises(ValueError):  # noqa: PT011 - what it says does not matter
+            model(torch.ones(1, 6))
+        handle.remove()
+    model(torch.ones(1, 6))
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_forward_that_writes_is_refused(spawn_errors: Spawn, kind: str, *, fails: bool) -> None:
+    for error in spawn_errors(write_in_forward, 2, kind, fails):
+        assert error.type_name == "StateError"
+        assert "wrote to its parameter 'first.weight', which says itself how" in error.message
+        assert "register_buffer" in error.message

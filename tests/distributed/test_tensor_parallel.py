@@ -30,6 +30,8 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 RANKS = 4
 # The last axis is tensor-parallel; the first of three replicates.
 MESHES = ((2, 2), (1, 4), (4, 1), (2, 1, 2), (1, 2, 2))

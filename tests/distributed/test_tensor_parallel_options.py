@@ -16,6 +16,8 @@ from shardkit import CPUOffloadPolicy, ShardedTensor, fully_shard
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 RANKS = 4
 # Sums in another order than in the plain model, in fp32, over three steps.
 TOLERANCE = 1e-6

@@ -24,6 +24,8 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
+pytestmark = pytest.mark.helpers
+
 RANKS = 4
 
 # --- sharded tensors ----------------------------------------------------------------------------

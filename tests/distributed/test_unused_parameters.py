@@ -164,3 +164,25 @@ def freeze_and_thaw(ranks: Ranks) -> Differences:
 @on_meshes((2,))
 def test_layers_frozen_and_thawed_after_sharding(run: Run) -> None:
     assert_same_gradients(run(freeze_and_thaw))
+
+
+def freeze_amid_accumulation(ranks: Ranks) -> Differences:
+    """What was not synced when a layer was frozen comes with the next synced backward."""
+    model, plain = sharded_and_plain(ranks)
+    case = CASES["mlp"]
+    for batch in ranks.rank_batches(case, 7):
+        case.loss(plain, batch).backward()
+    with model.no_sync():
+        case.loss(model, ranks.batch(case, 7)).backward()
+    for each in (model, plain):
+        each.layers[1].requires_grad_(requires_grad=False)
+    differences = compare_one_backward(
+        ranks, model, plain, lambda each, batch: case.loss(each, batch).backward()
+    )
+    assert model.memory_stats()["unsynced_grad_nbytes"] == 0
+    return differences
+
+
+@on_meshes((2,), (2, 2), xla=())
+def test_layers_frozen_amid_accumulation(run: Run) -> None:
+    assert_same_gradients(run(freeze_amid_accumulation))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from reference import Differences, assert_within, full_parameters, make_mesh
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
@@ -29,6 +30,13 @@ class Clamped(nn.Linear):
         with torch.no_grad():
             self.weight.clamp_(-0.2, 0.2)
             self.bias.div_(self.bias.norm())
+        return super().forward(x)
+
+
+class Assigned(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.2, 0.2)
+        self.bias.data = self.bias.data / self.bias.norm()
         return super().forward(x)
 
 
@@ -53,6 +61,9 @@ class Codebook(nn.Module):
         return found * self.scale
 
 
+KINDS = {"clamped": Clamped, "assigned": Assigned}
+
+
 class Model(nn.Module):
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -68,7 +79,7 @@ def train(kind: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
     """Train beside a plain model, all ranks on the same data."""
     torch.manual_seed(0)
     is_half = "mp_policy" in options
-    plain = Model(Clamped(4, 4) if kind == "clamped" else Codebook())
+    plain = Model(Codebook() if kind == "codebook" else KINDS[kind](4, 4))
     if not is_half:
         plain = plain.double()
     model, mesh = copy.deepcopy(plain), make_mesh(mesh_shape)
@@ -91,7 +102,7 @@ def train(kind: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
             for each in (plain, model):
                 each.eval()
     wholes, wanted = full_parameters(model), full_parameters(plain)
-    name = "middle.weight" if kind == "clamped" else "middle.vectors"
+    name = "middle.vectors" if kind == "codebook" else "middle.weight"
     differences.note("written", wholes[name].to(wanted[name].dtype), wanted[name])
     if not is_half:
         differences.note_parameters(model, plain)
@@ -101,7 +112,7 @@ def train(kind: str, mesh_shape: tuple[int, ...], options: dict[str, typing.Any]
     return differences
 
 
-@pytest.mark.parametrize("kind", ["clamped", "codebook"])
+@pytest.mark.parametrize("kind", ["clamped", "assigned", "codebook"])
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
 def test_what_all_ranks_write_is_kept(spawn: Spawn, kind: str, mesh_shape: tuple[int, ...]) -> None:
     by_rank = spawn(train, math.prod(mesh_shape), kind, mesh_shape, {})
@@ -118,9 +129,10 @@ def test_what_all_ranks_write_is_kept(spawn: Spawn, kind: str, mesh_shape: tuple
     ],
     ids=["half", "offloaded", "kept", "in part"],
 )
-def test_with_other_options(spawn: Spawn, options: dict[str, typing.Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_other_options(spawn: Spawn, kind: str, options: dict[str, typing.Any]) -> None:
     world_size = 4 if options.get("reshard_after_forward") == 2 else 2
-    by_rank = spawn(train, world_size, "clamped", (world_size,), options)
+    by_rank = spawn(train, world_size, kind, (world_size,), options)
     assert_within(by_rank, written=TOLERANCE, parameter=TOLERANCE)
 
 
@@ -216,3 +228,188 @@ def looked_up_by_function() -> None:
 def test_max_norm_of_the_function_is_told(spawn_errors: Spawn) -> None:
     for error in spawn_errors(looked_up_by_function, 2):
         assert "wrote to its parameter 'weight'" in error.message
+
+
+# --- after the forward, or in one that raises -----------------------------------------------------
+
+
+class Fragile(Model):
+    """May raise after its parts have written, or have the middle one raise itself."""
+
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.first(x).tanh())
+        if self.fails == "root":
+            raise ValueError(self.fails)
+        return self.last(x)
+
+
+class FragileMiddle(Clamped):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.fails:
+            raise ValueError
+        return x
+
+
+def train_amid_failures(mesh_shape: tuple[int, ...], where: str, kept: bool) -> Differences:
+    """Beside a plain model that raises in the same place, and keeps what it wrote until then."""
+    torch.manual_seed(0)
+    plain = Fragile(FragileMiddle(4, 4)).double()
+    model, mesh = copy.deepcopy(plain), make_mesh(mesh_shape)
+    fully_shard(model.middle, mesh, reshard_after_forward=not kept)
+    fully_shard(model, mesh)
+    differences = Differences()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    for step in range(4):
+        x = torch.randn(6, 3, dtype=torch.double)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each.fails = "root" if step % 2 and where == "root" else ""
+            each.middle.fails = bool(step % 2) and where == "middle"
+            if step % 2:
+                with pytest.raises(ValueError):  # noqa: PT011 - what it says does not matter
+                    each(x)
+            else:
+                each(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        differences.note_parameters(model, plain)
+    return differences
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("where", ["middle", "root"])
+def test_what_was_written_before_an_exception_is_kept(
+    spawn: Spawn, where: str, *, kept: bool
+) -> None:
+    assert_within(spawn(train_amid_failures, 2, (2,), where, kept), parameter=TOLERANCE)
+
+
+def test_what_was_written_before_an_exception_on_a_mesh_of_two_axes(spawn: Spawn) -> None:
+    assert_within(spawn(train_amid_failures, 4, (2, 2), "middle", False), parameter=TOLERANCE)
+
+
+def written_before_an_exception_on_one_rank() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Model(Codebook()))
+    rank = dist.get_rank()
+
+    def fail(*_: object) -> None:
+        if rank == 1:
+            with torch.no_grad():
+                model.first.weight.add_(1)
+        raise ValueError
+
+    handle = model.last.register_forward_hook(fail)
+    with pytest.raises(ValueError):  # noqa: PT011
+        model(torch.ones(6, 3))
+    handle.remove()
+    model.middle.eval()
+    for _ in range(2):
+        model(torch.ones(6, 3)).sum().backward()
+
+
+def test_what_one_rank_wrote_before_an_exception_is_told(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(written_before_an_exception_on_one_rank, 2):
+        assert error.type_name == "RankMismatchError"
+        assert "'first.weight' was written before this step on position 1" in error.message
+
+
+def train_written_between(mesh_shape: tuple[int, ...], how: str) -> Differences:
+    """Write to parameters that are kept unsharded, between forward and backward or in backward."""
+    torch.manual_seed(0)
+    plain = Model(nn.Linear(4, 4)).double()
+    model, mesh = copy.deepcopy(plain), make_mesh(mesh_shape)
+    fully_shard(model.middle, mesh, reshard_after_forward=False)
+    fully_shard(model, mesh)
+    differences = Differences()
+
+    def halve(each: nn.Module) -> None:
+        with torch.no_grad():  # A bias is not saved for backward.
+            for layer in (each.middle, each.last):
+                layer.bias.mul_(0.5)
+
+    for _ in range(3):
+        x = torch.randn(6, 3, dtype=torch.double)
+        for each in (plain, model):
+            out = each(x)
+            if how == "between":
+                halve(each)
+            elif how == "in backward":
+                out.register_hook(lambda _, each=each: halve(each))
+            if how == "before another forward":
+                halve(each)
+                out = each(x)
+            out.square().sum().backward()
+        differences.note_parameters(model, plain)
+        differences.note_grads(model, plain)
+    assert model.memory_stats()["unsharded_nbytes"] == 0
+    return differences
+
+
+@pytest.mark.parametrize("how", ["between", "in backward", "before another forward"])
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_what_is_written_to_kept_parameters_is_kept(
+    spawn: Spawn, mesh_shape: tuple[int, ...], how: str
+) -> None:
+    found = spawn(train_written_between, math.prod(mesh_shape), mesh_shape, how)
+    assert_within(found, parameter=TOLERANCE, grad=TOLERANCE)
+
+
+def evaluated_and_written() -> float:
+    """Kept after a forward without gradients, and given back by a forward after a step."""
+    model = fully_shard(nn.Linear(2, 2))
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+        model.weight.fill_(3.0)
+        model.reshard()
+    return model.weight.full_tensor().sum().item()
+
+
+def test_what_is_written_after_an_evaluation_is_kept(spawn: Spawn) -> None:
+    assert spawn(evaluated_and_written, 2) == [12.0, 12.0]
+
+
+def written_on_both_sides() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    sharded = model.weight
+    model.unshard()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+        sharded.fill_(4.0)
+    model.reshard()
+
+
+def test_two_writes_of_which_one_would_be_lost_are_refused(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(written_on_both_sides, 2):
+        assert error.type_name == "StateError"
+        assert "'weight' of 'the root' was written while it was unsharded" in error.message
+
+
+class Recomputed(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.middle, self.first(x).tanh(), use_reentrant=False)
+        return self.last(x)
+
+
+def train_recomputed() -> Differences:
+    """A forward that runs again writes again, as in plain training."""
+    torch.manual_seed(0)
+    plain = Recomputed(Clamped(4, 4)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model.middle)
+    fully_shard(model)
+    differences = Differences()
+    for _ in range(3):
+        x = torch.randn(6, 3, dtype=torch.double)
+        for each in (plain, model):
+            each(x).square().sum().backward()
+        differences.note_parameters(model, plain)
+    return differences
+
+
+def test_writes_of_a_forward_that_runs_again_are_kept(spawn: Spawn) -> None:
+    assert_within(spawn(train_recomputed, 2), parameter=TOLERANCE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import re
 import typing
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reference import make_mesh
-from shardkit import fully_shard, summon_full_params
+from shardkit import RankMismatchError, checkpoint, fully_shard, summon_full_params
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -84,6 +86,15 @@ def reset_a_row_alone(model: typing.Any) -> None:
             model[1].up.weight[0].zero_()
 
 
+def load_a_file_alone(model: typing.Any) -> None:
+    if dist.get_rank() == 0:
+        checkpoint.load_full(dict(blocks(1).state_dict()), model)
+
+
+def load_other_files(model: typing.Any) -> None:
+    checkpoint.load_full(dict(blocks(dist.get_rank()).state_dict()), model)
+
+
 def summon_others(model: typing.Any) -> None:
     with summon_full_params(model):
         nn.init.constant_(model[0].up.weight, dist.get_rank())
@@ -97,6 +108,8 @@ WRONG = {
         assign_others,
         reset_by_other_seeds,
         reset_a_row_alone,
+        load_a_file_alone,
+        load_other_files,
         summon_others,
     )
 }
@@ -140,6 +153,15 @@ def write_where_there_are_pieces(model: typing.Any) -> None:
                 param.copy_(torch.full(param.shape, 0.1))
 
 
+def load_one_file(model: typing.Any) -> None:
+    checkpoint.load_full(dict(blocks(1).state_dict()), model)
+
+
+def load_the_first_ranks_file(model: typing.Any) -> None:
+    state = dict(blocks(1).state_dict()) if dist.get_rank() == 0 else None
+    checkpoint.load_full(state, model, broadcast_from_rank0=True)
+
+
 def look_at_wholes(model: typing.Any) -> None:
     with summon_full_params(model):
         sum(param.sum() for param in model.parameters())
@@ -154,6 +176,8 @@ RIGHT = {
         other_seeds_and_then_pieces,
         load_twice_on_one_rank,
         write_where_there_are_pieces,
+        load_one_file,
+        load_the_first_ranks_file,
         look_at_wholes,
     )
 }
@@ -192,16 +216,17 @@ def test_what_was_not_written_alike_is_an_error(
             assert error is not None
             assert error.type_name == "RankMismatchError", error.traceback
             assert "ranks hold different values: parameter" in error.message
-            assert "weight" in error.message
+            # The first one in the model of which both ranks have pieces.
+            of_block = "1" if change == "reset_a_row_alone" else "0"
+            assert re.search(rf"'{of_block}\.(up|down)\.weight'", error.message), error.message
 
 
-@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("change", RIGHT)
-def test_what_is_right_passes(spawn: Spawn, change: str, *, foreach: bool) -> None:
-    for when in (0, 2):
+def test_what_is_right_passes(spawn: Spawn, change: str) -> None:
+    for when, foreach in ((0, False), (2, True)):
         assert spawn(train, 2, (2,), change, when, False, foreach) == [4] * 2
-    assert spawn(train, 4, (2, 2), change, 2, False, foreach) == [4] * 4
-    assert spawn(train, 4, (4,), change, 0, True, foreach) == [4] * 4
+    assert spawn(train, 4, (2, 2), change, 2, False, False) == [4] * 4
+    assert spawn(train, 4, (4,), change, 0, True, True) == [4] * 4
 
 
 @pytest.mark.parametrize("change", ["load_alone", "reset_by_other_seeds"])
@@ -216,6 +241,120 @@ def begin_on_meta(change: str) -> None:
     model.to_empty(device="cpu")
     WRONG[change](model)
     model(torch.randn(4, 6))
+
+
+# --- forwards without a backward ------------------------------------------------------------------
+
+
+def infer(mesh_shape: tuple[int, ...], change: str, num_before: int) -> int:
+    """Train a step, run forwards without gradients, change values; return how many ran after."""
+    model = sharded(mesh_shape)
+    model.set_reshard_after_forward(True, recurse=False)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    ran = 0
+    with torch.no_grad():
+        for _ in range(num_before):
+            model(torch.randn(4, 6))
+        (WRONG | RIGHT)[change](model)
+        with contextlib.suppress(RankMismatchError):
+            for _ in range(2 * num_before):
+                model(torch.randn(4, 6))
+                ran += 1
+            return -1
+        load_all(model)
+        for _ in range(4):
+            model(torch.randn(4, 6))
+    return ran
+
+
+@pytest.mark.parametrize("change", ["load_alone", "load_others", "reset_a_row_alone"])
+def test_what_was_not_written_alike_is_found_without_a_backward(spawn: Spawn, change: str) -> None:
+    for world_size, shape in ((2, (2,)), (4, (2, 2))):
+        assert spawn(infer, world_size, shape, change, 1) == [0] * world_size
+    assert spawn(infer, 2, (2,), change, 5) == [2] * 2
+
+
+def write_to_kept_memory_alone() -> None:
+    model = sharded((2,))
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.randn(4, 6))
+        load_alone(model)
+        for _ in range(5):
+            model(torch.randn(4, 6))
+
+
+def test_what_was_written_on_one_rank_is_gathered_on_one_rank(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(write_to_kept_memory_alone, 2):
+        assert error is not None
+        said = "rank 0: all-gather of the root, written since it was gathered"
+        assert said in error.message, error.message
+        assert "load, reset and update on all ranks" in error.message
+
+
+@pytest.mark.parametrize("change", RIGHT)
+def test_what_is_right_passes_without_a_backward(spawn: Spawn, change: str) -> None:
+    assert spawn(infer, 4, (2, 2), change, 3) == [-1] * 4
+
+
+def average_on(ranks: typing.Collection[int], mesh_shape: tuple[int, ...]) -> list[str]:
+    """Train, average weights on some ranks, and use the average; return what is warned of."""
+    model = sharded(mesh_shape)
+    model.set_reshard_after_forward(True, recurse=False)
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step(model, optimizer)
+            with torch.no_grad():
+                if dist.get_rank() in ranks:
+                    for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                        ours.lerp_(theirs, 0.1)
+                average(torch.randn(4, 6))
+    return [str(each.message) for each in caught]
+
+
+def test_an_average_that_one_rank_updates_is_told(spawn: Spawn) -> None:
+    for world_size, shape in ((2, (2,)), (4, (2, 2))):
+        first, *others = spawn(average_on, world_size, [0], shape)
+        assert first
+        assert "were updated on some ranks, and not on others" in first[0]
+        assert not any(others)
+        assert spawn(average_on, world_size, range(4), shape) == [[]] * world_size
+
+
+def comparisons_of_forwards(nums: typing.Sequence[int], reshards: bool) -> list[int]:
+    """Run forwards without gradients, as many as `nums` says for a rank; return comparisons."""
+    model = sharded((2,))
+    model.set_reshard_after_forward(reshards)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    used = model._shardkit_state.runtime.used  # noqa: SLF001
+    counts = []
+    original = type(used)._send  # noqa: SLF001
+
+    def count(self: typing.Any, *args: typing.Any) -> None:
+        counts[-1] += 1
+        original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(type(used), "_send", count)
+        for _ in range(nums[dist.get_rank()]):
+            counts.append(0)
+            model(torch.randn(4, 6))
+    return counts
+
+
+def test_forwards_are_compared_more_and_more_seldom(spawn: Spawn) -> None:
+    for counts in spawn(comparisons_of_forwards, 2, (9, 9), True):
+        assert counts == [1, 1, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_of_memory_that_is_kept_ranks_may_make_unequal_numbers_of_forwards(spawn: Spawn) -> None:
+    assert spawn(comparisons_of_forwards, 2, (3, 6), False) == [
+        [1, 0, 0],
+        [1, 0, 0, 0, 0, 0],
+    ]
 
 
 def exchanges_of_a_steady_loop() -> list[int]:
@@ -264,7 +403,12 @@ def act_alone(what: str, mesh_shape: tuple[int, ...]) -> list[str]:
             if is_first or what != "a step":
                 optimizer.step()
             optimizer.zero_grad()
-            if number == 1 and (what == "saves all" or (is_first and what == "saves")):
+            saves = {
+                "saves": is_first,
+                "saves all": True,
+                "one replica saves": dist.get_rank() < mesh_shape[-1],
+            }
+            if number == 1 and saves.get(what):
                 torch.save(model.state_dict(), io.BytesIO())
             if what == "rates alike":
                 optimizer.param_groups[0]["lr"] *= 0.5
@@ -295,6 +439,6 @@ def test_pieces_that_one_rank_saves_are_told(spawn: Spawn) -> None:
         assert "save_full" in text
 
 
-@pytest.mark.parametrize("what", ["nothing", "saves all", "rates alike"])
+@pytest.mark.parametrize("what", ["nothing", "saves all", "one replica saves", "rates alike"])
 def test_what_all_do_alike_is_not_told(spawn: Spawn, what: str) -> None:
     assert spawn(act_alone, 4, what, (2, 2)) == [[]] * 4

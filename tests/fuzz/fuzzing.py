@@ -20,7 +20,12 @@ EXAMPLES = int(os.environ.get("SHARDKIT_FUZZ_EXAMPLES", "3"))  # `nox -s fuzz`: 
 MAX_S = 30.0
 REFUSED = object()
 
-fuzzed = settings(max_examples=EXAMPLES)
+
+def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
+    """Try a test with `EXAMPLES`, new ones if the profile is fresh: it is chosen after this."""
+    decorated: Callable[..., None] = settings(max_examples=EXAMPLES)(test)
+    return decorated
+
 
 outcomes: collections.Counter[str] = collections.Counter()
 """How often what was tried did what; printed at the end."""

@@ -4,33 +4,66 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import subprocess
+import sys
 import typing
 
 import hypothesis
 import pytest
 import twins
+from defects import DEFECTS
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from workers import WorkerError
 
 if typing.TYPE_CHECKING:
+    import pathlib
+
     from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 
-NUM_EXAMPLES = int(os.environ.get("SHARDKIT_TEST_SEQUENCES", "2"))
+NUM_EXAMPLES = int(os.environ.get("SHARDKIT_TEST_SEQUENCES", "0"))
+"""For each mesh; 0: few, as one of many tests."""
 STEPS = 25
+MESHES = [(2,), (2, 2)]
+if NUM_EXAMPLES:
+    MESHES += [(1,), (4,)]
 
 
-def machine(spawn: Spawn, shape: tuple[int, ...]) -> type[RuleBasedStateMachine]:
-    """Return a machine whose rules are the actions; ranks perform all of them in one call."""
+def machine(spawn: Spawn, shape: tuple[int, ...], *args: object) -> type[RuleBasedStateMachine]:
+    """Return a machine whose rules are the actions; ranks perform all of them in one call.
+
+    Args:
+        spawn: The fixture.
+        shape: Of the mesh.
+        *args: Of `twins.perform`, after the actions.
+    """
 
     class Machine(RuleBasedStateMachine):
+        layout = twins.LAYOUTS[0]
+
         def __init__(self) -> None:
             super().__init__()
             self.actions: list[tuple[str, list[int]]] = []
 
+        @initialize(layout=st.sampled_from(twins.LAYOUTS))
+        def shard(self, layout: str) -> None:
+            self.layout = layout
+
         def teardown(self) -> None:
-            spawn(twins.perform, math.prod(shape), shape, self.actions)
+            try:
+                spawn(twins.perform, math.prod(shape), shape, self.layout, self.actions, *args)
+            except Exception as error:
+                error.add_note(twins.script(shape, self.layout, self.actions))
+                raise
 
     def rule_of(name: str, num: int) -> typing.Any:
         def note(self: Machine, numbers: list[int]) -> None:
@@ -44,16 +77,68 @@ def machine(spawn: Spawn, shape: tuple[int, ...]) -> type[RuleBasedStateMachine]
     return Machine
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def settings(num_examples: int, **options: typing.Any) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=num_examples,
+        stateful_step_count=STEPS,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_any_sequence_of_actions_is_that_of_the_plain_model(
     spawn: Spawn, shape: tuple[int, ...]
 ) -> None:
-    run_state_machine_as_test(
-        machine(spawn, shape),
-        settings=hypothesis.settings(
-            max_examples=NUM_EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(machine(spawn, shape), settings=settings(NUM_EXAMPLES or 6))
+
+
+# --- defects --------------------------------------------------------------------------------------
+
+SOME = [
+    "a hook that was removed is called again",
+    "a value that is loaded is lost",
+    "what was not synced outlives an exception",
+]
+
+
+def drawn(seed: int) -> tuple[str, list[tuple[str, list[int]]]]:
+    """Draw a way to shard and actions, all alike often: hypothesis tries few kinds at first."""
+    draw = random.Random(seed)
+    names = draw.choices(list(twins.ACTIONS), k=STEPS)
+    actions = [(name, [draw.randrange(10) for _ in range(twins.ACTIONS[name])]) for name in names]
+    return draw.choice(twins.LAYOUTS), actions
+
+
+@pytest.mark.parametrize("defect", DEFECTS if NUM_EXAMPLES else SOME)
+def test_a_defect_is_found_within_200_steps(spawn: Spawn, defect: str) -> None:
+    with pytest.raises(WorkerError):
+        perform_200_steps(spawn, (2, 2) if "replicas" in defect else (2,), defect)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)] if NUM_EXAMPLES else [(2,)], ids=str)
+def test_without_a_defect_nothing_is_found(spawn: Spawn, shape: tuple[int, ...]) -> None:
+    perform_200_steps(spawn, shape)
+
+
+def perform_200_steps(spawn: Spawn, shape: tuple[int, ...], defect: str | None = None) -> None:
+    for seed in range(200 // STEPS):
+        spawn(twins.perform, math.prod(shape), shape, *drawn(seed), defect)
+
+
+@pytest.mark.skipif(not NUM_EXAMPLES, reason="takes longer than most: run by `nox -s sequences`")
+def test_a_failure_is_a_short_program(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        run_state_machine_as_test(
+            machine(spawn, (2,), "a hook that was removed is called again"),
+            settings=settings(50, derandomize=True),
+        )
+    program = next(note for note in caught.value.__notes__ if "Twins(" in note)
+    assert program.count("twins.do(") <= 4
+    path = tmp_path / "script.py"
+    path.write_text(program)
+    start = program.splitlines()[0].partition("torchrun ")[2].split()[:-1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "torch.distributed.run", *start, str(path)]
+    subprocess.run(command, env=environment, check=True)  # The defect is not there.

@@ -1,13 +1,16 @@
 """A sharded model and its plain twin: what a user may do to both, one action after another.
 
-A new action is a method with `@action`: it does one thing to both, and says by its return value
-nothing. Its arguments are numbers from 0 to 9, which every rank gets alike. After each action
-`compare` looks at everything.
+A new action is a method with `@action`: it does one thing to both, and returns nothing. Its
+arguments are numbers from 0 to 9, which every rank gets alike; it can be done at any time, or does
+nothing. After each action `problem` looks at everything. `script` prints a sequence as a program.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import logging
 import pathlib
 import shutil
 import tempfile
@@ -16,40 +19,120 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from defects import put_in
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint as recompute
 
-from shardkit import checkpoint, fully_shard, init_device_mesh
+from shardkit import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    checkpoint,
+    fully_shard,
+    init_device_mesh,
+    summon_full_params,
+)
+from shardkit._module.hooks import state_of
+from shardkit.optim import LocalOptimizer
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 WIDTH, DEPTH, ROWS = 6, 3, 4
-TOLERANCE: dict[str, typing.Any] = {"rtol": 1e-9, "atol": 1e-11}  # fp64; sums in another order.
+TOLERANCE = 1e-9
+"""Of the largest element. In fp64; sums come in another order, and errors grow by training."""
 ACTIONS: dict[str, int] = {}
 """Names of actions, and how many numbers each takes."""
+KEEPING: set[str] = set()
+"""Names of actions after which an output from before may still go backward."""
+LAYOUTS = ("layers", "one group", "list", "kept", "offloaded", "parts")
+"""Ways to shard."""
 
 
-def action(method: typing.Callable[..., None]) -> typing.Callable[..., None]:
-    code = method.__code__
-    ACTIONS[method.__name__] = code.co_argcount - 1
+def action(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method an action."""
+    ACTIONS[method.__name__] = method.__code__.co_argcount - 1
     return method
 
 
-class Net(nn.Module):
-    """Blocks of which a forward may use the first few; any of them may raise."""
+def keeping(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method an action that changes no parameter and ends no forward."""
+    KEEPING.add(method.__name__)
+    return action(method)
+
+
+class Raise(torch.autograd.Function):
+    """An identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: typing.Any, grad: Tensor) -> Tensor:
+        del ctx, grad
+        raise ArithmeticError
+
+
+class Block(nn.Module):
+    """A layer; its forward may write to its weight, and it or its backward may raise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_recomputed = False
+        self.writes = False
+        self.raises = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.3, 0.3)
+        if self.raises == "forward":
+            raise ArithmeticError
+        out = self.linear(x)
+        if self.raises == "backward":
+            out = Raise.apply(out)
+        return x + (torch.tanh(out) if self.training else 0.5 * out)
+
+
+class Net(nn.Module):
+    """Blocks, of which a forward may use the first few, a scale, and a head to be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head: nn.Module = nn.Identity()
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: Tensor, depth: int = DEPTH, raise_at: int = DEPTH) -> Tensor:
+    def forward(self, x: Tensor, depth: int = DEPTH, tap: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the result, and what came before block `tap`."""
+        inner = x
         for i, block in enumerate(self.blocks[:depth]):
-            if i == raise_at:
-                msg = "a mistake in the forward"
-                raise ArithmeticError(msg)
-            x = torch.tanh(block(x)) + x
+            if i == tap:
+                inner = x
+            x = recompute(block, x, use_reentrant=False) if block.is_recomputed else block(x)
         if self.training:
             self.seen += 1
-        return x * self.scale
+        return self.head(x * self.scale), inner
+
+
+OPTIMIZERS: list[Callable[[typing.Any, bool], torch.optim.Optimizer]] = [
+    lambda params, _: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    lambda params, _: torch.optim.AdamW(params, lr=1e-3, eps=1e-3),
+    lambda params, _: torch.optim.Adagrad(params, lr=1e-3, eps=1e-3),
+    lambda params, _: torch.optim.RMSprop(params, lr=1e-3, eps=1e-3, foreach=False),
+    lambda params, is_plain: (torch.optim.AdamW if is_plain else local_adam)(
+        params, lr=1e-3, eps=1e-3
+    ),
+]
+"""Make optimizers of parameters or groups; told whether for the plain model."""
+
+
+def local_adam(params: typing.Any, **options: typing.Any) -> torch.optim.Optimizer:
+    return LocalOptimizer(params, torch.optim.AdamW, **options)
 
 
 class Twins:
@@ -57,210 +140,854 @@ class Twins:
 
     Args:
         shape: Of the mesh.
+        layout: One of `LAYOUTS`.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], layout: str = "layers") -> None:
         names = ("replicate", "shard")[-len(shape) :]
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.layout = layout
         torch.manual_seed(0)
         self.plain = Net().double()
         self.sharded = self.shard(copy.deepcopy(self.plain))
-        self.make = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
-        self.optimizers = [self.make(net.parameters()) for net in (self.plain, self.sharded)]
-        self.objects = [*self.sharded.parameters()]
+        self.make = OPTIMIZERS[0]
         self.num_batches = 0
+        self.num_heads = 0
+        self.pending: dict[str, Tensor] = {}  # Gradients that wait to be synced.
+        self.held: tuple[Tensor, Tensor] | None = None  # Losses that wait for their backward.
+        self.is_open = False  # A forward has not gone backward, or not all of it.
+        self.handles: list[tuple[typing.Any, ...]] = []
+        self.calls: tuple[list[str], list[str]] = ([], [])  # Of hooks.
+        self.objects = dict(self.sharded.named_parameters())
+        self.new_optimizers()
 
-    def shard(self, model: nn.Module) -> typing.Any:
-        for block in model.blocks:
-            fully_shard(block, mesh=self.mesh)
-        return fully_shard(model, mesh=self.mesh)
+    # --- parts of actions -------------------------------------------------------------------------
 
     @property
-    def both(self) -> tuple[Net, typing.Any]:
+    def options(self) -> dict[str, typing.Any]:
+        options: dict[str, typing.Any] = {"mesh": self.mesh}
+        if self.layout == "kept":
+            options["reshard_after_forward"] = False
+        elif self.layout == "parts" and self.mesh.size(-1) == 4:
+            options["reshard_after_forward"] = 2
+        elif self.layout == "offloaded":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        return options
+
+    def shard(self, model: typing.Any) -> typing.Any:
+        blocks = [] if self.layout == "one group" else list(model.blocks)
+        if self.layout == "list":
+            blocks = [blocks[:2], blocks[2]]
+        for block in blocks:
+            fully_shard(block, **self.options)
+        if not isinstance(model.head, nn.Identity):
+            fully_shard(model.head, **self.options)
+        return fully_shard(model, **self.options)
+
+    @property
+    def both(self) -> tuple[typing.Any, typing.Any]:
         return self.plain, self.sharded
 
-    def replace(self, model: typing.Any) -> None:
-        """Go on with another sharded model of the same values, and with the optimizer's state."""
-        optimizer = self.make(model.parameters())
-        optimizer.load_state_dict(copy.deepcopy(self.optimizers[1].state_dict()))
-        for ours, theirs in zip(model.parameters(), self.sharded.parameters(), strict=True):
-            if ours.grad is None and theirs.grad is not None:
-                ours.grad = theirs.grad.clone()
-        self.sharded, self.optimizers[1] = model, optimizer
-        self.objects = [*model.parameters()]
+    def units(self) -> list[typing.Any]:
+        """Return the sharded modules."""
+        return [module for module in self.sharded.modules() if isinstance(module, FSDPModule)]
+
+    def names(self, number: int, *, trainable: bool = False) -> str | None:
+        """Return the name of some parameter; None if there is none."""
+        found = [n for n, p in self.plain.named_parameters() if p.requires_grad or not trainable]
+        return found[number % len(found)] if found else None
+
+    def params(self, name: str) -> tuple[typing.Any, typing.Any]:
+        """Return a parameter of both; a sharded model may show the unsharded one for a while."""
+        return self.plain.get_parameter(name), self.objects[name]
+
+    def optimizers_of(self, names: Sequence[Sequence[str]]) -> list[torch.optim.Optimizer]:
+        """Make both, without state, for the parameters of each group."""
+        return [
+            self.make([{"params": [self.params(n)[i] for n in group]} for group in names], i == 0)
+            for i in range(2)
+        ]
+
+    def new_optimizers(self, names: list[list[str]] | None = None) -> None:
+        """Make both, without state.
+
+        Args:
+            names: Of the parameters of each group; by default one group of all.
+        """
+        self.groups = names or [[name for name, _ in self.plain.named_parameters()]]
+        self.has_strangers = False  # Parameters that are in no model any more.
+        self.optimizers = self.optimizers_of(self.groups)
+
+    def replace(self, plain: nn.Module, sharded: nn.Module, *, with_grads: bool) -> None:
+        """Go on with other models of the same values, and optimizers that have loaded theirs."""
+        before, groups = self.optimizers, None if self.has_strangers else self.groups
+        if with_grads:
+            for name, theirs in (*self.plain.named_parameters(), *self.objects.items()):
+                new = sharded if theirs is self.objects[name] else plain
+                ours = new.get_parameter(name)
+                if ours.grad is None and theirs.grad is not None:
+                    ours.grad = theirs.grad.clone()
+        self.plain, self.sharded = plain, typing.cast("typing.Any", sharded)
+        self.objects = dict(sharded.named_parameters())
+        has_state = not self.has_strangers
+        self.new_optimizers(groups)
+        if has_state:
+            for new, old in zip(self.optimizers, before, strict=True):
+                new.load_state_dict(copy.deepcopy(old.state_dict()))
+        self.handles.clear()
+        self.pending.clear()
+
+    def draw(self, *, wants_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Draw a batch: that of all ranks, and that of this one."""
+        self.num_batches += 1
+        generator = torch.Generator().manual_seed(self.num_batches)
+        shape = (self.mesh.size(), ROWS, WIDTH)
+        batches = torch.randn(shape, generator=generator, dtype=torch.float64)
+        whole, own = batches.flatten(0, 1).clone(), batches[self.mesh.get_rank()].clone()
+        return whole.requires_grad_(wants_grad), own.requires_grad_(wants_grad)
 
     def losses(self, depth: int = DEPTH) -> tuple[Tensor, Tensor]:
         """Return the plain loss over the batches of all ranks, and the sharded one of this rank."""
-        self.num_batches += 1
-        generator = torch.Generator().manual_seed(self.num_batches)
-        batches = torch.randn(
-            self.mesh.size(), ROWS, WIDTH, generator=generator, dtype=torch.float64
+        plain, sharded = (
+            net(x, depth)[0].square().mean() for net, x in zip(self.both, self.draw(), strict=True)
         )
-        plain = self.plain(batches.flatten(0, 1), depth).square().mean()
-        return plain, self.sharded(batches[self.mesh.get_rank()], depth).square().mean()
+        return plain, sharded
 
-    # --- actions ----------------------------------------------------------------------------------
+    def backward(self, losses: Iterable[Tensor], **options: typing.Any) -> None:
+        """Call backward of both, if there is something to train; gradients are synced."""
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward(**options)
+                self.settle()
+
+    def settle(self) -> None:
+        """A synced backward has brought what waited."""
+        for name, grad in self.pending.items():
+            param = self.plain.get_parameter(name)
+            param.grad = grad if param.grad is None else param.grad + grad
+        self.pending.clear()
+
+    def drop(self) -> None:
+        """Go on as users do after an exception, which costs what was not synced."""
+        self.pending.clear()
+        for net in self.both:
+            net.zero_grad()
+
+    def outcomes(self, run: Callable[[int], None]) -> bool:
+        """Do something to each; return whether it raised, which both do or neither."""
+        raised = []
+        for i in range(2):
+            try:
+                run(i)
+            except ArithmeticError:
+                raised.append(True)
+            else:
+                raised.append(False)
+        assert raised[0] == raised[1], f"raised of plain and sharded model: {raised}"
+        return raised[0]
+
+    def assert_equal(self, ours: Tensor, theirs: Tensor, what: str = "value") -> None:
+        text = difference(ours, theirs)
+        assert text is None, f"{what}: {text}"
+
+    def mean(self, own: Tensor) -> Tensor:
+        """Return the average over the ranks."""
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        return total / self.mesh.size()
+
+    # --- training ---------------------------------------------------------------------------------
 
     @action
-    def step(self, num: int) -> None:
-        """Train a step of one to three micro-batches."""
+    def step(self, num: int, way: int) -> None:
+        """Train a step of one to three micro-batches; gradients of all but the last wait."""
         num = num % 3 + 1
         for i in range(num):
-            self.sharded.set_requires_gradient_sync(i == num - 1)
-            for loss in self.losses():
-                if loss.requires_grad:
-                    (loss / num).backward()
+            is_last = i == num - 1
+            sync = contextlib.nullcontext()
+            if way % 4 == 0:
+                self.sharded.set_requires_gradient_sync(is_last)
+            elif way % 4 == 1 and not is_last:
+                sync = self.sharded.no_sync()
+            elif way % 4 == 2:
+                self.sharded.set_requires_all_reduce(is_last)
+            with sync:
+                for loss in self.losses():
+                    if loss.requires_grad:
+                        (loss / num).backward()
+            if self.layout != "kept" and not self.keeps_after_backward():
+                self.expect_freed()
+        if any(param.requires_grad for param in self.plain.parameters()):
+            self.settle()
+            self.is_open = False
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-    @action
-    def backward(self, depth: int) -> None:
+    @keeping
+    def add_gradients(self, depth: int) -> None:
         """Add gradients, of the first blocks only."""
-        for loss in self.losses(depth % DEPTH + 1):
-            if loss.requires_grad:
-                loss.backward()
+        self.backward(self.losses(depth % DEPTH + 1))
+
+    @keeping
+    def accumulate(self, depth: int) -> None:
+        """Add gradients that wait to be synced, beyond this action."""
+        plain, sharded = self.losses(depth % DEPTH + 1)
+        if not plain.requires_grad or self.mesh.size() == 1:
+            return  # On one rank gradients are there at once.
+        before = {name: param.grad for name, param in self.plain.named_parameters()}
+        self.plain.zero_grad()
+        plain.backward()
+        for name, param in self.plain.named_parameters():
+            if param.grad is not None:
+                old = self.pending.get(name)
+                self.pending[name] = param.grad if old is None else old + param.grad
+            param.grad = before[name]
+        with self.sharded.no_sync():
+            sharded.backward()
 
     @action
-    def step_by_what_is_there(self) -> None:
+    def update(self) -> None:
+        """Step the optimizers by the gradients that are there."""
         if all(param.grad is None for param in self.plain.parameters()):
             return  # That is told, where another model has gradients.
         for optimizer in self.optimizers:
             optimizer.step()
 
-    @action
-    def zero_grad(self, to_none: int) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=to_none % 2 == 0)
+    @keeping
+    def zero_grad(self, way: int) -> None:
+        for optimizer, net in zip(self.optimizers, self.both, strict=True):
+            (optimizer if way % 2 else net).zero_grad(set_to_none=way % 4 < 2)
 
-    @action
-    def clip(self) -> None:
-        norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.5) for net in self.both]
-        torch.testing.assert_close(norms[1].double(), norms[0].double(), **TOLERANCE)
+    @keeping
+    def clip(self, way: int) -> None:
+        if way % 2:
+            norm = nn.utils.clip_grad_norm_(self.sharded.parameters(), 0.5)
+        else:
+            norm = self.sharded.clip_grad_norm_(0.5)
+        wanted = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.5)
+        self.assert_equal(norm.double(), wanted.double(), "norm")
 
-    @action
-    def evaluate(self) -> None:
-        """Run without gradients, in turns in both modes of modules."""
+    @keeping
+    def evaluate(self, way: int) -> None:
+        """Run without gradients, in the other mode of modules."""
+        modes = [(module, module.training) for net in self.both for module in net.modules()]
         for net in self.both:
             net.eval()
-        with torch.no_grad():
+        with torch.inference_mode() if way % 2 else torch.no_grad():
             plain, sharded = self.losses()
-        total = sharded.clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total / self.mesh.size(), plain, **TOLERANCE)
+        self.assert_equal(self.mean(sharded), plain, "loss")
+        for module, mode in modes:
+            module.training = mode
+
+    @action
+    def set_mode(self, block: int) -> None:
+        """Let a block train or evaluate from now on."""
         for net in self.both:
-            net.train()
+            module = net.blocks[block % DEPTH]
+            module.train(not module.training)
 
     @action
-    def freeze(self, which: int) -> None:
-        """Freeze a block, or train it again."""
+    def set_recompute(self, block: int) -> None:
         for net in self.both:
-            block = net.blocks[which % DEPTH]
-            block.requires_grad_(not block.weight.requires_grad)
+            module = net.blocks[block % DEPTH]
+            module.is_recomputed = not module.is_recomputed
 
-    @action
-    def write(self, which: int) -> None:
-        """Write a parameter in place."""
-        with torch.no_grad():
-            for net in self.both:
-                param = [*net.parameters()][which % (2 * DEPTH + 1)]
-                param.mul_(0.9).add_(0.01)
+    # --- backwards of all kinds -------------------------------------------------------------------
 
-    @action
-    def unshard(self, block: int) -> None:
-        """Look at whole parameters, and change one by the context for it."""
-        module = self.sharded.blocks[block % DEPTH]
-        module.unshard()
-        torch.testing.assert_close(
-            module.weight.detach().clone(), self.plain.blocks[block % DEPTH].weight.detach()
-        )
-        module.reshard()
+    @keeping
+    def partial_backward(self, tap: int, way: int) -> None:
+        """Go backward by a part of a graph, or twice, or by two graphs."""
+        for net, x in zip(self.both, self.draw(wants_grad=True), strict=True):
+            out, inner = net(x, tap=tap % DEPTH)
+            self.is_open = True
+            first, second = inner.square().mean(), out.square().mean()
+            if way % 5 == 0:
+                first.backward()  # The rest is dropped.
+            elif way % 5 == 1:
+                first.backward(retain_graph=True)
+                second.backward()
+            elif way % 5 == 2:
+                second.backward(retain_graph=True)
+                second.backward()
+            elif way % 5 == 3:
+                second.backward(retain_graph=True)
+                out.mean().backward()
+            else:
+                (first + second).backward()
+        self.settle_if_fired(way, tap)
+
+    def settle_if_fired(self, way: int, tap: int) -> None:
+        """What waited is brought by a backward that came to a parameter."""
+        params = dict(self.plain.named_parameters())
+        reached = [
+            name
+            for name, param in params.items()
+            if param.requires_grad
+            and (way % 5 != 0 or any(name.startswith(f"blocks.{i}.") for i in range(tap % DEPTH)))
+        ]
+        if reached:
+            self.settle()
+
+    @keeping
+    def two_forwards(self, way: int) -> None:
+        """Run two forwards before their backwards, in either order, or drop one."""
+        losses = [self.losses(), self.losses()]
+        self.is_open = True
+        if way % 3 == 0:
+            losses.reverse()
+        elif way % 3 == 1:
+            losses.pop(0)
+        for pair in losses:
+            self.backward(pair)
+
+    @keeping
+    def begin(self, depth: int) -> None:
+        """Run a forward whose backward comes in a later action, or never."""
+        self.held = self.losses(depth % DEPTH + 1)
+        self.is_open = True
+
+    @keeping
+    def finish(self) -> None:
+        """Go backward by the forward of an earlier action."""
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.backward(held)
+
+    @keeping
+    def backward_for_some(self, first: int, num: int) -> None:
+        """Add gradients of chosen parameters only."""
+        names = [n for n, p in self.plain.named_parameters() if p.requires_grad]
+        chosen = [names[(first + i) % len(names)] for i in range(num % 3 + 1)] if names else []
+        if chosen:
+            given = zip(*map(self.params, dict.fromkeys(chosen)), strict=True)
+            for loss, params in zip(self.losses(), given, strict=True):
+                loss.backward(inputs=params)
+            self.settle()
+
+    @keeping
+    def gradients(self, way: int) -> None:
+        """Ask for gradients by parameters, and perhaps train by their size."""
+        names = [n for n, p in self.plain.named_parameters() if p.requires_grad]
+        names = names if way % 3 else names[:1]
+        if not names:
+            return
+        results = []
+        given = zip(*map(self.params, names), strict=True)
+        for loss, params in zip(self.losses(), given, strict=True):
+            grads = torch.autograd.grad(loss, params, create_graph=way % 2 == 0)
+            results.append(grads)
+        for name, theirs, ours in zip(names, *results, strict=True):
+            self.assert_equal(ours.detach().full_tensor(), theirs.detach(), f"gradient of {name}")
+        if way % 2 == 0:
+            self.backward([sum((g * g).sum() for g in grads) for grads in results])
+
+    @keeping
+    def penalty(self, depth: int) -> None:
+        """Train by the size of the gradient by inputs, as WGAN-GP does."""
+        inputs = self.draw(wants_grad=True)
+        losses = []
+        for net, x in zip(self.both, inputs, strict=True):
+            out = net(x, depth % DEPTH + 1)[0]
+            (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            losses.append((grad.norm(dim=1) - 1).square().mean())
+        self.backward(losses)
+
+    @keeping
+    def functional(self, way: int, which: int) -> None:
+        """Compute with other values than the model's, perhaps while a forward waits."""
+        if way > 4:
+            self.begin(which)
+        flags = [block.is_recomputed for block in self.plain.blocks]
+        for block in (block for net in self.both for block in net.blocks):
+            block.is_recomputed = False  # Torch would recompute with the model's own values.
+        losses, given = [], []
+        for net, x in zip(self.both, self.draw(), strict=True):
+            values = self.values(net, way, self.names(which))
+            losses.append(functional_call(net, values, (x,))[0].square().mean())
+            given.append(values)
+        for loss in losses:
+            if loss.requires_grad:
+                loss.backward()
+        for name, value in given[0].items() if way % 3 else ():
+            self.assert_equal(self.mean(given[1][name].grad), value.grad, f"given {name}")
+        named = self.plain.named_parameters()
+        if any(param.requires_grad and name not in given[0] for name, param in named):
+            self.settle()  # Else no group is used, and nothing that waits is synced.
+        for block, flag in zip((b for n in self.both for b in n.blocks), flags * 2, strict=True):
+            block.is_recomputed = flag
+
+    def values(self, net: nn.Module, way: int, chosen: str | None) -> dict[str, Tensor]:
+        """Return values for a functional call: computed of parameters, all whole, or one whole."""
+        values: dict[str, Tensor] = {}
+        for name in self.objects:
+            param = self.params(name)[net is self.sharded]
+            if way % 3 == 0:
+                values[name] = param * 1.5
+            elif way % 3 == 1 or name == chosen:
+                whole = param.detach() if net is self.plain else param.detach().full_tensor()
+                values[name] = (whole * 1.5).requires_grad_()
+        return values
+
+    # --- what raises ------------------------------------------------------------------------------
 
     @action
     def raise_in_forward(self, block: int) -> None:
-        for net in self.both:
+        def run(i: int) -> None:
+            self.both[i].blocks[block % DEPTH].raises = "forward"
             try:
-                net(torch.zeros(ROWS, WIDTH, dtype=torch.float64), raise_at=block % DEPTH)
-            except ArithmeticError:
-                continue
-            msg = "the forward did not raise"
-            raise AssertionError(msg)
+                self.both[i](x[i])
+            finally:
+                self.both[i].blocks[block % DEPTH].raises = ""
+
+        x = self.draw()
+        assert self.outcomes(run), "the forward did not raise"
+        self.drop()
 
     @action
-    def load_state_dict(self, factor: int) -> None:
+    def raise_in_backward(self, block: int) -> None:
+        def run(i: int) -> None:
+            module = self.both[i].blocks[block % DEPTH]
+            module.raises = "backward"
+            try:
+                loss = self.both[i](x[i])[0].square().mean()
+                if loss.requires_grad:
+                    loss.backward()
+            finally:
+                module.raises = ""
+
+        x = self.draw()
+        if self.outcomes(run):
+            self.drop()
+        elif any(param.requires_grad for param in self.plain.parameters()):
+            self.settle()
+
+    @action
+    def raise_in_hook(self, which: int) -> None:
+        def run(i: int) -> None:
+            handle = params[i].register_hook(fail)
+            try:
+                loss = self.both[i](x[i])[0].square().mean()
+                loss.backward()
+            finally:
+                handle.remove()
+
+        def fail(_: Tensor) -> None:
+            raise ArithmeticError
+
+        name = self.names(which, trainable=True)
+        if name is None:
+            return
+        params, x = self.params(name), self.draw()
+        assert self.outcomes(run), "the backward did not raise"
+        self.drop()
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    @keeping
+    def hook_gradient(self, which: int, way: int) -> None:
+        """Mask or scale the gradient of a parameter from now on."""
+        name = self.names(which, trainable=True)
+        if name is None:
+            return
+        handles = []
+        for param, calls in zip(self.params(name), self.calls, strict=True):
+            mask = torch.ones(param.shape, dtype=param.dtype)
+            mask[: len(mask) // 2] = 0
+
+            def hook(
+                grad: Tensor | None, mask: Tensor = mask, calls: list[str] = calls
+            ) -> Tensor | None:
+                if grad is None:  # Torch's, behind a module's hook for outputs that nobody uses.
+                    return None
+                calls.append(name)
+                return (grad * mask, grad * 0.5, None)[way % 3]
+
+            handles.append(param.register_hook(hook))
+        self.handles.append(tuple(handles))
+
+    @keeping
+    def hook_module(self, which: int, way: int) -> None:
+        """Change what goes into a module or comes out of it from now on."""
+        handles = []
+        for net, calls in zip(self.both, self.calls, strict=True):
+            module = [*net.blocks, net][which % (DEPTH + 1)]
+
+            def note(kind: str, calls: list[str] = calls) -> None:
+                calls.append(f"{kind} of module {which % (DEPTH + 1)}")
+
+            def before(_: object, args: typing.Any, note: typing.Any = note) -> typing.Any:
+                note("forward pre hook")
+                return (args[0] * 0.9, *args[1:])
+
+            def after(*_: object, note: typing.Any = note) -> None:
+                note("forward hook")
+
+            def back(*_: object, note: typing.Any = note) -> None:
+                note("backward hook")
+
+            if way % 4 == 0:
+                handle = module.register_forward_pre_hook(before)
+            elif way % 4 == 1:
+                handle = module.register_forward_hook(after)
+            elif way % 4 == 2:
+                handle = module.register_full_backward_hook(back)
+            else:
+                handle = module.register_full_backward_pre_hook(back)
+            handles.append(handle)
+        self.handles.append(tuple(handles))
+
+    @keeping
+    def unhook(self, which: int) -> None:
+        """Remove a hook."""
+        if self.handles:
+            for handle in self.handles.pop(which % len(self.handles)):
+                handle.remove()
+
+    # --- values -----------------------------------------------------------------------------------
+
+    @action
+    def freeze(self, which: int) -> None:
+        """Freeze a block or a parameter, or train it again."""
+        names = [name for name in self.objects if name.startswith(f"blocks.{which % DEPTH}.")]
+        for name in names if which % 2 else [self.names(which) or ""]:
+            for param in self.params(name):
+                param.requires_grad_(not param.requires_grad)
+
+    @action
+    def write(self, which: int, way: int) -> None:
+        """Write a parameter in place, perhaps one that an evaluation has left gathered."""
+        if way > 3:
+            self.evaluate(0)
+        for param in self.params(self.names(which) or ""):
+            with torch.no_grad():
+                if way % 4 == 0:
+                    param.mul_(0.9).add_(0.01)
+                elif way % 4 == 1:
+                    param[0] = 0.1
+                elif way % 4 == 2:
+                    param.data.mul_(0.9)
+                else:
+                    nn.init.constant_(param, 0.1)
+        if way > 3:
+            self.evaluate(0)
+
+    @action
+    def write_in_forward(self, block: int) -> None:
+        """Clamp a weight in its layer's forward."""
+        for net, x in zip(self.both, self.draw(), strict=True):
+            module = net.blocks[block % DEPTH]
+            was_recomputed, module.is_recomputed = module.is_recomputed, False
+            module.writes = True
+            loss = net(x)[0].square().mean()
+            module.writes = False
+            if loss.requires_grad:
+                loss.backward()
+            module.is_recomputed = was_recomputed
+        if any(param.requires_grad for param in self.plain.parameters()):
+            self.settle()
+
+    @action
+    def unshard(self, which: int, way: int) -> None:
+        """Look at unsharded parameters of one module, and perhaps write them."""
+        module = self.units()[which % len(self.units())]
+        module.unshard()
+        within = [unit for unit in self.units() if unit is not module]
+        nested = {id(m) for unit in within if module not in unit.modules() for m in unit.modules()}
+        own = {id(m) for m in module.modules()} - nested
+        for name, inside in self.sharded.named_modules():
+            for key, param in inside.named_parameters(recurse=False):
+                if id(inside) in own and not hasattr(param, "full_tensor"):
+                    other = self.plain.get_submodule(name).get_parameter(key)
+                    self.assert_equal(param.detach().clone(), other.detach(), f"{name}.{key}")
+                    if way % 2:
+                        with torch.no_grad():
+                            param.mul_(0.95)
+                            other.mul_(0.95)
+        module.reshard()
+
+    @action
+    def summon(self, which: int, way: int) -> None:
+        """Write whole parameters, and perhaps gradients."""
+        options = {"with_grads": way % 2 == 1, "writeback": way % 3 != 2}
+        name = self.names(which) or ""
+        with summon_full_params(self.sharded, **options):
+            params = [net.get_parameter(name) for net in self.both]
+            self.assert_equal(params[1].detach(), params[0].detach(), name)
+            for param in params if options["writeback"] else params[1:]:
+                with torch.no_grad():
+                    param.mul_(0.95)
+                    if options["with_grads"] and param.grad is not None:
+                        param.grad.mul_(0.5)
+
+    @action
+    def load_state_dict(self, factor: int, way: int) -> None:
+        """Load scaled values, of sharded parameters or whole ones."""
         for net in self.both:
-            state = net.state_dict()
-            net.load_state_dict({name: value * (1 - factor / 50) for name, value in state.items()})
+            state = {name: value * (0.9 + factor / 100) for name, value in net.state_dict().items()}
+            assign = False
+            if net is self.sharded and way % 3 == 1:
+                state = {n: getattr(v, "full_tensor", v.clone)() for n, v in state.items()}
+            elif net is self.sharded and way % 3 == 2:
+                assign = True
+            net.load_state_dict(state, assign=assign)
+
+    # --- other objects ----------------------------------------------------------------------------
 
     @action
     def deepcopy(self) -> None:
-        self.replace(copy.deepcopy(self.sharded))
+        """Go on with copies."""
+        plain, sharded = (copy.deepcopy(net) for net in self.both)
+        self.replace(plain, sharded, with_grads=True)
 
     @action
-    def checkpoint(self) -> None:
-        """Save, and go on with an object that has loaded it."""
+    def checkpoint(self, num: int) -> None:
+        """Save after a step, go on with objects that have loaded it, and train another one."""
+        self.step(num, 0)
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder)
         path = pathlib.Path(folder[0], "x")
-        checkpoint.save(path, self.sharded, self.optimizers[1])
-        model = Net().double()
-        for block, old in zip(model.blocks, self.plain.blocks, strict=True):
-            block.requires_grad_(old.weight.requires_grad)
-        model = self.shard_freshly(model)
-        optimizer = self.make(model.parameters())
-        checkpoint.load(path, model, optimizer)
+        optimizers = [] if self.has_strangers else [self.optimizers[1]]
+        checkpoint.save(path, self.sharded, *optimizers)
+        plain, sharded = self.like(self.plain), self.like(self.plain)
+        plain.load_state_dict(self.plain.state_dict())
+        for param in sharded.parameters():
+            nn.init.zeros_(param)
+        sharded = self.shard(sharded)
+        self.replace(plain, sharded, with_grads=False)
+        if optimizers:
+            self.optimizers[1] = self.optimizers_of(self.groups)[1]
+        checkpoint.load(path, sharded, *(self.optimizers[1:] if optimizers else []))
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder[0])
-        self.replace(model)
-        self.optimizers[1] = optimizer
+        self.step(num, 0)
 
-    def shard_freshly(self, model: nn.Module) -> typing.Any:
-        """Shard values that are other ones on no rank."""
-        for param in model.parameters():
-            nn.init.zeros_(param)
-        return self.shard(model)
+    def like(self, old: typing.Any) -> typing.Any:
+        """Make a plain model anew, as its script would: with the same head, frozen alike."""
+        new: typing.Any = Net()
+        if not isinstance(old.head, nn.Identity):
+            new.head = nn.Linear(WIDTH, old.head.out_features)
+        new.double()
+        for name, param in old.named_parameters():
+            new.get_parameter(name).requires_grad_(param.requires_grad)
+        for ours, theirs in zip(new.modules(), old.modules(), strict=True):
+            ours.training = theirs.training
+        for ours, theirs in zip(new.blocks, old.blocks, strict=True):
+            ours.is_recomputed = theirs.is_recomputed
+        return new
 
     @action
     def new_optimizer(self, kind: int) -> None:
-        """Exchange both optimizers for ones of another class."""
-        if kind % 2:
-            self.make = lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-3)
+        """Exchange both optimizers for others, perhaps of another class."""
+        self.make = OPTIMIZERS[kind % len(OPTIMIZERS)]
+        self.new_optimizers()
+
+    @action
+    def put_in_head(self, size: int, way: int) -> None:
+        """Put a new head in, amid training."""
+        self.has_strangers |= not isinstance(self.plain.head, nn.Identity)
+        self.num_heads += 1
+        torch.manual_seed(self.num_heads)
+        head = nn.Linear(WIDTH, size % 4 + 1).double()
+        self.plain.head = copy.deepcopy(head)
+        self.sharded.head = fully_shard(head, **self.options)
+        names = [name for name in self.objects if not name.startswith("head.")]
+        own = {f"head.{name}": param for name, param in head.named_parameters()}
+        self.objects = {name: self.objects[name] for name in names} | own
+        if way % 2:
+            self.new_optimizers()
         else:
-            self.make = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
-        self.optimizers = [self.make(net.parameters()) for net in self.both]
+            self.groups.append(["head.weight", "head.bias"])
+            for optimizer, net in zip(self.optimizers, self.both, strict=True):
+                optimizer.add_param_group({"params": list(net.head.parameters())})
+        self.forget_head()
+
+    @action
+    def take_out_head(self, way: int) -> None:
+        if isinstance(self.plain.head, nn.Identity):
+            return
+        for net in self.both:
+            net.head = nn.Identity()
+        for name in ("head.weight", "head.bias"):
+            del self.objects[name]
+        self.forget_head()
+        if way % 2:
+            self.new_optimizers()
+        else:
+            self.has_strangers = True
+
+    def forget_head(self) -> None:
+        """Nothing waits for the old one."""
+        for name in ("head.weight", "head.bias"):
+            self.pending.pop(name, None)
+
+    @action
+    def choose(self, which: int, way: int) -> None:
+        """Choose when memory is given back and got."""
+        module = self.units()[which % len(self.units())]
+        if way % 5 == 0:
+            module.set_reshard_after_forward(which % 2 == 0, recurse=False)
+        elif way % 5 == 1:
+            module.set_reshard_after_backward(which % 2 == 0)
+        elif way % 5 == 2:
+            ways = ("pre", "post", "none")
+            self.sharded.set_prefetch_policy(forward=which % 2 == 0, backward=ways[which % 3])
+        elif way % 5 == 3:
+            module.set_modules_to_forward_prefetch(self.units()[1:3])
+        else:
+            module.set_modules_to_backward_prefetch(self.units()[1:2])
+        self.evaluate(0)  # A choice counts from the next forward on.
 
     # --- comparison -------------------------------------------------------------------------------
 
-    def compare(self) -> None:
-        """Compare values, gradients, identities and memory."""
-        ours, theirs = ([*net.named_parameters()] for net in (self.sharded, self.plain))
-        for (name, mine), (_, other) in zip(ours, theirs, strict=True):
-            whole = mine.detach().full_tensor()
-            torch.testing.assert_close(whole, other.detach(), **TOLERANCE, msg=name)
-            assert mine.requires_grad == other.requires_grad, name
-            assert (mine.grad is None) == (other.grad is None), f"{name}: a gradient, or none"
-            if other.grad is not None:
-                grad = mine.grad.full_tensor()
-                torch.testing.assert_close(grad, other.grad, **TOLERANCE, msg=f"{name}.grad")
-        pairs = zip(self.objects, (param for _, param in ours), strict=True)
-        assert all(before is now for before, now in pairs), "parameters are other objects"
-        assert torch.equal(self.sharded.seen, self.plain.seen)
+    def keeps_after_backward(self) -> bool:
+        return any(not state_of(m).group.settings.reshard_after_backward for m in self.with_group())
+
+    def with_group(self) -> list[typing.Any]:
+        return [module for module in self.units() if state_of(module).group is not None]
+
+    def expect_freed(self) -> None:
+        """After a backward no unsharded memory is left."""
+        nbytes = self.sharded.memory_stats()["unsharded_nbytes"]
+        assert nbytes == 0 or self.held is not None, f"{nbytes} bytes are left after a backward"
+
+    def problem(self) -> str | None:
+        """Compare values, gradients, identities and memory; say what differs."""
+        shown = dict(self.sharded.named_parameters())
+        if list(shown) != [name for name, _ in self.plain.named_parameters()]:
+            return f"names: {[*shown]}"
+        for name, param in shown.items():
+            own = self.objects[name]
+            text = self.problem_of(own, self.plain.get_parameter(name))
+            text = text if param is own else " is another object"
+            if text is not None:
+                return f"{name}{text}"
+        if not torch.equal(self.sharded.seen, self.plain.seen):
+            return f"seen: {self.sharded.seen.item()}, not {self.plain.seen.item()}"
+        counts = [collections.Counter(calls) for calls in self.calls]
+        if counts[0] != counts[1]:
+            return f"calls of hooks: {dict(counts[1])}, not {dict(counts[0])}"
+        return self.problem_of_memory()
+
+    def problem_of(self, ours: typing.Any, theirs: nn.Parameter) -> str | None:
+        """Compare a parameter. All ranks gather the same, whatever they find."""
+        text = difference(ours.detach().full_tensor(), theirs.detach())
+        if text is not None:
+            return f": {text}"
+        if ours.requires_grad != theirs.requires_grad:
+            return f".requires_grad is {ours.requires_grad}"
+        if (ours.grad is None) != (theirs.grad is None):
+            return f".grad is {'' if ours.grad is None else 'not '}None"
+        if theirs.grad is None:
+            return None
+        text = difference(ours.grad.full_tensor(), theirs.grad)
+        return text and f".grad: {text}"
+
+    def problem_of_memory(self) -> str | None:
         stats = self.sharded.memory_stats()
-        assert stats["unsynced_grad_nbytes"] == 0
-        # The root's own group stays after a forward without a backward.
-        assert stats["unsharded_nbytes"] < WIDTH * WIDTH * 8, "memory of a block is not freed"
+        waits = stats["unsynced_grad_nbytes"] > 0
+        if waits != bool(self.pending) and self.mesh.size() > 1:
+            return f"{stats['unsynced_grad_nbytes']} bytes of gradients wait, {len(self.pending)}"
+        runtime = state_of(self.sharded).runtime
+        groups = [] if runtime is None else runtime.groups
+        stores = [store for group in groups for store in group.gathered if store.has_memory]
+        nbytes = sum(store.unsharded_nbytes for store in stores)
+        if nbytes != stats["unsharded_nbytes"]:
+            return f"{nbytes} bytes are unsharded, not {stats['unsharded_nbytes']} as is said"
+        allowed = sum(
+            group.unsharded_nbytes
+            for group in groups
+            if not (group.reshards_after_forward and group.settings.reshard_after_backward)
+        )
+        if self.is_open:  # What the backward needs first.
+            allowed += max((group.unsharded_nbytes for group in groups), default=0)
+        if nbytes > allowed:
+            return f"{nbytes} bytes are unsharded, where at most {allowed} are kept"
+        return None
+
+    # --- a sequence -------------------------------------------------------------------------------
+
+    def do(self, name: str, *numbers: int) -> None:
+        """Perform an action, and compare.
+
+        Raises:
+            AssertionError: On all ranks, if on any of them the models differ, or something is told
+                that is none of the user's mistakes.
+        """
+        if name not in KEEPING:
+            self.held = None
+        with told() as texts:
+            getattr(self, name)(*numbers)
+            if sum(numbers) % 2:  # Does a forward see it? What is kept is gathered then.
+                self.evaluate(0)
+            text = self.problem()
+        found: list[str | None] = [None] * dist.get_world_size()
+        text = text or next(iter(texts), None)
+        has_problem = torch.tensor(text is not None, dtype=torch.int64)
+        dist.all_reduce(has_problem, op=dist.ReduceOp.MAX)
+        if has_problem:
+            dist.all_gather_object(found, text)
+            raise AssertionError(next(each for each in found if each is not None))
 
 
-def perform(shape: tuple[int, ...], actions: list[tuple[str, list[int]]]) -> None:
-    """Run actions, and compare after each; what one warns about is an error."""
-    twins = Twins(shape)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for i, (name, numbers) in enumerate(actions):
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """Collect what is warned and logged."""
+    texts: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logger, handler = logging.getLogger("shardkit"), Handler(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield texts
+        warned = [f"{each.category.__name__}: {each.message}" for each in caught]
+        texts += [text for text in warned if "Full backward hook is firing" not in text]  # Torch's.
+    finally:
+        logger.removeHandler(handler)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> str | None:
+    """Say how far tensors are apart, if they are."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return f"{ours.dtype} of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
+    apart = (ours - theirs).abs().max().item()
+    scale = theirs.abs().max().item()
+    return None if apart <= TOLERANCE * (scale + 1e-3) else f"differs by {apart:.1e} of {scale:.1e}"
+
+
+def perform(
+    shape: tuple[int, ...],
+    layout: str,
+    actions: Sequence[tuple[str, list[int]]],
+    defect: str | None = None,
+) -> None:
+    """Perform actions, perhaps with a defect of shardkit, and compare after each."""
+    with put_in(defect):
+        twins = Twins(shape, layout)
+        for number, (name, numbers) in enumerate(actions, start=1):
             try:
-                getattr(twins, name)(*numbers)
-                twins.compare()
+                twins.do(name, *numbers)
             except BaseException as error:
-                error.add_note(f"in action {i + 1} of {len(actions)}: {name}{tuple(numbers)}")
+                error.add_note(f"in action {number} of {len(actions)}: {name}{tuple(numbers)}")
                 raise
+        twins.sharded.check_replicas()
+
+
+def script(shape: tuple[int, ...], layout: str, actions: Sequence[tuple[str, list[int]]]) -> str:
+    """Return a program that performs a sequence."""
+    num_ranks = torch.Size(shape).numel()
+    start = f"torchrun --standalone --nproc-per-node {num_ranks} script.py"
+    lines = [
+        f"# PYTHONPATH=src:tests/machine {start}",
+        "from twins import Twins",
+        "",
+        f"twins = Twins({shape}, {layout!r})",
+    ]
+    lines += [f"twins.do({', '.join(map(repr, (name, *numbers)))})" for name, numbers in actions]
+    return "\n".join([*lines, ""])

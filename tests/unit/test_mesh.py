@@ -91,7 +91,7 @@ def test_a_rank_outside_the_mesh_has_no_coordinate() -> None:
 
 def test_many_ranks_are_shortened_in_messages() -> None:
     assert plain((8,)).describe_ranks() == "[0, 1, 2, 3, 4, 5, 6, 7]"
-    assert plain((9,)).describe_ranks() == "[0, 1, 2, 3, 4, 5, 6, 7, ...]"
+    assert plain((9,)).describe_ranks() == "[0, 1, 2, 3, 4, 5, 6, 7 and 1 more]"
 
 
 # --- submeshes ----------------------------------------------------------------------------------

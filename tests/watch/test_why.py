@@ -15,7 +15,7 @@ import pytest
 from launching import ASK_SOON, environment_of, free_port
 from shardkit import StateError, _why
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.place import CodePlace
 from shardkit.backends.watch.status import RankStatus
 
 if typing.TYPE_CHECKING:
@@ -75,7 +75,7 @@ def test_a_run_is_asked_from_another_process(waiting_ranks: list[subprocess.Pope
 
 def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
     for number in range(30):
-        answer = RankStatus(0, place=Place("train.py", 7, "train"), stack="the stack\n")
+        answer = RankStatus(0, place=CodePlace("train.py", 7, "train"), stack="the stack\n")
         runs.keep_diagnosis(f"run{number}", f"verdict {number}", [answer])
         os.utime(folder / f"run{number}.verdict", (number, number))
     assert len([*folder.iterdir()]) <= 21
@@ -88,7 +88,7 @@ def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
 def test_files_of_processes_that_are_gone_go(folder: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    path = runs.register(runs.Run("gone", "127.0.0.1", 1, 2, 0, dead.pid, time.time()))
+    path = runs.register(runs.RankFile("gone", "127.0.0.1", 1, 2, 0, dead.pid, time.time()))
     assert path is not None
     (folder / "torn.run").write_text(json.dumps({"name": "x"})[:5])
     assert runs.running() == []

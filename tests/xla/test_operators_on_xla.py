@@ -82,6 +82,15 @@ def test_a_use_is_that_of_the_whole(name: str, mesh: DeviceMesh) -> None:
     torch.testing.assert_close(as_plain(weight), plain.weight.data)
 
 
+def test_plain_tensors_are_not_filled_by_sharded_ones_alone(mesh: DeviceMesh) -> None:
+    """Torch asserts it, where this package sees no more than the operator without ``out=``."""
+    weight = fully_shard(nn.Linear(COLUMNS, ROWS).to("xla"), mesh).weight.data
+    out = torch.zeros(COLUMNS, device="xla")
+    with pytest.raises(RuntimeError, match="isFunctionalTensor"):
+        torch.sum(weight, 0, out=out)
+    torch.testing.assert_close(out.copy_(weight.sum(0)).cpu(), weight.full_tensor().sum(0).cpu())
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_gradient_is_that_of_the_whole(name: str, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)

@@ -427,3 +427,59 @@ def test_a_generator_of_the_user_is_obeyed(mesh: DeviceMesh) -> None:
     draws = {"draw": (lambda x: x + torch.randn(2, 32, generator=generator).to(x.device), 0)}
     model = fully_shard(Drawing(draws).to("xla"), mesh)
     assert model(torch.randn(8, 32))["draw"].cpu().shape == (8, 32)
+
+
+class Clamped(nn.Linear):
+    """Writes to its weight in the forward."""
+
+    writes = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_forward_that_writes_to_its_parameters_is_refused(
+    mesh: DeviceMesh, *, is_first: bool
+) -> None:
+    """In ranks' region their values may differ, and nobody compares them."""
+    model = nn.Sequential(Clamped(4, 4), nn.Linear(4, 2)).to("xla")
+    model[0].writes = is_first
+    fully_shard(model[0], mesh)
+    fully_shard(model, mesh)
+    x = torch.ones(4, 4).to("xla")
+    if not is_first:
+        for _ in range(3):
+            model(x).sum().backward()
+            torch_xla.sync()
+    model[0].writes = True
+    with pytest.raises(StateError, match=r"wrote to its parameter '0\.weight', which meshes of"):
+        model(x)
+
+
+def test_a_forward_that_wrote_and_raised_is_told_at_the_next(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Sequential(Clamped(4, 4), nn.Linear(3, 2)).to("xla"), mesh)
+    with pytest.raises(RuntimeError, match=r"shape|size|dim"):
+        model(torch.ones(4, 4).to("xla"))
+    model[0].writes = False
+    model[1] = nn.Identity()
+    with pytest.raises(StateError, match=r"wrote to its parameter '0\.weight'"):
+        model(torch.ones(4, 4).to("xla"))
+    assert_outside()
+
+
+def test_a_write_to_what_is_unsharded_by_hand_is_refused(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(4, 4).to("xla"), mesh)
+    for _ in range(2):
+        model.unshard()
+        assert model.weight.shape == (4, 4)
+        model(torch.ones(4, 4).to("xla")).sum().backward()
+        model.reshard()
+    model.unshard()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    with pytest.raises(StateError, match="wrote to its parameter 'weight'"):
+        model.reshard()

@@ -16,7 +16,7 @@ from shardkit._doctor.facts import Timing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardkit._doctor.facts import Place
+    from shardkit._doctor.facts import LaunchPlace
 
 SIZES = (4, 2**20, 2**24)
 LARGE_SIZES = (*SIZES, 2**28)
@@ -45,7 +45,7 @@ def backend_of(device_type: str | None) -> str:
 
 
 def measure(
-    place: Place, store: Any, device_type: str | None, *, timeout_s: float
+    place: LaunchPlace, store: Any, device_type: str | None, *, timeout_s: float
 ) -> Iterator[Timing]:
     """Time collectives; after one that failed, the others are left out. Collective.
 
@@ -85,7 +85,9 @@ def measure(
         dist.destroy_process_group()
 
 
-def _timed(place: Place, name: str, nbytes: int, make: Callable[[], Callable[[], bool]]) -> Timing:
+def _timed(
+    place: LaunchPlace, name: str, nbytes: int, make: Callable[[], Callable[[], bool]]
+) -> Timing:
     times = []
     try:
         call = make()
@@ -106,7 +108,7 @@ def _timed(place: Place, name: str, nbytes: int, make: Callable[[], Callable[[],
     return Timing(rank=place.rank, collective=name, nbytes=nbytes, seconds=seconds)
 
 
-def _all_reduce(numel: int, place: Place, device: torch.device) -> Callable[[], bool]:
+def _all_reduce(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
     tensor = torch.empty(numel, device=device)
 
     def call() -> bool:
@@ -118,7 +120,7 @@ def _all_reduce(numel: int, place: Place, device: torch.device) -> Callable[[], 
     return call
 
 
-def _all_gather(numel: int, place: Place, device: torch.device) -> Callable[[], bool]:
+def _all_gather(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
     own = torch.full((numel,), float(place.rank), device=device)
     whole = torch.empty(numel * place.world_size, device=device)
 
@@ -130,7 +132,7 @@ def _all_gather(numel: int, place: Place, device: torch.device) -> Callable[[], 
     return call
 
 
-def _broadcast(numel: int, place: Place, device: torch.device) -> Callable[[], bool]:
+def _broadcast(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
     tensor = torch.empty(numel, device=device)
     source = place.world_size - 1
 
@@ -145,7 +147,7 @@ def _broadcast(numel: int, place: Place, device: torch.device) -> Callable[[], b
 _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast": _broadcast}
 
 
-def _device(place: Place, device_type: str | None) -> torch.device:
+def _device(place: LaunchPlace, device_type: str | None) -> torch.device:
     if device_type in (None, "cpu"):
         return torch.device("cpu")
     # A launcher may let each rank see its own device only.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shardkit._doctor.facts import Checkup, Finding, Place
+from shardkit._doctor.facts import Checkup, Finding, LaunchPlace
 from shardkit._doctor.machine import ThisMachine
 from shardkit._doctor.report import as_json, finding_lines, is_healthy, lines_of
 from shardkit._doctor.rules_group import examine
@@ -94,7 +94,7 @@ def _start_ranks(timeout_s: float) -> int:
     return max(abs(code) for code in codes) and 1
 
 
-def _check(place: Place, timeout_s: float, device: str | None, *, is_json: bool) -> int:
+def _check(place: LaunchPlace, timeout_s: float, device: str | None, *, is_json: bool) -> int:
     """Do a rank's part; return its exit status."""
     machine = ThisMachine()
     session: Session | None = None

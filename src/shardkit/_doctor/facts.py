@@ -6,11 +6,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from shardkit._errors import listed
+
 Level = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """A rank's place in the group, as launchers say it.
 
     Attributes:
@@ -215,6 +217,4 @@ class Checkup:
 
 def ranks_in_words(ranks: list[int]) -> str:
     """Return ranks for a message."""
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    more = len(ranks) - 8
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {more} more' if more > 0 else ''}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), str)}"

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from shardkit._doctor.facts import Place, RankFacts
+from shardkit._doctor.facts import LaunchPlace, RankFacts
 from shardkit.backends import accelerator_type
 
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
@@ -82,7 +82,7 @@ class Machine(Protocol):
         """Return the time of a small product."""
 
 
-def facts_of(machine: Machine, place: Place, port: int) -> RankFacts:
+def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
     """Return what a machine says.
 
     Args:

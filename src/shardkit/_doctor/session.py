@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardkit._doctor import collectives, links
-from shardkit._doctor.facts import Checkup, Finding, Link, Place, RankFacts, Timing
+from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, Link, RankFacts, Timing
 from shardkit._doctor.machine import facts_of
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class NoStoreError(Exception):
         self.finding = finding
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
+def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
     """Return this rank's place; None: no launcher set one."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
         return None
     rank = int(environment["RANK"])
-    return Place(
+    return LaunchPlace(
         rank=rank,
         world_size=int(environment["WORLD_SIZE"]),
         local_rank=int(environment.get("LOCAL_RANK", rank)),
@@ -63,7 +63,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     )
 
 
-def open_store(machine: Machine, place: Place, timeout_s: float) -> Any:
+def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
     """Return the store by which ranks meet.
 
     Raises:
@@ -106,7 +106,7 @@ def open_store(machine: Machine, place: Place, timeout_s: float) -> Any:
     return _prefixed(_PREFIX, store)
 
 
-def _wait_for_master(machine: Machine, place: Place, timeout_s: float, host: str) -> None:
+def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, host: str) -> None:
     """Connect once to where ranks meet, again and again until the time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -148,7 +148,7 @@ class Session:
     def __init__(
         self,
         machine: Machine,
-        place: Place,
+        place: LaunchPlace,
         store: Any,
         *,
         timeout_s: float,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldPart:
     """What a member holds of a matrix that tensor parallelism splits.
 
     Attributes:
@@ -60,7 +60,7 @@ class Spread:
     layout: FlatLayout
     index: int
     places: tuple[int, ...]
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[HeldPart, ...] | None = None
 
     def range_of(self, member: int) -> tuple[int, int]:
         """Return [start, stop) of what a member holds, of the flattened whole or of its part."""

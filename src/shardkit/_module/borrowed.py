@@ -12,7 +12,7 @@ from shardkit._tensor.sharded import user_attributes
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from shardkit._module.initializers import Unit
+    from shardkit._module.initializers import InitializedModule
 
 _UNWRITTEN_BYTE = 0xA5
 
@@ -31,7 +31,9 @@ class Borrowed:
         stand_ins: The whole tensors, by the id of the module's own.
     """
 
-    def __init__(self, unit: Unit, device: torch.device, pending: Container[int]) -> None:
+    def __init__(
+        self, unit: InitializedModule, device: torch.device, pending: Container[int]
+    ) -> None:
         self._device = device
         self._pending = pending
         self.stand_ins: dict[int, Tensor] = {}

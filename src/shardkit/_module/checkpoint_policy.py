@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardkit._errors import StateError
+from shardkit._errors import StateError, listed
 from shardkit._module.activation_checkpoint import checkpoint_module, complaint_of
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.saved_operators import SavedOperators
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from shardkit._module.saved_operators import Operators
-
-_MAX_SHOWN = 12
 
 
 def checkpoint_activations(
@@ -178,9 +176,7 @@ def _classes_in(model: nn.Module, wanted: Sequence[type | str]) -> str:
         for match in difflib.get_close_matches(_shown(item).rpartition(".")[2], names, 3, 0.4)
     ]
     ordered = list(dict.fromkeys((*near, *names)))
-    shown = ", ".join(f"{name} ({counts[name]})" for name in ordered[:_MAX_SHOWN])
-    left = len(ordered) - _MAX_SHOWN
-    return f"Classes in it: {shown}{f' and {left} more' if left > 0 else ''}."
+    return f"Classes in it: {listed(ordered, lambda name: f'{name} ({counts[name]})')}."
 
 
 def _nothing_chosen(

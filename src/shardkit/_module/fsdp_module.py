@@ -15,6 +15,7 @@ from shardkit._module import copies, debug, gradient_setters, setters
 from shardkit._module.hooks import get_state, groups_in, state_of
 from shardkit._module.on_meta import NotedConversion
 from shardkit._module.setters import update_options
+from shardkit._params.bucket import settled
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.finite import check_gradients
 from shardkit._runtime.summoned import refuse_summoned
@@ -187,15 +188,19 @@ class FSDPModule(_Base):
         return result
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters; after an exception in a step, the sharded ones again.
+        """Yield names and parameters: outside of a forward or backward the sharded ones.
 
-        What an optimizer or ``zero_grad()`` gets between an exception and the next forward.
+        They are what an optimizer, ``zero_grad()`` and `clip_grad_norm_` want, also after an
+        exception in a step, and while kept groups show unsharded ones and wait for their backward.
         """
         runtime = state_of(self).runtime
         if runtime is not None:
             runtime.tidy_up()
         module: Any = self
-        return own_class(self).named_parameters(module, *args, **kwargs)
+        named = own_class(self).named_parameters(module, *args, **kwargs)
+        if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
+            return named
+        return ((name, settled(param)) for name, param in named)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.

@@ -6,6 +6,7 @@ hold no state of their own.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardkit._module.on_meta import Emptied, NotedConversion
     from shardkit._policy import MixedPrecisionPolicy
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
+_NOTHING = contextlib.nullcontext()
 _NEAR = 12
 """Frames within which `functional_call` calls a root: it, or a model around it."""
 
@@ -100,6 +102,7 @@ class ModuleState:
         self.emptied: list[Emptied] = []
         self._open: list[_OpenForward] = []
         self._num_known = 0
+        self._children: list[_Children] = []
         self._has_values = False
 
     def install(self) -> None:
@@ -142,6 +145,7 @@ class ModuleState:
         if not groups:
             return None
         refuse_summoned(groups, "a forward, or unshard(), was called")
+        awaited = self._gone_and_awaited(groups)
         entered = []
         for runtime in {id(s.runtime): s.runtime for s in states if s.runtime}.values():
             entered += runtime.hand_over()  # An inner module ran alone before, as its own root.
@@ -151,27 +155,53 @@ class ModuleState:
             inner = [get_state(m) for module in group.modules for m in module.modules()]
             group.is_innermost = all(s is None or s.group in (None, group) for s in inner)
         share = self.share.runtime or self.share.make_runtime() if self.share else None
+        groups += awaited
         runtime = Runtime(groups, self.settings, share)
         note_groups(groups)
         if self.runtime is not None:
             runtime.take_over_event(self.runtime)
-        for group in entered:
+            _let_go(self.runtime, groups)
+        for group in filter(groups.__contains__, entered):
             runtime.reductions.order.enter_forward(group.index)
         for state in states:
             state.runtime = runtime
-        self._num_known = _num_installed
+        self._note_groups(roots, is_settled=not awaited)
         return runtime
 
-    def _take_in_newcomers(self) -> None:
-        """Make the root anew if modules in it were sharded after its first forward: a new head."""
-        if self._num_known == _num_installed:
-            return
-        for module in self.module.modules():
-            state = get_state(module)
-            if state is not None and state.runtime is not self.runtime and state.group is not None:
-                self.make_runtime()
+    def _gone_and_awaited(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+        """Return groups that are not among these any more, and whose backward may still come."""
+        if self.runtime is None:
+            return []
+        awaits = self.runtime.schedule.awaits_backward
+        return [g for g in self.runtime.groups if g not in groups and awaits(g.index)]
+
+    def _note_groups(self, roots: Sequence[nn.Module], *, is_settled: bool) -> None:
+        """Know what is in this root now; look again at the next forward if it is not settled."""
+        self._num_known = _num_installed if is_settled else -1
+        self._children = _children_with_groups(roots, self._children)
+
+    def _follow_changes(self) -> None:
+        """Make the root anew if sharded modules came into it, or went out, since the last forward.
+
+        Memory of what was taken out would stay as long as the root else.
+        """
+        for children, known in self._children:
+            if tuple(children.values()) != known:
                 break
-        self._num_known = _num_installed
+        else:
+            if self._num_known == _num_installed:
+                return
+        assert self.runtime is not None
+        roots = _with_lists(self.module)
+        states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
+        states = [state for state in states if state.group is not None]
+        groups = list(dict.fromkeys(s.group for s in states if s.group is not None))
+        awaited = self._gone_and_awaited(groups)
+        is_same = {*groups, *awaited} == {*self.runtime.groups}
+        if is_same and all(state.runtime is self.runtime for state in states):
+            self._note_groups(roots, is_settled=not awaited)
+        else:
+            self.make_runtime()
 
     def name_params(self, groups: Iterable[ParamGroup], roots: Sequence[nn.Module]) -> None:
         """Give every parameter and group its name as seen from the root; several have numbers."""
@@ -183,6 +213,7 @@ class ModuleState:
                 names.setdefault(id(param), prefix + name)
             for name, module in root.named_modules():
                 modules.setdefault(id(module), (prefix + name).removesuffix("."))
+        order = {name: place for place, name in enumerate(names.values())}
         for group in groups:
             group.name = ", ".join(modules.get(id(m)) or "the root" for m in group.modules)
             for bucket in group.buckets:
@@ -190,6 +221,7 @@ class ModuleState:
                     shown = bucket.store.unsharded[index]
                     full_name = names.get(id(entry.param)) or names.get(id(shown))
                     bucket.rename(index, full_name or entry.name)
+                    entry.order = order.get(full_name or "", 0)
 
     # --- hooks ---
 
@@ -207,7 +239,7 @@ class ModuleState:
             is_root = True
             self._open.clear()
             if self._num_known:
-                self._take_in_newcomers()
+                self._follow_changes()
                 runtime = self.runtime or runtime
             refuse_summoned(runtime.groups, "a forward was called")
             if not self._has_values:
@@ -317,7 +349,8 @@ class ModuleState:
         if runtime is not None:
             if group is not None:
                 leave = runtime.exit_recompute if forward.is_recompute else runtime.exit_forward
-                leave(group, record, outputs, module)
+                with self._abandoning_trace() if forward.is_root else _NOTHING:
+                    leave(group, record, outputs, module)
             if forward.is_root:
                 is_functional = _compat_modules.in_functional_call(_NEAR)
                 runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
@@ -325,6 +358,15 @@ class ModuleState:
         if self.policy.output_dtype is not None:
             output = map_tensors(_Caster(self.policy.output_dtype), output)
         return output
+
+    @contextlib.contextmanager
+    def _abandoning_trace(self) -> Iterator[None]:
+        """Close the pass after an error in here: this hook is not called again."""
+        try:
+            yield
+        except BaseException:
+            self._abandon_trace()
+            raise
 
     def _abandon_trace(self) -> None:
         if self.runtime is not None:
@@ -363,6 +405,44 @@ def _with_lists(module: nn.Module) -> list[nn.Module]:
                     roots.append(other)
                     inside.update(other.modules())
     return roots
+
+
+_Children = tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]]
+"""Where a module keeps its children, and which they were."""
+
+
+def _children_with_groups(
+    roots: Iterable[nn.Module], known: Sequence[_Children] = ()
+) -> list[_Children]:
+    """Return the children of each module in which a child has groups, or had some before."""
+    before = {id(children) for children, _ in known}
+    found: list[_Children] = []
+    seen: dict[nn.Module, bool] = {}
+
+    def look(module: nn.Module) -> bool:
+        if module in seen:
+            return seen[module]
+        state = get_state(module)
+        seen[module] = state is not None and state.group is not None
+        children = module._modules  # noqa: SLF001 - past `named_children`, which skips copies
+        has_groups = [look(child) for child in children.values() if child is not None]
+        if any(has_groups) or id(children) in before:
+            found.append((children, tuple(children.values())))
+        seen[module] |= any(has_groups)
+        return seen[module]
+
+    for root in roots:
+        look(root)
+    return found
+
+
+def _let_go(runtime: Runtime, kept: Sequence[ParamGroup]) -> None:
+    """Have modules that were taken out of a root be roots of their own, if they run again."""
+    gone = (group for group in runtime.groups if group not in kept)
+    for module in {inner for group in gone for each in group.modules for inner in each.modules()}:
+        state = get_state(module)
+        if state is not None and state.runtime is runtime:
+            state.runtime = None
 
 
 def _modules_in(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:

@@ -30,7 +30,7 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class InitializedModule:
     """A module with the tensors that it holds itself.
 
     Attributes:
@@ -48,11 +48,11 @@ class Unit:
 
 def units_of(
     model: nn.Module, init_fn: Callable[[nn.Module], object] | None = None
-) -> Iterator[Unit]:
+) -> Iterator[InitializedModule]:
     """Yield the modules in the order of `nn.Module.apply`, each once: those inside come first."""
     seen: set[int] = set()
 
-    def visit(name: str, module: nn.Module, owner: nn.Module | None) -> Iterator[Unit]:
+    def visit(name: str, module: nn.Module, owner: nn.Module | None) -> Iterator[InitializedModule]:
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -61,7 +61,7 @@ def units_of(
         for child_name, child in module.named_children():
             if not isinstance(child, _CONTAINERS):
                 yield from visit(f"{name}.{child_name}".removeprefix("."), child, owner)
-        unit = Unit(name, module, list(_with_containers(module)))
+        unit = InitializedModule(name, module, list(_with_containers(module)))
         if init_fn is not None:
             unit.initializers = [lambda: init_fn(module)]
         else:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from shardkit import _compat_modules
-from shardkit._errors import StateError
+from shardkit._errors import StateError, listed
 from shardkit._module.borrowed import Borrowed, is_unwritten
 from shardkit._module.deferred import execute_sharding
 from shardkit._module.hooks import get_state, groups_in
-from shardkit._module.initializers import Unit, units_of
+from shardkit._module.initializers import InitializedModule, units_of
 from shardkit._module.lent import Lent
-from shardkit._module.on_meta import buffers_on_meta, listed, params_on_meta
+from shardkit._module.on_meta import buffers_on_meta, params_on_meta
 from shardkit._params.fingerprint import WholeValues
 from shardkit._params.host_heap import give_back
 from shardkit._progress import Meter
@@ -156,14 +156,14 @@ class Filling:
     def _is_pending_in(self, group: ParamGroup) -> bool:
         return any(id(param) in self._pending for b in group.buckets for param in b.sharded)
 
-    def _wanted_of(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+    def _wanted_of(self, unit: InitializedModule) -> Iterator[tuple[str, Tensor]]:
         """Yield those tensors of a unit that have no values yet."""
         for tensors in _dicts_of(unit):
             for attribute, tensor in tensors.items():
                 if tensor is not None and id(tensor) in self._pending:
                     yield f"{unit.name}.{attribute}".removeprefix("."), tensor
 
-    def _writes_inside(self, unit: Unit) -> bool:
+    def _writes_inside(self, unit: InitializedModule) -> bool:
         """Whether a unit has an initialization, and modules inside hold what it may write."""
         if self._has_init_fn or not unit.initializers:
             return False
@@ -284,7 +284,7 @@ class Filling:
 
     # --- one module -----------------------------------------------------------------------------
 
-    def _fill(self, unit: Unit) -> int:
+    def _fill(self, unit: InitializedModule) -> int:
         """Initialize a module, keep what is wanted of it; return the bytes that are let go then."""
         freed = 0
         wanted = list(self._wanted_of(unit))
@@ -311,7 +311,9 @@ class Filling:
                 freed += result.nbytes if result.device.type == "cpu" else 0
         return freed
 
-    def _lent(self, unit: Unit, borrowed: Borrowed) -> contextlib.AbstractContextManager[object]:
+    def _lent(
+        self, unit: InitializedModule, borrowed: Borrowed
+    ) -> contextlib.AbstractContextManager[object]:
         """Let the rest of what a unit and the modules inside hold be there where it is touched."""
         if self._device.type == "xla":  # Its tensors have no storages.
             return contextlib.nullcontext()
@@ -330,7 +332,7 @@ class Filling:
 
         return Lent(unit.name, unit.module, self._device, borrowed.stand_ins, self._pending, take)
 
-    def _run(self, unit: Unit, initialize: Callable[[], object]) -> None:
+    def _run(self, unit: InitializedModule, initialize: Callable[[], object]) -> None:
         try:
             with self._device:  # Also where `materialize` is called under torch.device("meta").
                 initialize()
@@ -365,7 +367,7 @@ class Filling:
             execute_sharding(last.mesh.backend.region)
 
 
-def _dicts_of(unit: Unit) -> Iterator[dict[str, Any]]:
+def _dicts_of(unit: InitializedModule) -> Iterator[dict[str, Any]]:
     for holder in unit.holders:
         yield holder._parameters  # noqa: SLF001 - keeps tied ones apart
         yield holder._buffers  # noqa: SLF001

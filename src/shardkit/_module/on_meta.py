@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardkit import _compat
-from shardkit._errors import StateError
+from shardkit._errors import StateError, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from shardkit._runtime.group import ParamGroup
 
-_MAX_NAMED = 8
 _MAX_COMPARED = 4096
 
 
@@ -138,13 +137,6 @@ def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
             f"the forward writes them before it reads them, call zero_() on them.",
             stacklevel=2,
         )
-
-
-def listed(names: list[str]) -> str:
-    """Return names for an error, of many the first ones."""
-    shown = ", ".join(map(repr, names[:_MAX_NAMED]))
-    more = len(names) - _MAX_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def check_has_values(module: nn.Module, groups: Iterable[ParamGroup]) -> None:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardkit._errors import OptimizerError, StateError
+from shardkit._errors import OptimizerError, StateError, listed
 from shardkit._module.optimizer_state import cut_whole_state, forget_known
 from shardkit._params.freed import NAME_ATTRIBUTE, is_unsharded
 from shardkit._runtime.own_actions import note_step
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from shardkit._runtime.group import ParamGroup
 
-_MAX_NAMED = 6
 _MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
 
 _LATER = (
@@ -49,6 +48,8 @@ _is_installed = False
 
 _DATA_PARALLEL = re.compile("repl|dp|data")
 """What names of axes have in common over which ranks have other data."""
+_NO_COPIES = re.compile("(tp|tensor|mp|model|sp|seq|cp|context|pp|pipe|stage|ep|expert)")
+"""How names of axes begin along which ranks have other parameters, or share a batch."""
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
@@ -197,16 +198,15 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     groups = {id(module) for group in _groups for module in group.modules}
     if not may_part and not any(id(module) in groups for module in model.modules()):
         return  # A model beside sharded ones.
-    named = ", ".join(names[:_MAX_NAMED])
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     remedy = "Call fully_shard on the root as well, after its layers."
     if id(model) in groups:
         remedy = f"They came into the {type(model).__name__} after it was sharded: call {_LATER}."
     elif not may_part:
         remedy = f"Call fully_shard on the {type(model).__name__} that holds them as well."
     warnings.warn(
-        f"no group of fully_shard holds {named}{more}, which this optimizer updates. Gradients of "
-        f"these parameters are not averaged over the ranks, so each rank trains its own. {remedy} "
+        f"no group of fully_shard holds {listed(names, str)}, which this optimizer updates. "
+        f"Gradients of these parameters are not averaged over the ranks, so each rank trains its "
+        f"own. {remedy} "
         f"If it is meant so, pass them in ignored_params.",
         stacklevel=4,
     )
@@ -228,8 +228,8 @@ def _warn_of_unsynced(optimizer: Optimizer) -> None:
         warnings.warn(
             f"this {type(optimizer).__name__} steps without a gradient: those of {name!r} and "
             f"others were computed, and wait to be synced (see memory_stats()). "
-            f"Call set_requires_gradient_sync(True), or leave no_sync(), before the last backward "
-            f"of a step.",
+            f"Call set_requires_gradient_sync(True) or set_is_last_backward(True), or leave "
+            f"no_sync(), before the last backward of a step.",
             stacklevel=4,
         )
 
@@ -239,8 +239,7 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
     sharded = [param for param in params if isinstance(param, ShardedTensor)]
     used = {name for param in sharded for name in param.device_mesh.mesh_dim_names or ()}
     for param in sharded:
-        names = [n for n in param.device_mesh.left_out if _DATA_PARALLEL.search(n.lower())]
-        names = [name for name in names if name not in used]
+        names = [n for n in param.device_mesh.left_out if n not in used and _has_copies(n.lower())]
         if not names or param.spec.tensor_parallel is not None or _averaged_by_ddp():
             continue
         own = ", ".join(map(repr, param.device_mesh.mesh_dim_names or ()))
@@ -253,6 +252,10 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
             stacklevel=4,
         )
         return
+
+
+def _has_copies(axis: str) -> bool:
+    return bool(_DATA_PARALLEL.search(axis)) or not _NO_COPIES.match(axis)
 
 
 def _is_known(param: Any) -> bool:

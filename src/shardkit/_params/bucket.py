@@ -18,7 +18,7 @@ from shardkit._params.sites import ParamSites
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from shardkit._params.store import Store
 
@@ -29,6 +29,18 @@ _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary
 def bucket_showing(param: object) -> Bucket | None:
     """Return the bucket of which a module holds an unsharded parameter; None if it is another."""
     return _showing.get(id(param))
+
+
+def settled(param: Any) -> Any:
+    """Return the user's parameter for an unsharded one that a forward has left in its module.
+
+    Any other as it is, also one that the user has by `unshard`.
+    """
+    bucket = bucket_showing(param)
+    group = None if bucket is None or bucket.group is None else bucket.group()
+    if bucket is None or group is None or group.is_user_held:
+        return param
+    return bucket.sharded_of(param)
 
 
 class Bucket:
@@ -43,9 +55,12 @@ class Bucket:
         entries: The parameters, and every module that holds one.
         sites: Exchange what modules hold.
         group: Weak: what it is part of, once that is made.
+        was_trainable: Which parameters wanted gradients when their last forward ended; none: there
+            was none.
     """
 
     group: weakref.ref[Any] | None = None
+    was_trainable: Sequence[bool] = ()
 
     def __init__(self, store: Store) -> None:
         self.store = store

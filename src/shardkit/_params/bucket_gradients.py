@@ -106,8 +106,8 @@ class BucketGradients:
 
     @property
     def is_sent(self) -> bool:
-        """Whether a reduction carries the bucket: a frozen one, only with sums from before."""
-        return self.partial is not None or self.bucket.is_trainable
+        """Whether a reduction carries the bucket: a frozen one, only with what is from before."""
+        return self.bucket.is_trainable or self.partial is not None or self.has_collected
 
     @property
     def has_collected(self) -> bool:

@@ -70,6 +70,7 @@ class FlatStore(Store):
     subclass: Any = None
     may_alias_shard = True
     keeps_writes = True
+    _movable: Sequence[tuple[int, int]] = ()
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
@@ -175,6 +176,12 @@ class FlatStore(Store):
         self.unsharded = []
         for i in range(len(self.entries)):
             self.unsharded.append(self._new_unsharded(i, self._view_of(i)))
+        # DTensors, and quantized weights, have no address of their own.
+        self._movable = [
+            (i, layout.offsets[i] * plan.param_dtype.itemsize)
+            for i, param in enumerate(self.unsharded)
+            if type(param) is nn.Parameter and param.numel() and not param.is_meta
+        ]
 
     def _view_of(self, index: int) -> Tensor:
         """Return what parameter `index` is made of: over a part of the unsharded buffer."""
@@ -262,6 +269,30 @@ class FlatStore(Store):
         return [Gather(self._full, self._range_of(part.axis), part.values, comm)]
 
     # --- what a forward writes to its own parameters ---
+
+    def has_moved(self) -> bool:
+        """Whether a parameter was given other memory, by ``param.data = ...``."""
+        if not self._movable or not (self.aliases_shard or self.has_memory):
+            return False
+        first = self._storage.data_ptr()
+        for i, offset in self._movable:  # noqa: SIM110 - a generator takes longer, in each forward
+            if self.unsharded[i].data_ptr() != first + offset:
+                return True
+        return False
+
+    @torch.no_grad()
+    def take_back(self) -> list[int]:
+        """Lay parameters that have moved over the unsharded memory again, with their values."""
+        found: list[int] = []
+        if not self.has_moved():
+            return found
+        first = self._storage.data_ptr()
+        for i, offset in self._movable:
+            param = self.unsharded[i]
+            if param.data_ptr() != first + offset:
+                param.data = self._view_of(i).copy_(param.data)
+                found.append(i)
+        return found
 
     def unsharded_values(self, index: int) -> Tensor:
         """Return what an unsharded parameter lies over: plain, in compute dtype."""

@@ -86,6 +86,10 @@ class PackedStore(FlatStore):
         for leaf in self._leaves[index]:
             leaf.__dict__[NAME_ATTRIBUTE] = name
 
+    def written_to(self, index: int) -> list[Tensor]:
+        """Return the parameter and its parts: a write to one of these raises its own counter."""
+        return [self.unsharded[index], *self._leaves[index]]
+
     def drop_originals(self) -> None:
         """Let modules forget the parts that they refer to themselves."""
         for packing, entry in zip(self._packings, self.entries, strict=True):

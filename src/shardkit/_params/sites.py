@@ -29,6 +29,7 @@ class ParamEntry:
         sites: Every (module, attribute) that holds it.
         written: What was written to it as a whole since ranks compared; None: nothing.
         num_written: How often that was done, in all.
+        order: Its place among the parameters of the root, from its first forward.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ParamEntry:
     sites: list[tuple[nn.Module, str]]
     written: WrittenValue | None = None
     num_written: int = 0
+    order: int = 0
 
     def __getstate__(self) -> Any:
         """Return what is pickled: of what was written others know nothing."""
@@ -43,7 +45,7 @@ class ParamEntry:
 
     def __setstate__(self, state: Any) -> None:
         """Take what was pickled."""
-        self.written, self.num_written = None, 0
+        self.written, self.num_written, self.order = None, 0, 0
         for name, value in state[1].items():
             setattr(self, name, value)
 
@@ -62,6 +64,7 @@ class ParamSites:
         self._visible = False
         self._places: list[_Place] = []
         self._given: dict[int, Any] = {}
+        self._was_visible = False  # When the `functional_call` began that runs now.
         self._rnn_places: list[tuple[nn.RNNBase, str]] = []
 
     def show(self, *, unsharded: bool) -> None:
@@ -73,21 +76,37 @@ class ParamSites:
         if unsharded == self._visible:
             if unsharded and not self._given:
                 self._take_given([place[3] for place in self._places])
+                self._was_visible |= bool(self._given)
             return
         if not self._places:  # Late: the user's Parameter objects may still be exchanged.
             self._places = self._find_places()
         if unsharded:
-            self._take_given([place[2] for place in self._places])
-            for _, _, sharded, whole in self._places:
-                if sharded.requires_grad != whole.requires_grad:
-                    whole.requires_grad_(sharded.requires_grad)
+            self._show_unsharded()
+        else:
+            self._show_sharded()
         self._visible = unsharded
-        for index, (params, attribute, sharded, whole) in enumerate(self._places):
-            if index not in self._given:
-                params[attribute] = whole if unsharded else sharded
-        if not unsharded:
-            self.return_given()
         self._update_rnns()
+
+    def _show_unsharded(self) -> None:
+        for params, attribute, sharded, whole in self._places:
+            held = params.get(attribute)
+            if held is not sharded and held is not whole:
+                self._take_given([place[2] for place in self._places])
+                break
+        for index, (params, attribute, sharded, whole) in enumerate(self._places):
+            if sharded.requires_grad != whole.requires_grad:
+                whole.requires_grad_(sharded.requires_grad)
+            if index not in self._given:
+                params[attribute] = whole
+
+    def _show_sharded(self) -> None:
+        for index, (params, attribute, sharded, whole) in enumerate(self._places):
+            if params.get(attribute) is whole:
+                params[attribute] = sharded
+            elif index not in self._given:
+                self._was_visible = True  # `functional_call` has put something there.
+        if self._given:
+            self.return_given()
 
     # --- `functional_call` ---
 
@@ -100,6 +119,20 @@ class ParamSites:
     def has_only_given(self) -> bool:
         """Whether they compute with no other ones."""
         return len(self._given) == len(self._places)
+
+    @property
+    def gets_only_given(self) -> bool:
+        """Whether `functional_call` has put something in all places, so that nothing is gathered.
+
+        As a rule the first place tells that it has not.
+        """
+        if not self._places:
+            self._places = self._find_places()
+        for params, attribute, sharded, whole in self._places:
+            held = params.get(attribute)
+            if held is sharded or held is whole or held is None:
+                return False
+        return _compat_modules.in_functional_call()
 
     def _take_given(self, own: Sequence[nn.Parameter]) -> None:
         """Find what `functional_call` has put in the places of own parameters, and show that.
@@ -143,6 +176,22 @@ class ParamSites:
             params, attribute, _, _ = self._places[index]
             params[attribute] = given
         self._given.clear()
+
+    def end_functional_call(self, *, has_memory: bool) -> None:
+        """Hold what was held when a `functional_call` began, since it puts back its own.
+
+        Args:
+            has_memory: The unsharded parameters can be read.
+        """
+        was_visible = self._was_visible
+        self.show(unsharded=False)
+        self._was_visible = False
+        if was_visible and has_memory:
+            self._visible = True
+            for params, attribute, sharded, whole in self._places:
+                if params.get(attribute) is sharded:
+                    params[attribute] = whole
+            self._update_rnns()
 
     @property
     def is_visible(self) -> bool:

@@ -46,6 +46,7 @@ class Store(ABC):
         keeps_flats: Reduced gradients are views of one tensor, as the pieces are of the shard.
         converts_gradients: Gradients are passed through `part_of_gradient`.
         keeps_writes: What a forward writes to an unsharded parameter can be kept.
+        why_lost: Why not, in the middle of a sentence.
     """
 
     layout: Any
@@ -56,6 +57,7 @@ class Store(ABC):
     keeps_flats = True
     converts_gradients = False
     keeps_writes = False
+    why_lost = ""
 
     def __init__(self, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
         self.plan = plan
@@ -159,6 +161,18 @@ class Store(ABC):
             param.__class__ = class_without_memory(cls)
 
     # --- what a forward writes to its own parameters ---
+
+    def written_to(self, index: int) -> Sequence[Tensor]:
+        """Return the tensors whose version counters tell of writes to an unsharded parameter."""
+        return (self.unsharded[index],)
+
+    def has_moved(self) -> bool:
+        """Whether a parameter was given other memory, by ``param.data = ...``."""
+        return False
+
+    def take_back(self) -> Sequence[int]:
+        """Lay parameters that have moved over the unsharded memory again, with their values."""
+        return ()
 
     def unsharded_values(self, index: int) -> Tensor:
         """Return what an unsharded parameter lies over: plain, in compute dtype."""

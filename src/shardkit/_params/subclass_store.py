@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardkit.backends.events import Event
 
 
-class Subclass:
+class SubclassLayout:
     """How a tensor subclass lies over one plain tensor of its shape and dtype.
 
     Args:
@@ -91,22 +91,23 @@ class Subclass:
         return self.cls.__tensor_unflatten__(parts, self._context, plain.shape, plain.stride())
 
 
-def subclass_of(entry: ParamEntry) -> Subclass | None:
+def subclass_of(entry: ParamEntry) -> SubclassLayout | None:
     """Return how a parameter gathers itself; None if it does not."""
     param = entry.param
     if isinstance(param, ShardedTensor):
-        return cast("Subclass | None", param.spec.subclass)
+        return cast("SubclassLayout | None", param.spec.subclass)
     if not hasattr(param, "fsdp_pre_all_gather") or not hasattr(param, "fsdp_post_all_gather"):
         return None
-    return None if packing_of(entry) is not None else Subclass(entry.name, param)
+    return None if packing_of(entry) is not None else SubclassLayout(entry.name, param)
 
 
 class SubclassStore(FlatStore):
     """One parameter that gathers itself; see the module's docstring."""
 
-    subclass: Subclass
+    subclass: SubclassLayout
     may_alias_shard = False
     keeps_writes = False
+    why_lost = "which says itself how it is gathered (fsdp_pre_all_gather) and not how it is cut"
 
     def __init__(
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None

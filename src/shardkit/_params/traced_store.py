@@ -48,6 +48,7 @@ class TracedStore(Store):
     """
 
     keeps_flats = False
+    why_lost = "which meshes of traced devices (XLA) do not take over"
     layout: EvenLayout
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What ranks tell each other: at first their models, in each backward what they used."""
+"""What ranks tell each other: at first their models, then what they used, wrote and stepped."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import RankMismatchError
+from shardkit._errors import RankMismatchError, listed, warn_user
 from shardkit._runtime.group import unwritten
 from shardkit._runtime.own_actions import OwnActions, first_difference, pickled_on_some
 from shardkit._tensor.written_values import fingerprint, num_noted
+from shardkit._watch_settings import watch_settings
 from shardkit.backends.base import first_of_all
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import KnownValue, ParamGroup
     from shardkit._runtime.own_actions import Steps
     from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
-
-_MAX_NAMED = 4
 
 
 def _digest(content: bytes) -> int:
@@ -40,6 +39,7 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
     """
     axes = [axis for axis in axes if axis.size > 1]
     description = [(group.name, *_describe(group)) for group in groups]
+    order = [entry.order for group in groups for b in group.buckets for entry in b.entries]
     digest = _digest(repr([_without_owners(each) for each in description]).encode())
     backend = groups[0].mesh.backend
     # What is read here and now is no part of a graph.
@@ -52,7 +52,8 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
         if highest == -lowest:
             continue
         descriptions = axis.exchange(description)
-        found = _first_model_difference(descriptions) or _first_value_difference(descriptions)
+        found = _first_model_difference(descriptions)
+        found = found or _first_value_difference(descriptions, order)
         text = text or found
     if len(axes) > 1:  # Else ranks of other rows would wait for those that raise.
         text = first_of_all(text, axes)
@@ -121,10 +122,13 @@ def _first_model_difference(descriptions: Sequence[Sequence[Any]]) -> str | None
     return None
 
 
-def _first_value_difference(descriptions: Sequence[Sequence[Any]]) -> str | None:
+def _first_value_difference(
+    descriptions: Sequence[Sequence[Any]], order: Sequence[int]
+) -> str | None:
     """Name the first parameter with other values; where one rank knows none, nothing differs."""
     params = [[param for group in groups for param in group[1:]] for groups in descriptions]
-    for of_ranks in zip(*params, strict=True):
+    by_param = list(zip(*params, strict=True))
+    for _, of_ranks in sorted(zip(order, by_param, strict=True), key=lambda each: each[0]):
         found = _two_that_differ([param[-1] for param in of_ranks])
         if found is not None:
             return (
@@ -240,6 +244,8 @@ class UsedParameters:
         self._written: dict[int, KnownValue | None] = {}
         self._compares_written = True
         self._is_checked = True
+        self._num_inferences = 0
+        self._versions = [group.shard_versions for group in groups]
         self._actions = OwnActions(groups)
         self._done: tuple[list[Steps], str] = ([], "")
 
@@ -255,11 +261,71 @@ class UsedParameters:
         fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
         if not fired:
             return
+        self._num_inferences = 0
+        self._send(streams, fired, self._describe())
+
+    def compare_in_inference(self, streams: CommStreams) -> None:
+        """Raise if ranks did not do alike what nothing else compares, where no backward comes.
+
+        Called on all ranks, in each pass without gradients that gathers anything.
+
+        Raises:
+            RankMismatchError: As `check_alike`.
+
+        Cost: one all-reduce of 32 bytes, and 16 for each bucket, on every axis, which the host
+        waits for, in the first, second, fourth, eighth ... of these passes after a backward;
+        nothing in the others.
+        """
+        self._num_inferences += 1
+        if not self._axes or self._num_inferences & (self._num_inferences - 1):
+            return
+        self.finish()
+        self.check_alike()
+        updated = self._take_updated()
+        self._send(streams, updated, "what was written before a forward without gradients")
+        self.finish()
+        self.check_alike()
+        if updated:
+            self._warn_of_updates(self._flags[: len(updated)].view(-1, 2).tolist())
+
+    def _take_updated(self) -> list[int]:
+        """Return for each bucket whether its shard was written to, twice: 1, -1 or 0, 0.
+
+        It was looked at in the last forward of this kind. A rank without a piece has the least
+        numbers: 0, -1.
+        """
+        if not watch_settings.compare_values:
+            return []
+        before, self._versions = self._versions, [group.shard_versions for group in self._groups]
+        result = []
+        for group, old, new in zip(self._groups, before, self._versions, strict=True):
+            for bucket, was, is_now in zip(group.buckets, old, new, strict=True):
+                has_piece = not all(unwritten(entry).is_empty for entry in bucket.entries)
+                is_updated = int(was != is_now)
+                result += [is_updated, -is_updated] if has_piece else [0, -1]
+        return result
+
+    def _warn_of_updates(self, extremes: Sequence[tuple[int, int]]) -> None:
+        """Warn of the first bucket that some ranks have written to, and others have not."""
+        buckets = [bucket for group in self._groups for bucket in group.buckets]
+        for bucket, (most, least) in zip(buckets, extremes, strict=True):
+            if most == -least or (most, least) == (0, -1):
+                continue
+            msg = (
+                f"{bucket.entries[0].name!r} and those beside it were updated on some ranks, and "
+                f"not on others, since the last forward without gradients. Each rank updates its "
+                f"own pieces: do it on every rank. An average of weights (EMA) that is updated on "
+                f"rank 0 only is a patchwork."
+            )
+            warn_user(msg, is_first_rank=self._groups[0].mesh.is_first_rank)
+            return
+
+    def _send(self, streams: CommStreams, fired: Sequence[int], description: str) -> None:
         written, done = self._take_written(), self._take_done()
         numbers = [*fired, written, -written, done, -done]
         self._flags = torch.tensor(numbers, dtype=torch.int64)
         self._is_checked = False
-        self._handle = streams.start_all_reduce_max(self._flags, self._axes, self._describe())
+        self._handle = streams.start_all_reduce_max(self._flags, self._axes, description)
 
     def _describe(self) -> str:
         """Return what is sent: another text on a rank that froze a parameter since it was sharded.
@@ -274,7 +340,7 @@ class UsedParameters:
             for entry, is_trained in zip(entries, flags, strict=True)
             if not is_trained and any(flags)
         ]
-        without = f", without the frozen {', '.join(frozen[:_MAX_NAMED])}" if frozen else ""
+        without = f", without the frozen {listed(frozen, str)}" if frozen else ""
         return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
 
     def _take_written(self) -> int:
@@ -296,9 +362,9 @@ class UsedParameters:
         return _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
 
     def check_alike(self) -> None:
-        """Raise if ranks did not do alike, before the last backward, what nothing else compares.
+        """Raise if ranks did not do alike, before they last sent, what nothing else compares.
 
-        Called on all ranks, when the flags of that backward have come.
+        Called on all ranks, when what they sent has come.
 
         Raises:
             RankMismatchError: On every rank, if they wrote other values to parameters, or took
@@ -314,15 +380,17 @@ class UsedParameters:
             text = self._first_of(first_difference, self._done[0])
             if text is not None:
                 raise RankMismatchError(text)
-            text = self._first_of(pickled_on_some, self._done[1])
+            # One replica may save for all.
+            on_shards = {id(group.shard_axis) for group in self._groups}
+            axes = [axis for axis in self._axes if id(axis) in on_shards]
+            text = self._first_of(pickled_on_some, self._done[1], axes)
             if text is not None:
                 warnings.warn(text, stacklevel=2)
         if most_written != -least_written:
+            entries = [entry for g in self._groups for b in g.buckets for entry in b.entries]
             mine = [
                 (entry.name, self._written.get(id(entry), unwritten(entry)))
-                for group in self._groups
-                for bucket in group.buckets
-                for entry in bucket.entries
+                for entry in sorted(entries, key=lambda entry: entry.order)
             ]
             text = self._first_of(_first_written_difference, mine)
             if text is not None:
@@ -330,9 +398,14 @@ class UsedParameters:
             # What differs is overwritten, or nobody's piece: not to be asked again in each step.
             self._compares_written = False
 
-    def _first_of(self, compare: Callable[[list[Any]], str | None], mine: object) -> str | None:
-        """Return what is found over any axis; all ranks of the mesh find the same."""
-        found = [compare(axis.exchange(mine)) for axis in self._axes]
+    def _first_of(
+        self,
+        compare: Callable[[list[Any]], str | None],
+        mine: object,
+        axes: Sequence[AxisComm] | None = None,
+    ) -> str | None:
+        """Return what is found over any axis, or any of some; all ranks of the mesh find it."""
+        found = [compare(axis.exchange(mine)) for axis in axes or self._axes]
         text: str | None = first_of_all(next(filter(None, found), None), self._axes)
         return text
 

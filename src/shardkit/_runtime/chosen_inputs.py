@@ -13,7 +13,7 @@ import torch
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._params.bucket import bucket_showing
+from shardkit._params.bucket import settled
 from shardkit._tensor.sharded import ShardedTensor, averaged
 
 if TYPE_CHECKING:
@@ -73,11 +73,8 @@ def _pair(tensor: Any) -> tuple[Any, Any]:
         if entry is None or entry.param is not tensor or unsharded is None:
             return tensor, None
         return tensor, unsharded if unsharded.requires_grad else None
-    bucket = bucket_showing(tensor)
-    group = None if bucket is None or bucket.group is None else bucket.group()
-    if bucket is None or group is None or group.is_user_held:
-        return tensor, None
-    return bucket.sharded_of(tensor), tensor
+    sharded = settled(tensor)
+    return sharded, None if sharded is tensor else tensor
 
 
 def _combined(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
+from shardkit._errors import listed
 from shardkit.backends.events import InGraph
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class DummyStreams:
                     spec.is_worthless = True
         if not self._has_warned:
             self._has_warned = True
-            names = ", ".join(group.name for group in self._groups[:3])
+            names = listed((group.name for group in self._groups), str)
             msg = (
-                f"{self._which} of {names}{', ...' if len(self._groups) > 3 else ''} move nothing "  # noqa: PLR2004
+                f"{self._which} of {names} move nothing "
                 f"between ranks (set_debug): losses, gradients and parameters are WRONG from this "
                 f"step on. Measure time and memory with them, nothing else; then build the model "
                 f"anew."

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import NonFiniteGradientError
+from shardkit._errors import NonFiniteGradientError, listed, listed_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm
 
 _Key = tuple[str, str]  # A group's name and a parameter's.
-_MAX_NAMED = 4
 
 
 class FiniteNotes:
@@ -97,19 +96,19 @@ def _describe(found: Sequence[tuple[int, list[_Key], list[_Key]]]) -> str | None
     began = [(rank, local) for rank, local, _ in found if local]
     averaged = list(dict.fromkeys(key for _, _, keys in found for key in keys))
     if began:
-        where = "; ".join(
+        ranks = [
             f"on rank {rank} first in {_show(local[0])}, in {len(local)} parameters in all"
-            for rank, local in began[:_MAX_NAMED]
-        )
+            for rank, local in began
+        ]
+        where = "; ".join(listed_lines(ranks, "and on {} more"))
         return (
             f"gradients are not finite before they are averaged: {where}. Backward comes to the "
             f"last layers first: look at what this layer computes there, and at that rank's batch."
         )
     if averaged:
-        named = ", ".join(map(_show, averaged[:_MAX_NAMED]))
-        more = f" and {len(averaged) - _MAX_NAMED} more" if len(averaged) > _MAX_NAMED else ""
+        named = listed(averaged, _show)
         return (
-            f"gradients are not finite after they were averaged: {named}{more}. To be told on "
+            f"gradients are not finite after they were averaged: {named}. To be told on "
             f"which rank that begins, call set_watch(check_gradients=True) before the backward, or "
             f"set SHARDKIT_CHECK_GRADIENTS=1. If all ranks were finite before, the sum has "
             f"overflowed: choose a wider reduce_dtype."

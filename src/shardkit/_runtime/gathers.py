@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from shardkit import _compat
+from shardkit._runtime.forward_writes import keep_writes
 from shardkit._runtime.ranges import named_range, names_of
 from shardkit._schedule.unshard import Op
+from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
     from shardkit._schedule.unshard import Action, UnshardSchedule
     from shardkit.backends.base import AxisComm, CommStreams, Handle
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Gathers:
@@ -53,8 +58,10 @@ class Gathers:
         backend = groups[0].mesh.backend
         self._is_host_synchronous = backend.is_host_synchronous
         self._has_own_memory = backend.has_own_memory
+        self._is_traced = backend.is_traced
         self._put_off: list[ParamGroup] = []
         self._under_way: dict[int, Handle] = {}
+        self._refreshed: set[int] = set()
         self._followed: list[tuple[int, ...]] = [() for _ in groups]
 
     def follow_writes(self, versions: Sequence[tuple[int, ...]]) -> None:
@@ -88,7 +95,7 @@ class Gathers:
     @_compat.unseen_by_transforms
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the schedule says, in order."""
-        ahead = []
+        ahead: list[ParamGroup] = []
         for op, index in actions:
             group = self._groups[index]
             if op is Op.WAIT:
@@ -96,13 +103,19 @@ class Gathers:
             elif op is Op.GATHER:
                 self._gather([group])
             elif op is Op.PREFETCH:
-                ahead.append(group)
+                # A forward in `functional_call` may need nothing of the group's.
+                (self._put_off if group.gets_only_given else ahead).append(group)
             elif group in self._put_off:
                 self._put_off.remove(group)
             else:
                 self._free(group)
         if ahead:
             self._prefetch(ahead)
+
+    def refresh(self, group: ParamGroup) -> None:
+        """Free what was gathered before the shards were written to."""
+        self._refreshed.add(group.index)
+        self.carry_out(self._schedule.refresh(group.index))
 
     @_compat.unseen_by_transforms
     def wait(self, group: ParamGroup) -> None:
@@ -167,11 +180,21 @@ class Gathers:
             jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
         if jobs:
             with named_range("gather", *groups):
-                handle = self._streams.start_gather(jobs, axis, fences, names_of(groups))
+                handle = self._streams.start_gather(jobs, axis, fences, self._describe(groups))
             self._under_way.update({group.index: handle for group in groups})
+
+    def _describe(self, groups: Sequence[ParamGroup]) -> str:
+        """Return the names of groups, and whether this rank had them and they were written to."""
+        written = self._refreshed and self._refreshed.intersection(g.index for g in groups)
+        if not written:
+            return names_of(groups)
+        self._refreshed -= written
+        return f"{names_of(groups)}, {WRITTEN_SINCE}"
 
     def _free(self, group: ParamGroup) -> None:
         """Give the memory back and show the sharded parameters."""
+        if group.is_shown and group.was_written:
+            keep_writes(group, self._streams)
         self.nbytes -= group.unsharded_nbytes
         self.wait(group)  # order: freeing waits for the gather
         group.show(unsharded=False)
@@ -184,8 +207,10 @@ class Gathers:
                 store.keep_part(axis, self._streams.fence)
         if group.gathered:
             fence = self._streams.fence()  # order: a slot's next user waits for the last reader
-            for store in group.gathered:
-                store.release(self._slots, fence)
+            # Traced stores tell autograd by version counters that what they showed is gone.
+            with group.unnoticed_writes() if self._is_traced else _NOTHING:
+                for store in group.gathered:
+                    store.release(self._slots, fence)
         if self.report is not None:
             self.report("free", [group])
 

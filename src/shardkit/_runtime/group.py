@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from shardkit import _compat
-from shardkit._errors import StateError
+from shardkit._errors import StateError, listed
 from shardkit._params.fingerprint import WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
@@ -19,7 +20,7 @@ from shardkit._tensor.sharded import user_attributes
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -116,9 +117,10 @@ class ParamGroup:
             comm=self.settings.comm,
             weight=self.mesh.backend.gradient_weight,
         )
-        stores = [bucket.store for bucket in buckets if bucket.store.keeps_writes]
-        self._writable = [(store, i) for store in stores for i in range(len(store.entries))]
-        self._shown = [store.unsharded[index] for store, index in self._writable]
+        places = [(b.store, i) for b in buckets for i in range(len(b.entries))]
+        watched = [(place, each) for place in places for each in place[0].written_to(place[1])]
+        self._writable = [place for place, _ in watched]
+        self._shown = [each for _, each in watched]
         self._shown_versions = [0] * len(self._shown)
         self.note_writes()
         self.grad_hooks = GradHooks(self, self.gradients.buckets, at_once=not self.is_local)
@@ -216,7 +218,7 @@ class ParamGroup:
         """
         names = [e.name for b in self.buckets for e in b.entries if e.param.is_meta]
         if names:
-            others = f" So are {', '.join(map(repr, names[1:]))}." if names[1:] else ""
+            others = f" So are {listed(names[1:])}." if names[1:] else ""
             msg = (
                 f"parameter {names[0]!r} of {self.name!r} is on the meta device: it has no values. "
                 f"Before the first forward call shardkit.materialize(model), or "
@@ -231,6 +233,7 @@ class ParamGroup:
         for bucket in self.buckets:
             wanted = [entry.param.requires_grad for entry in bucket.entries]
             if wanted == [param.requires_grad for param in bucket.store.unsharded]:
+                bucket.was_trainable = wanted
                 continue
             for entry, param in zip(bucket.entries, bucket.store.unsharded, strict=True):
                 if entry.param.requires_grad != param.requires_grad:
@@ -242,6 +245,17 @@ class ParamGroup:
                     param.requires_grad_(entry.param.requires_grad)
                     raise StateError(msg)
 
+    def follow_trainability(self) -> None:
+        """Take over what was frozen since the last forward, which left unsharded parameters."""
+        for bucket in self.buckets:
+            for entry, shown, was in zip(
+                bucket.entries, bucket.store.unsharded, bucket.was_trainable, strict=False
+            ):
+                if shown.requires_grad != was:
+                    entry.param.requires_grad_(shown.requires_grad)
+                elif entry.param.requires_grad != was:
+                    shown.requires_grad_(entry.param.requires_grad)
+
     @property
     def is_user_held(self) -> bool:
         """Whether the user has called `unshard`, and works with the unsharded parameters."""
@@ -250,19 +264,43 @@ class ParamGroup:
     @property
     def is_shown(self) -> bool:
         """Whether modules hold the unsharded parameters."""
-        return any(bucket.sites.is_visible for bucket in self.buckets)
+        for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
+            if bucket.sites.is_visible:
+                return True
+        return False
 
     @property
     def was_written(self) -> bool:
         """Whether unsharded parameters, which have memory, were written since the last time."""
-        return _compat.versions_of(self._shown) != self._shown_versions
+        if _compat.versions_of(self._shown) != self._shown_versions:
+            return True
+        for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
+            if bucket.store.has_moved():
+                return True
+        return False
 
     def note_writes(self) -> list[tuple[Store, int]]:
         """Return whose unsharded parameters were written, and regard this as known."""
+        moved = [(b.store, i) for b in self.buckets for i in b.store.take_back()]
+        found = list(dict.fromkeys((*self.written_places(), *moved)))
         with _compat.plain_torch_functions():
-            before, self._shown_versions = self._shown_versions, _compat.versions_of(self._shown)
-        pairs = zip(before, self._shown_versions, self._writable, strict=True)
-        return [place for old, new, place in pairs if old != new]
+            self._shown_versions = _compat.versions_of(self._shown)
+        return found
+
+    def written_places(self) -> list[tuple[Store, int]]:
+        """Return whose unsharded parameters were written since the last time."""
+        with _compat.plain_torch_functions():
+            versions = _compat.versions_of(self._shown)
+        pairs = zip(self._shown_versions, versions, self._writable, strict=True)
+        return list(dict.fromkeys(place for old, new, place in pairs if old != new))
+
+    @contextlib.contextmanager
+    def unnoticed_writes(self) -> Iterator[None]:
+        """Version counters that are raised in here tell of no write."""
+        was_written = self.was_written
+        yield
+        if not was_written:
+            self.note_writes()
 
     # --- sizes and state ---
 
@@ -270,6 +308,17 @@ class ParamGroup:
     def is_trainable(self) -> bool:
         """Whether any parameter wants a gradient."""
         return any(gradients.bucket.is_trainable for gradients in self.gradients.buckets)
+
+    def may_train(self, module: nn.Module) -> bool:
+        """Whether any parameter wants a gradient that one of the group's modules holds."""
+        if len(self.modules) == 1:
+            return self.is_trainable
+        inside = set(module.modules())
+        entries = (entry for bucket in self.buckets for entry in bucket.entries)
+        return any(
+            entry.param.requires_grad and any(holder in inside for holder, _ in entry.sites)
+            for entry in entries
+        )
 
     @property
     def num_trainable(self) -> int:
@@ -295,7 +344,7 @@ class ParamGroup:
     @property
     def shard_versions(self) -> tuple[int, ...]:
         """Changes whenever a shard is written to."""
-        return tuple(bucket.store.shard_version for bucket in self.buckets)
+        return tuple([bucket.store.shard_version for bucket in self.buckets])
 
     @property
     def shard_nbytes(self) -> int:
@@ -341,13 +390,29 @@ class ParamGroup:
     @property
     def has_only_given(self) -> bool:
         """Whether its forward computes with nothing but what `functional_call` was given."""
-        return all(bucket.sites.has_only_given for bucket in self.buckets)
+        for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
+            if not bucket.sites.has_only_given:
+                return False
+        return True
+
+    @property
+    def gets_only_given(self) -> bool:
+        """Whether the forward that begins needs nothing of the group's."""
+        for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
+            if not bucket.sites.gets_only_given:
+                return False
+        return True
 
     def return_given(self) -> None:
         """A forward ends: put back what `functional_call` was given."""
         for bucket in self.buckets:
             if bucket.sites.has_given:
                 bucket.sites.return_given()
+
+    def end_functional_call(self, *, is_live: bool) -> None:
+        """A `functional_call` of the root ends; it puts back what modules held."""
+        for bucket in self.buckets:
+            bucket.sites.end_functional_call(has_memory=is_live or bucket.store.aliases_shard)
 
     def known_values(self) -> dict[int, KnownValue | None]:
         """Return what is known of whole parameters, by the entry's id, for ranks to compare.

@@ -1,19 +1,22 @@
 """What each rank does by itself, and all must do alike: steps of optimizers, saving of pieces.
 
 Nothing of it communicates, so nothing hangs where one rank does something else. It is counted here,
-and compared with what ranks exchange in a backward (`agreement`).
+and compared with what ranks exchange in a backward (`agreement`), or at the end of the run.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from shardkit import _compat
+from shardkit._errors import listed
 from shardkit._pickling import Pickled
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.watch.watchdog import at_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
     from shardkit._runtime.group import ParamGroup
+    from shardkit.backends.watch.store import RunStore
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "maximize")
 _NUM_FIRST, _INTERVAL = 4, 50
@@ -141,10 +145,36 @@ def pickled_on_some(of_ranks: Sequence[str]) -> str | None:
     positions = [rank for rank, name in enumerate(of_ranks) if name]
     if len(positions) in (0, len(of_ranks)):
         return None
+    Pickled.is_told = True
+    of = f"position {listed(positions, str)} of the process group has"
+    return f"{of} {_pickled(of_ranks[positions[0]])}"
+
+
+def _pickled(name: str) -> str:
     return (
-        f"position {', '.join(map(str, positions))} of the process group has pickled its piece of "
-        f"{of_ranks[positions[0]]!r} (torch.save of a state dict), and others have not. The file "
-        f"holds the pieces of one rank only, so the model cannot be loaded from it. Call "
+        f"pickled its piece of {name!r} (torch.save of a state dict), and others have not. The "
+        f"file holds the pieces of one rank only, so the model cannot be loaded from it. Call "
         f"shardkit.checkpoint.save_full(path, model) on all ranks, which writes one file of whole "
         f"tensors, or shardkit.checkpoint.save."
     )
+
+
+def _compare_at_end(store: RunStore, world_size: int) -> None:
+    """Warn on the last rank that ends if pieces were pickled by too few ranks to make wholes.
+
+    Scripts save at their end, where no backward follows.
+    """
+    if Pickled.count and not Pickled.is_told:
+        store.set("pickled/piece", f"{Pickled.num_pieces} {Pickled.name}")
+        store.add("pickled/on", 1)
+    if store.add("pickled/asked", 1) == world_size:
+        num_ranks = store.add("pickled/on", 0)
+        if not num_ranks:
+            return
+        num_pieces, name = store.get("pickled/piece").decode().split(" ", 1)
+        if num_ranks < int(num_pieces):
+            ranks = "one rank has" if num_ranks == 1 else f"{num_ranks} ranks have"
+            warnings.warn(f"{ranks} {_pickled(name)}", stacklevel=2)
+
+
+at_end.append(_compare_at_end)

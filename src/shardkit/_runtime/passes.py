@@ -288,9 +288,10 @@ class TracedPasses(Passes):
         self, groups: Sequence[ParamGroup], fn: Callable[[Tensor], Tensor], *, outside: bool
     ) -> None:
         for group in groups:
-            for bucket in group.buckets:
-                assert isinstance(bucket.store, TracedStore)
-                bucket.store.move(fn, outside=outside)
+            with group.unnoticed_writes():
+                for bucket in group.buckets:
+                    assert isinstance(bucket.store, TracedStore)
+                    bucket.store.move(fn, outside=outside)
 
 
 def make_passes(

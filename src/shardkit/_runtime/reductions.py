@@ -106,7 +106,7 @@ class Reductions:
     def _reduce(self, group: ParamGroup) -> None:
         """Reduce a group's gradients now, or a little later together with small neighbours."""
         gradients = group.gradients
-        if gradients.is_local or not group.is_trainable:
+        if gradients.is_local or not (group.is_trainable or group.has_pending):
             return
         if not group.settings.sync:
             self._write_held(group)

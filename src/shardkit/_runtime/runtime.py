@@ -19,7 +19,7 @@ from shardkit._runtime.agreement import UsedParameters, check_same_model
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.debug import apply_debug
 from shardkit._runtime.events import ForwardRecord, InputGrads
-from shardkit._runtime.forward_writes import keep_writes
+from shardkit._runtime.forward_writes import keep_own_writes, keep_writes
 from shardkit._runtime.gathers import Gathers
 from shardkit._runtime.passes import make_passes
 from shardkit._runtime.reductions import Reductions
@@ -101,7 +101,7 @@ class Runtime:
         self._memory_axes: list[AxisComm] = []
         self._noted_versions: list[tuple[int, ...]] = [() for _ in self.groups]
         self._warned: set[int] = set()
-        self.update_options()
+        self.update_options(has_all=True)
 
     def __del__(self) -> None:
         """Let compute wait for what is under way: its memory goes back to the allocator now."""
@@ -138,8 +138,13 @@ class Runtime:
 
     # --- what users choose ---
 
-    def update_options(self) -> None:
-        """Read the settings of the root and all groups anew."""
+    def update_options(self, *, has_all: bool = False) -> None:
+        """Read the settings of the root and all groups anew.
+
+        Args:
+            has_all: Modules that have had no forward are none of this root's; else its next one may
+                take them in.
+        """
         apply_debug(self.settings, self.groups, self.streams, self.gathers, self.reductions)
         options, groups = self.schedule.options, self.groups
         options.prefetch_in_forward = self.settings.prefetch_in_forward
@@ -153,12 +158,12 @@ class Runtime:
             g.index for g in groups if not g.settings.unshard_in_backward
         }
         options.next_in_forward = {
-            g.index: self._indices_of(g.settings.next_in_forward, g)
+            g.index: self._indices_of(g.settings.next_in_forward, g, has_all=has_all)
             for g in groups
             if g.settings.next_in_forward is not None
         }
         options.next_in_backward = {
-            g.index: self._indices_of(g.settings.next_in_backward, g)
+            g.index: self._indices_of(g.settings.next_in_backward, g, has_all=has_all)
             for g in groups
             if g.settings.next_in_backward is not None
         }
@@ -172,15 +177,18 @@ class Runtime:
             self.streams.allocate_from(memory_axes)
             self.slots.trim()  # What is free now is of the other kind.
 
-    def _indices_of(self, wanted: Sequence[PrefetchedGroup], by: ParamGroup) -> list[int]:
-        for group in wanted:
+    def _indices_of(
+        self, wanted: Sequence[PrefetchedGroup], by: ParamGroup, *, has_all: bool
+    ) -> list[int]:
+        known = [group for group in wanted if has_all or group.listener is not None]
+        for group in known:
             if group.listener is not self.backward:
                 msg = (
                     f"{by.name!r} is to prefetch {group.name!r}, which is not in the same root. "
                     f"Prefetch modules of one model only."
                 )
                 raise StateError(msg)
-        return [group.index for group in wanted]
+        return [group.index for group in known]
 
     def set_optimizer_event(self, event: Event | None) -> None:
         """Let the next pass wait for an event after the optimizer's step."""
@@ -199,6 +207,8 @@ class Runtime:
             if self.backward.is_running:
                 self.streams.note_error(RuntimeError("an exception in a backward"))
             self.reset()
+        if not torch.is_grad_enabled() and self._gathers_like_the_last(root):
+            self.used.compare_in_inference(self.streams)
         has_changed = self._take_up_changes()
         nbytes, is_idle = self._sizes()  # They may have been converted.
         self.schedule.set_sizes(nbytes, is_idle=is_idle)
@@ -211,6 +221,15 @@ class Runtime:
         self.streams.note_step()
         self.pass_root = root
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
+
+    def _gathers_like_the_last(self, root: object) -> bool:
+        """Whether a pass gathers anything if it is like the last one of this root.
+
+        Of memory that is kept each rank may make as many forwards as it likes.
+        """
+        live = self.schedule.live
+        last = self.schedule.last_order(id(root))
+        return any(self.groups[i].needs_memory and i not in live for i in last)
 
     def _take_up_changes(self) -> bool:
         """Refresh groups whose parameters were replaced; return whether a shard was written to."""
@@ -231,16 +250,22 @@ class Runtime:
         """The root forward ends; in a `functional_call` of it, which returns what modules hold."""
         self.pass_root = None
         for group in self.groups:
-            # In the second case the root has caught what it raised.
-            if is_functional or self.schedule.in_forward(group.index):
+            if is_functional:
+                group.end_functional_call(is_live=group.index in self.schedule.live)
+            elif self.schedule.in_forward(group.index):  # The root has caught what it raised.
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()  # order: after a forward the host waits for copies
 
     def enter_forward(self, group: ParamGroup) -> ForwardRecord | None:
         """A group's forward starts; return its record if it may have a backward."""
+        if group.gets_only_given and not self.schedule.in_forward(group.index):
+            group.show(unsharded=True)
+            return None
         if group.is_stale:
-            self.gathers.carry_out(self.schedule.refresh(group.index))
+            self.gathers.refresh(group)
+        if group.is_shown and not self.schedule.in_forward(group.index):
+            group.follow_trainability()
         self.gathers.carry_out(self.schedule.enter_forward(group.index))
         group.show(unsharded=True)
         if not torch.is_grad_enabled():
@@ -264,20 +289,26 @@ class Runtime:
         module: nn.Module,
     ) -> None:
         """The forward of a group's module ends with `outputs`, those that require gradients."""
+        is_given = group.has_only_given  # No memory of the group was read.
+        if is_given and not self.schedule.in_forward(group.index):
+            group.show(unsharded=False)
+            return
         group.check_trainability()
         if group.was_written:
             keep_writes(group, self.streams)
-        is_given = group.has_only_given  # No memory of the group was read.
         in_transform = _compat.in_function_transform()
         if is_given or in_transform:
             outputs = ()
         needs_backward = record is not None and record.watch_outputs(outputs)
         if not needs_backward and record is not None and record.is_first:
             self.reductions.order.withdraw(group.index)
-        may_train = record is not None and (group.is_trainable or record.has_input_grads)
         # A transform goes backward by itself, and nobody tells: it may read the memory.
-        may_be_read = record is not None and in_transform
-        is_watched = needs_backward or is_given or not (may_train or may_be_read)
+        is_watched = (
+            needs_backward
+            or is_given
+            or record is None
+            or not (in_transform or record.has_input_grads or group.may_train(module))
+        )
         if not is_watched:
             # Else nobody would: no output tells that backward has begun.
             group.grad_hooks.collect_at_once()
@@ -330,10 +361,12 @@ class Runtime:
             return  # Or non-reentrant checkpointing has what it wants; backward goes on.
         if error is not None:
             self.streams.note_error(error)
-        if group is not None:
+        if group is not None and group.has_only_given and not self.schedule.in_forward(group.index):
+            group.show(unsharded=False)
+        elif group is not None:
             if record is not None and record.is_first:
                 self.reductions.order.withdraw(group.index)
-            group.note_writes()  # Others may not have come to them.
+            keep_own_writes(group, self.streams)
             actions = self.schedule.exit_forward(group.index, needs_backward=False)
             group.show(unsharded=False)
             self.gathers.carry_out(actions)
@@ -380,7 +413,7 @@ class Runtime:
     def unshard(self, group: ParamGroup) -> None:
         """Start to unshard a group for the user."""
         if group.is_stale:
-            self.gathers.carry_out(self.schedule.refresh(group.index))
+            self.gathers.refresh(group)
         self.gathers.carry_out(self.schedule.unshard(group.index))
 
     def wait_unshard(self, group: ParamGroup) -> None:
@@ -406,6 +439,9 @@ class Runtime:
         # Memory is about to be given back that collectives may still use.
         self.streams.join()  # order: after an error compute waits for all streams
         self.passes.abandon()
+        for group in self.groups:
+            if group.is_shown and group.was_written:
+                keep_own_writes(group, self.streams)
         self.gathers.carry_out(self.schedule.reset())
         for group in self.groups:
             group.show(unsharded=False)

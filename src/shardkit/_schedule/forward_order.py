@@ -16,6 +16,7 @@ class ForwardOrder:
 
     def __init__(self) -> None:
         self._last_orders: dict[Hashable, list[int]] = {}
+        self._whole_orders: dict[Hashable, list[int]] = {}
         self._order: list[int] = []
         self._root: Hashable = None
         self._position = 0
@@ -40,7 +41,14 @@ class ForwardOrder:
 
     def end_pass(self) -> None:
         """The pass ends."""
-        self._last_orders[self._root] = self._order
+        self._last_orders[self._root] = self._whole_orders[self._root] = self._order
+
+    def last(self, root: Hashable) -> Sequence[int]:
+        """Return the order of the last pass of a root that came to its end; `clear` keeps it.
+
+        What ranks decide by it must be alike after an exception on one of them, too.
+        """
+        return self._whole_orders.get(root, ())
 
     def clear(self) -> None:
         """Forget everything: after an exception ranks may have noted different orders."""

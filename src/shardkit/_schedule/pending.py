@@ -99,6 +99,11 @@ class PendingBackwards:
         self._reached.clear()
         self._inside.clear()
 
+    @property
+    def expects_last(self) -> bool:
+        """Whether any forward of the pass that began last may have a backward."""
+        return bool(self._last)
+
     def awaits(self, group: int) -> bool:
         """Whether any forward of the group may still have a backward."""
         return any(group in groups for groups in self._passes.values())

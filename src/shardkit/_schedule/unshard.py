@@ -114,6 +114,10 @@ class UnshardSchedule:
         """Whether a forward of the group is under way; another may have been called within it."""
         return self.state(group).num_forwards > 0
 
+    def last_order(self, root: Hashable) -> Sequence[int]:
+        """Return the groups that the last pass of a root entered; none if it made none."""
+        return self._order.last(root)
+
     def _spare(self) -> list[GroupState]:
         kept = self.options.no_reshard_after_forward
         return [s for s in self._live.values() if not s.is_claimed and s.number not in kept]
@@ -173,6 +177,8 @@ class UnshardSchedule:
     def end_pass(self, *, needs_backward: bool) -> list[Action]:
         """A root forward ends: what was prefetched in vain goes, without backward all spare."""
         self._order.end_pass()
+        # In `functional_call` outputs may want gradients of given values alone.
+        needs_backward = needs_backward and self._pending.expects_last
         self._pending.end_pass()
         for state in self._states.values():
             state.end_pass()

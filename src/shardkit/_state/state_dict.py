@@ -48,14 +48,14 @@ def save_sharded(module: nn.Module, state_dict: Any, prefix: str, local_metadata
             sharded = bucket.sharded_of(param)
             state_dict[prefix + name] = sharded if saved is param else sharded.detach()
         elif param is not None and bucket is not None and bucket.store.keeps_writes:
-            _save_renamed(param, bucket, state_dict, prefix)
+            _save_renamed(param, bucket, state_dict)
 
 
-def _save_renamed(param: nn.Parameter, bucket: Bucket, state_dict: Any, prefix: str) -> None:
-    """Find a parameter that the module saves under other names, or in parts, by its memory."""
+def _save_renamed(param: nn.Parameter, bucket: Bucket, state_dict: Any) -> None:
+    """Find a parameter that is saved under other names, or in parts, by its memory."""
     memory = param.untyped_storage().data_ptr()
     for key, value in list(state_dict.items()):
-        if not key.startswith(prefix) or type(value) not in (Tensor, nn.Parameter):
+        if type(value) not in (Tensor, nn.Parameter):
             continue
         if value.is_meta or value.untyped_storage().data_ptr() != memory:
             continue

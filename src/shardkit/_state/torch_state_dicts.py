@@ -17,6 +17,7 @@ from shardkit import _compat_checkpoints
 from shardkit._params.host_heap import give_back
 from shardkit._state.full import check_shape, cut_whole, holds_sharded, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.groups import exchange
 from shardkit.backends.world import group_rank
 
 if TYPE_CHECKING:
@@ -87,6 +88,21 @@ def broadcast_tensors(
     _cut_received(local_state_dict, sharded)
 
 
+def agree_on_parts(
+    original: Callable[..., Any], model: nn.Module, *args: Any, optim_only: bool, **kwargs: Any
+) -> Any:
+    """Have rank 0 say whether it sends a model's state; on the others the dicts may be empty.
+
+    Cost: with ``broadcast_from_rank0`` an all-gather of a few bytes.
+    """
+    options = kwargs.get("options")
+    if getattr(options, "broadcast_from_rank0", False) and any(
+        isinstance(param, ShardedTensor) for param in model.parameters()
+    ):
+        optim_only = exchange(optim_only, None, "which state dicts are set")[0]
+    return original(model, *args, optim_only=optim_only, **kwargs)
+
+
 def _sharded_ones(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
     return {key: value for key, value in state.items() if isinstance(value, ShardedTensor)}
 
@@ -116,5 +132,6 @@ _compat_checkpoints.wrap_state_dict_helpers(
         "_distribute_state_dict": distribute_state_dict,
         "_broadcast_state_dict": broadcast_state_dict,
         "_broadcast_tensors": broadcast_tensors,
+        "_verify_options": agree_on_parts,
     }
 )

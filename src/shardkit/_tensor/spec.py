@@ -28,7 +28,7 @@ class Axis(Protocol):
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
 
 
-class TensorParallel(Protocol):
+class TensorParallelSplit(Protocol):
     """How a tensor is split over another mesh before it is cut (`backends.dtensor`).
 
     The piece is a range of this rank's part, which begins at `offsets` in the whole.
@@ -49,13 +49,13 @@ class TensorParallel(Protocol):
     def retire(self, param: Tensor, name: str) -> None: ...
 
 
-class Subclass(Protocol):
+class SelfGathering(Protocol):
     """A tensor subclass that gathers itself (`_params.subclass_store`)."""
 
     cls: type[Tensor]
 
 
-class Packing(Protocol):
+class PackedLayout(Protocol):
     """How a parameter over several tensors lies in bytes (`_params.packing`)."""
 
     cls: type[Tensor]
@@ -75,7 +75,7 @@ class Allocator(Protocol):
     ) -> tuple[Tensor, Tensor] | None: ...
 
 
-class Entry(Protocol):
+class ParamWithSites(Protocol):
     """A parameter and every (module, attribute) that holds it (`_params.sites`)."""
 
     param: nn.Parameter
@@ -131,17 +131,17 @@ class ShardSpec:
     name: str
     state_allocator: Allocator | None = None
     shard_device: torch.device | None = None
-    tensor_parallel: TensorParallel | None = None
-    subclass: Subclass | None = None
+    tensor_parallel: TensorParallelSplit | None = None
+    subclass: SelfGathering | None = None
     axes: tuple[Axis, ...] = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
     piece_range: tuple[int, int] = field(init=False)
     is_written_here: bool = field(init=False, default=True)
     is_worthless: bool = field(init=False, default=False)
-    entry: weakref.ref[Entry] | None = field(init=False, default=None)
+    entry: weakref.ref[ParamWithSites] | None = field(init=False, default=None)
     unsharded: weakref.ref[nn.Parameter] | None = field(init=False, default=None)
-    packing: Packing | None = field(init=False, default=None)
+    packing: PackedLayout | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Find this rank's range."""

@@ -68,7 +68,7 @@ class WholeSpec(ShardSpec):
         self.mesh.backend.annotate_sharding(piece)
 
 
-class ReplicaAxis(Axis, Protocol):
+class TracedAxis(Axis, Protocol):
     """A mesh axis of ranks that trace one graph: each rank's number is data."""
 
     rank_on_device: Tensor
@@ -83,7 +83,7 @@ class PaddedSpec(ShardSpec):
     __slots__ = ()
     is_traced = True
     layout: EvenLayout  # type: ignore[assignment]
-    axis: ReplicaAxis
+    axis: TracedAxis
 
     def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
         super().__init__(layout, index, **rest)  # type: ignore[arg-type]

@@ -118,7 +118,11 @@ def _past_operators(memory: Tensor) -> int:
 
 
 def note_written(
-    target: ShardedTensor, wholes: Callable[[], Iterable[Tensor]], *, part_by: Any = None
+    target: ShardedTensor,
+    wholes: Callable[[], Iterable[Tensor]],
+    *,
+    part_by: Any = None,
+    max_samples: int = _MAX_SAMPLES,
 ) -> None:
     """Note what was written to a parameter, after its version was raised.
 
@@ -126,6 +130,7 @@ def note_written(
         target: The parameter, or a tensor of its memory. Nothing is noted of gradients and state.
         wholes: Returns values that were written, equal on all ranks.
         part_by: The operator, if it has written a part; None: all of it was overwritten.
+        max_samples: As for `fingerprint`.
     """
     spec = target.spec
     entry = _entry_of(target)
@@ -145,7 +150,7 @@ def note_written(
         steps = zlib.crc32(part_by.name().encode()) + (1 if before is None else 31 * before.steps)
     if _is_sampled(entry.num_written):
         dtype = target.dtype if part_by is None else None
-        parts = [fingerprint(_plain(whole), dtype=dtype) for whole in wholes()]
+        parts = [fingerprint(_plain(whole), max_samples, dtype) for whole in wholes()]
         if part_by is not None and before is not None and before.sample is not None:
             parts.append(before.sample)
         sample = sum((part.to(parts[0].device) for part in parts[1:]), parts[0]) if parts else None

@@ -35,7 +35,7 @@ class GroupToRun:
 
 
 @dataclass(slots=True)
-class Gathers:
+class PlannedGathers:
     """What is gathered.
 
     Attributes:
@@ -49,7 +49,7 @@ class Gathers:
 
 def plan_gathers(
     root: nn.Module, groups: Sequence[GroupToRun], *, micro_batches: int, batches_small: bool
-) -> Gathers:
+) -> PlannedGathers:
     """Return what a step gathers, if modules run once each, in the order in which they are defined.
 
     Args:
@@ -86,13 +86,13 @@ class _Rehearsal:
         self._peak = 0
         self._counts = [0] * len(groups)
 
-    def run(self, micro_batches: int) -> Gathers:
+    def run(self, micro_batches: int) -> PlannedGathers:
         """Learn the order in one step, take another, count in a third."""
         for _ in range(3):
             self._counts = [0] * len(self._groups)
             for micro in range(micro_batches):
                 self._pass(is_first=micro == 0)
-        return Gathers(self._counts, self._peak)
+        return PlannedGathers(self._counts, self._peak)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for op, index in actions:

@@ -85,7 +85,7 @@ class WatchedStreams(CommStreams):
 
     def note_step(self) -> None:
         """Count it."""
-        current_watchdog().step += 1
+        current_watchdog().begin_step()
 
     def note_error(self, error: BaseException) -> None:
         """Remember it."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed
 from shardkit.backends.base import first_of_all
 from shardkit.backends.groups import exchange
 from shardkit.backends.world import group_rank
@@ -136,7 +136,7 @@ def _message(what: str, failed: Mapping[int, str]) -> str:
 def _of_ranks(ranks: list[int]) -> str:
     if not dist.is_initialized():
         return ""
-    return f"[rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}] "
+    return f"[rank{'s' if len(ranks) > 1 else ''} {listed(ranks, str)}] "
 
 
 def quote(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
-_MAX_NAMED = 20
 _OPTIMIZERS = ("optim", "optimizer")
 
 
@@ -57,7 +56,7 @@ class WholeFile(FullFile):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _FilePlan:
     """What is written where.
 
     Attributes:
@@ -120,7 +119,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         raise CheckpointError(msg)
     if plan.others and (format != "torch" or max_shard_size is not None):
         msg = (
-            f"{source} has entries that are no tensors ({', '.join(plan.others)}): they fit one "
+            f"{source} has entries that are no tensors ({listed(plan.others, str)}): they fit one "
             f"torch file only, without max_shard_size."
         )
         raise CheckpointError(msg)
@@ -182,11 +181,10 @@ def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
     inside = [*complete_in(path)] if path.is_dir() else []
     inside += sorted({file.parent for file in path.glob(f"[!.]*/{METADATA_FILE}")} - {*inside})
     if inside:
-        named = ", ".join(entry.name for entry in inside[:_MAX_NAMED])
-        more = f" and {len(inside) - _MAX_NAMED} more" if len(inside) > _MAX_NAMED else ""
+        named = listed((entry.name for entry in inside), str)
         msg = (
             f"{path} is no checkpoint, but the directory of {len(inside)}, the newest first: "
-            f"{named}{more}. Give one of them: {inside[0]}"
+            f"{named}. Give one of them: {inside[0]}"
         )
         raise CheckpointError(msg)
     return WholeFile(path)
@@ -238,12 +236,12 @@ def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
 
 def _plan(
     checkpoint: Checkpoint, source: object, *, model_key: str | None, optimizer: bool
-) -> _Plan:
+) -> _FilePlan:
     root = model_root(checkpoint, source, model_key)
     keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
     if not optimizer:
         names = {_join(checkpoint.paths[key][len(root) :]): key for key in keys}
-        return _Plan(
+        return _FilePlan(
             {name: key for name, key in names.items() if key in checkpoint.infos},
             {name: key for name, key in names.items() if key not in checkpoint.infos},
         )
@@ -264,7 +262,7 @@ def _plan(
             places[key] = ("model", _join(path[len(root) :]))
         elif path[: len(optim)] == optim:
             places[key] = ("optim", *path[len(optim) :])
-    return _Plan(
+    return _FilePlan(
         {key: key for key in places if key in checkpoint.infos},
         {key: key for key in places if key not in checkpoint.infos},
         lambda entries: nested({places[key]: value for key, value in entries.items()}),
@@ -280,7 +278,7 @@ def model_root(
         CheckpointError: It is not where it should be, or there are several.
     """
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
-    shown = ", ".join(sorted({_join(parent[:2]) or "(top)" for parent in parents}))
+    shown = listed(sorted({_join(parent[:2]) or "(top)" for parent in parents}), str)
     if model_key is not None:
         root = tuple(model_key.split(".")) if model_key else ()
         if root not in parents:
@@ -289,7 +287,7 @@ def model_root(
         return root
     found = [parent for parent in parents if parent and parent[-1] == "model"]
     if len(found) > 1:
-        names = ", ".join(map(_join, found))
+        names = listed(found, _join)
         msg = f"{source} has several models ({names}). Choose one by model_key."
         raise CheckpointError(msg)
     if found:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed_lines
 from shardkit._module.rebuilt import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import note_written
 from shardkit.checkpoint._agreement import raise_on_all, rank_of
 from shardkit.checkpoint._files import bytes_io
 from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name, kind_of
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
     from shardkit._progress import Progress
     from shardkit.checkpoint._files.bytes_io import TensorInfo
-    from shardkit.checkpoint._state.model_tensors import Entry
+    from shardkit.checkpoint._state.model_tensors import NamedTensor
 
-_MAX_LISTED = 50
+_NUM_COMPARED = 256
 
 
 class LoadedNames(NamedTuple):
@@ -193,7 +194,7 @@ class _Loader:
         self._meter = meter
         self._buffer: Tensor | None = None
 
-    def fill_all(self, entries: list[Entry]) -> None:
+    def fill_all(self, entries: list[NamedTensor]) -> None:
         """Fill those tensors of the model that the file has under one of their names."""
         infos = self._file.infos
         wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
@@ -206,6 +207,18 @@ class _Loader:
             self._meter.expect(numel * infos[name].dtype.itemsize)
         for tensor, name in jobs:
             self.fill(tensor, name)
+        for tensor, name in jobs:  # Pieces share memory, and so the version that a note is for.
+            if isinstance(tensor, ShardedTensor):
+                self._note(tensor, name)
+
+    def _note(self, target: ShardedTensor, name: str) -> None:
+        """Have ranks compare what they loaded, by the first elements of the whole."""
+        if isinstance(self._file, _FirstRanksFile):
+            sample = torch.zeros(1)  # All have the same.
+        else:
+            numel = math.prod(self._file.infos[name].shape)
+            sample = self._file.read(name, 0, min(numel, _NUM_COMPARED))
+        note_written(target, lambda: [sample])
 
     def fill(self, target: Tensor, name: str) -> None:
         """Fill a tensor of the model, or this rank's piece of it."""
@@ -272,7 +285,7 @@ class _Loader:
             copy_from_scratch(part, typed[: part.numel()])
 
 
-def _misfits(entries: list[Entry], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _misfits(entries: list[NamedTensor], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield what the file has under the model's names but cannot be loaded."""
     for entry in entries:
         for name in entry.names:
@@ -296,17 +309,14 @@ def _described(name: str, value: Any) -> str:
 
 
 def _refused(path: object, complaints: list[str]) -> CheckpointError:
-    shown = complaints[:_MAX_LISTED]
-    if len(complaints) > len(shown):
-        shown.append(f"and {len(complaints) - len(shown)} more")
-    lines = "\n  ".join(shown)
+    lines = "\n  ".join(listed_lines(complaints))
     return CheckpointError(
         f"{path} does not fit the model, nothing was loaded:\n  {lines}\n"
         f"Give the file of this model; strict=False leaves out what is missing or unexpected."
     )
 
 
-def _device_of(entries: list[Entry]) -> torch.device:
+def _device_of(entries: list[NamedTensor]) -> torch.device:
     """Return where tensors on meta belong that are not sharded."""
     for entry in entries:
         if isinstance(entry.tensor, ShardedTensor):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import raise_on_all
@@ -71,7 +71,7 @@ def save_full(
     infos = {n: TensorInfo(tuple(v.shape), _saved_dtype(v, dtype)) for n, v in tensors.items()}
     if others and (format == "safetensors" or max_shard_size is not None):
         msg = (
-            f"the model has state that is no tensor ({', '.join(others)}), which {path} cannot "
+            f"the model has state that is no tensor ({listed(others, str)}), which {path} cannot "
             f"hold: use format='torch' without max_shard_size."
         )
         raise CheckpointError(msg)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,27 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
-from shardkit.checkpoint._dcp.directory import DAMAGED_FILE, again_if_replaced, unless_replaced
-from shardkit.checkpoint._dcp.item_file import ItemFile
+from shardkit.checkpoint._dcp.directory import (
+    DAMAGED_FILE,
+    again_if_replaced,
+    noted_damage,
+    unless_replaced,
+)
+from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.whole import DcpFiles
-from shardkit.checkpoint._files.bytes_io import dtype_name, info_nbytes, reading
+from shardkit.checkpoint._files.bytes_io import (
+    PART_NBYTES,
+    dtype_name,
+    info_nbytes,
+    open_regular,
+    reading,
+)
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles
 
 if TYPE_CHECKING:
-    import os
-
     from shardkit.checkpoint._dcp.manifest import Manifest
     from shardkit.checkpoint._files.bytes_io import Checkpoint
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSummary:
     """One tensor of a checkpoint.
 
     Attributes:
@@ -66,7 +75,7 @@ class Description:
     step: int | None
     world_size: int | None
     has_checksums: bool
-    entries: list[Entry]
+    entries: list[TensorSummary]
     others: list[str]
     files: dict[str, int]
 
@@ -104,7 +113,7 @@ def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
         assert isinstance(checkpoint, WholeFile)
         kind, files = "whole tensors", sorted(set(checkpoint.parts.values()))
     entries = [
-        Entry(
+        TensorSummary(
             name, info.shape, dtype_name(info.dtype), info_nbytes(info), _chunks(checkpoint, name)
         )
         for name, info in sorted(checkpoint.infos.items())
@@ -130,7 +139,7 @@ def _chunks(checkpoint: Checkpoint, name: str) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Findings:
+class Verification:
     """What `verify` found.
 
     Attributes:
@@ -142,7 +151,7 @@ class Findings:
     unverified: list[str] = field(default_factory=list)
 
 
-def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Findings:
+def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Verification:
     """Read all of a checkpoint, and compare it with its checksums.
 
     These are those of shardkit's manifest, and of the entries of files of torch.save, which
@@ -151,8 +160,8 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Find
     Cost: every byte is read; memory for the largest chunk.
     """
 
-    def find() -> Findings:
-        found = Findings()
+    def find() -> Verification:
+        found = Verification()
         try:
             with reading(source):
                 _verify(source, suffix, found)
@@ -163,7 +172,7 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Find
     return unless_replaced(Path(source), find, lambda found: not found.problems)
 
 
-def _verify(source: str | os.PathLike[str], suffix: str, found: Findings) -> None:
+def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) -> None:
     checkpoint = open_checkpoint(source, suffix)
     if isinstance(checkpoint, DcpFiles):
         checkpoint.reader.check_files()
@@ -182,7 +191,7 @@ def _verify(source: str | os.PathLike[str], suffix: str, found: Findings) -> Non
         _verify_file(path, found)
 
 
-def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Findings) -> None:
+def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Verification) -> None:
     tensors = checkpoint.reader.tensors_by_place()
     with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
         meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
@@ -195,24 +204,25 @@ def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Findings) 
                             file.check(item, *tensors[name, item.offset])
                     except CheckpointError as error:
                         found.problems.append(str(error))
-    noted = checkpoint.path / DAMAGED_FILE
-    if noted.exists() and not found.problems:
+    noted = noted_damage(checkpoint.path)
+    if noted and not found.problems:
         found.problems.append(
-            f"{noted} says that load() found damage: {noted.read_text().strip()} It is not there "
-            f"any more. Delete this file, and latest() returns the checkpoint again."
+            f"{checkpoint.path / DAMAGED_FILE} says that load() found damage: {noted} It is not "
+            f"there any more. Delete this file, and latest() returns the checkpoint again."
         )
 
 
-def _verify_archives(checkpoint: DcpFiles, found: Findings) -> None:
+def _verify_archives(checkpoint: DcpFiles, found: Verification) -> None:
     """Compare the checksums in the archives that a checkpoint without a manifest consists of."""
     without = []
     for index, where in checkpoint.reader.storage_data.items():
-        with (checkpoint.path / where.relative_path).open("rb") as file:
-            file.seek(where.offset)
-            content = io.BytesIO(file.read(where.length))
-        what = f"{checkpoint.path / where.relative_path}: {index.fqn!r} at byte {where.offset}"
+        path = checkpoint.path / where.relative_path
+        what = f"{path}: {index.fqn!r} at byte {where.offset}"
         try:
-            with zipfile.ZipFile(content) as archive:
+            with (
+                os.fdopen(open_regular(path), "rb") as file,
+                zipfile.ZipFile(Slice(file.fileno(), where.offset, where.length)) as archive,
+            ):
                 entries = archive.infolist()
                 # shardkit leaves these out, for they are in the manifest.
                 bare = [e for e in entries if e.file_size and not e.CRC]
@@ -236,7 +246,7 @@ def _verify_archives(checkpoint: DcpFiles, found: Findings) -> None:
     if without:
         found.unverified.append(
             f"{lacking}: it was lost, or left behind when the checkpoint was copied. The values of "
-            f"{len(without)} tensors or parts of them ({', '.join(without[:3])}, ...) are not "
+            f"{len(without)} tensors or parts of them ({listed(without, str)}) are not "
             f"verified: only that they are there, in their sizes, and can be read."
         )
     else:
@@ -249,13 +259,15 @@ def _verify_archives(checkpoint: DcpFiles, found: Findings) -> None:
 
 def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     try:
-        archive.read(entry)
+        with archive.open(entry) as content:
+            while content.read(PART_NBYTES):  # What is compressed may be a thousand times as large.
+                pass
     except zipfile.BadZipFile:
         return False
     return True
 
 
-def _verify_others(checkpoint: DcpFiles, found: Findings) -> None:
+def _verify_others(checkpoint: DcpFiles, found: Verification) -> None:
     for name in checkpoint.others:
         try:
             checkpoint.read_other(name)
@@ -263,7 +275,7 @@ def _verify_others(checkpoint: DcpFiles, found: Findings) -> None:
             found.problems.append(str(error))
 
 
-def _verify_file(path: Path, found: Findings) -> None:
+def _verify_file(path: Path, found: Verification) -> None:
     if not zipfile.is_zipfile(path):
         found.unverified.append(
             f"{path} has no checksums, as the format has none. Only its size was compared, with "

@@ -143,6 +143,7 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Me
         return state
 
     planner = SavePlanner(make_state, meter.expect)
+    writer.stages = planner.stages  # Known when all ranks have planned.
     try:
         if dist.is_initialized():
             with channel_of(group).section("saving", "a checkpoint"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
@@ -13,7 +12,8 @@ from shardkit.checkpoint._agreement import agreed, any_rank, quote, raise_any, r
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._dcp.reader import CheckpointReader
+from shardkit.checkpoint._dcp.reader import check_is_checkpoint
+from shardkit.checkpoint._files.asides import asides_in
 from shardkit.checkpoint._full_load import load_full
 from shardkit.checkpoint._job import check_arguments
 from shardkit.checkpoint._save import wait_for_last_save
@@ -93,13 +93,15 @@ def load(
             )
             return {}
 
-        def plan() -> _Plan:
-            identity = zlib.crc32((target / METADATA_FILE).read_bytes())  # Has a random number.
-            return _Plan(DistributedCheckpoint(target, meter), identity, model, optimizer, extra)
+        def plan() -> _LoadPlan:
+            source = DistributedCheckpoint(target, meter)
+            if rank == 0:
+                source.check_files()
+            return _LoadPlan(source, source.identity, model, optimizer, extra)
 
         def attempt() -> dict[str, Any]:
             together = _Together(target, what, process_group)
-            together(lambda: _look(target) if rank == 0 else None)
+            together(lambda: _look(target) if rank == 0 else None)  # Before anybody reads.
             planned = together(plan, lambda made: made.identity)
             everyone = exchange(planned.findings, process_group, "a checkpoint")
             raise_any(what, [each.problem(everyone, strict=strict) for each in everyone])
@@ -153,10 +155,16 @@ class _Together:
         try:
             return agreed(self._group, self._what, lambda: self._noting_damage(act), same)
         except CheckpointError as error:
-            is_replaced = directory.stamp(self._target) != self._before
-            if any_rank(self._group, is_replaced):
+            if any_rank(self._group, self._is_replaced()):
                 raise _ReplacedError from error
             raise
+
+    def _is_replaced(self) -> bool:
+        found = directory.stamp(self._target)
+        if found is None:  # Where names cannot be exchanged, nothing has it for a moment.
+            beside = asides_in(self._target.parent)
+            return any(aside.name == self._target.name for aside in beside)
+        return found != self._before
 
     def _noting_damage(self, act: Callable[[], T]) -> T:
         """Have `latest` pass over the checkpoint if something of it is damaged."""
@@ -182,14 +190,12 @@ def is_full(path: pathlib.Path) -> bool:
 
 
 def _look(path: pathlib.Path) -> None:
-    """Finish what a crash left, and look whether all files are there; on one rank."""
+    """Finish what a crash left, and look whether there is a checkpoint; on one rank."""
     directory.recover(path)
-    reader = CheckpointReader(path)
-    reader.read_metadata()
-    reader.check_files()
+    check_is_checkpoint(path)
 
 
-class _Plan:
+class _LoadPlan:
     """What is read where, for all parts."""
 
     def __init__(

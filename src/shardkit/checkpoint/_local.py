@@ -18,14 +18,16 @@ together share.
 from __future__ import annotations
 
 import secrets
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed_lines
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._files.bytes_io import dtype_name
+from shardkit.checkpoint._agreement import raise_any
+from shardkit.checkpoint._files.bytes_io import dtype_name, reading
 from shardkit.checkpoint._files.local import (
     FORMAT,
     METADATA,
@@ -33,6 +35,7 @@ from shardkit.checkpoint._files.local import (
     OPTIMIZER,
     VERSION,
     info_of,
+    is_piece,
     metadata_of,
 )
 from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
@@ -205,34 +208,23 @@ def load_local_state_dict(
         optimizer: One or several, if they were saved.
 
     Raises:
-        CheckpointError: On the ranks where it is so: not such a state, one of another rank or
-            number of ranks, or cut in another way (all names are listed). Nothing is changed then.
+        CheckpointError: On all ranks: on one of them it is not such a state, one of another rank or
+            number of ranks, or cut in another way (all names are listed); or the ranks have states
+            of different saves. Nothing is changed then.
 
-    Cost: no collectives.
+    Cost: one exchange of a number per mesh axis.
     """
-    metadata = metadata_of(state, "the state dict")
     mine = state_of(model)
     mesh = mesh_of(mine, "a local file", allow_meta=True)
     _check_has_ranks(mesh)
-    place = (mesh.ranks.index(mesh.rank), len(mesh.ranks))
-    saved_place = (metadata["rank"], metadata["world_size"])
-    if place != saved_place:
-        msg = (
-            f"the state dict is that of rank {saved_place[0]} of {saved_place[1]}, and this is "
-            f"rank {place[0]} of {place[1]}. Load each rank's own file on as many ranks, or make "
-            f"one file by `python -m shardkit consolidate` and load that by load_full."
-        )
-        raise CheckpointError(msg)
-    complaints = list(_misfits(mine, state[MODEL], metadata[MODEL]))
-    if optimizer is not None and OPTIMIZER not in state:
-        complaints.append("no state of an optimizer was saved")
-    if complaints:
-        lines = "\n  ".join(complaints)
-        msg = (
-            f"the state dict does not fit the model, nothing was loaded:\n  {lines}\nShard the "
-            f"model as it was when it was saved, or consolidate the files and use load_full."
-        )
-        raise CheckpointError(msg)
+    save, reason, cause = None, None, None
+    try:
+        with reading("the state dict"):
+            save = _fitting_metadata(state, mine, mesh, has_optimizer=optimizer is not None)["save"]
+    except CheckpointError as error:
+        reason, cause = str(error), error
+    _check_together(mesh, save, reason, cause)
+    metadata = state[METADATA]
     room = None if optimizer is None else _optimizer_room(model, optimizer, state, metadata)
     for entry in by_identity(mine):
         _copy(entry.tensor, state[MODEL][entry.names[-1]])
@@ -244,12 +236,71 @@ def load_local_state_dict(
         put_optimizer_state(model, optimizer, room)
 
 
+def _fitting_metadata(
+    state: dict[str, Any], mine: dict[str, Any], mesh: DeviceMesh, *, has_optimizer: bool
+) -> dict[str, Any]:
+    """Return the description in a state that fits this rank's model.
+
+    Raises:
+        CheckpointError: It does not fit, or is none.
+    """
+    metadata = metadata_of(state, "the state dict")
+    place = (mesh.ranks.index(mesh.rank), len(mesh.ranks))
+    saved_place = (metadata["rank"], metadata["world_size"])
+    if place != saved_place:
+        msg = (
+            f"the state dict is that of rank {saved_place[0]} of {saved_place[1]}, and this is "
+            f"rank {place[0]} of {place[1]}. Load each rank's own file on as many ranks, or make "
+            f"one file by `python -m shardkit consolidate` and load that by load_full."
+        )
+        raise CheckpointError(msg)
+    complaints = list(_misfits(mine, state[MODEL], metadata[MODEL]))
+    if has_optimizer and OPTIMIZER not in state:
+        complaints.append("no state of an optimizer was saved")
+    elif has_optimizer:
+        complaints += _misfits_of_optimizer(state[OPTIMIZER], metadata[OPTIMIZER])
+        if not all(map(_is_group, state["param_groups"])):
+            complaints.append("its parameter groups are no groups")
+    if complaints:
+        lines = "\n  ".join(listed_lines(complaints))
+        msg = (
+            f"the state dict does not fit the model, nothing was loaded:\n  {lines}\nShard the "
+            f"model as it was when it was saved, or consolidate the files and use load_full."
+        )
+        raise CheckpointError(msg)
+    return metadata
+
+
+def _check_together(
+    mesh: DeviceMesh, save: object, reason: str | None, cause: Exception | None
+) -> None:
+    """Raise on all ranks of a mesh if one has a reason to, or their states are of several saves."""
+    found = [(mesh.ranks.index(mesh.rank), reason, save)]
+    for axis in range(mesh.ndim):
+        found = [one for some in mesh.backend.axis(axis).exchange(found) for one in some]
+    found.sort(key=itemgetter(0))
+    raise_any("the state dict was not loaded", [reason for _, reason, _ in found], cause)
+    ranks: dict[object, list[int]] = {}
+    for rank, _, of_rank in found:
+        ranks.setdefault(of_rank, []).append(rank)
+    if len(ranks) > 1:
+        named = ", ".join(f"{s} (ranks {', '.join(map(str, r))})" for s, r in ranks.items())
+        msg = (
+            f"the ranks have state dicts of different saves, {named}: nothing was loaded. Load on "
+            f"each rank its own file of one save."
+        )
+        raise CheckpointError(msg)
+
+
 def _misfits(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any]) -> Any:
     """Yield what differs between a model and what was saved of one."""
     yield from (f"missing: {name!r}" for name in mine if name not in saved)
     yield from (f"unexpected: {name!r}" for name in saved if name not in mine)
     for name, tensor in mine.items():
-        if name not in described or not isinstance(tensor, Tensor):
+        if name not in saved or not isinstance(tensor, Tensor):
+            continue
+        if name not in described:
+            yield f"not described: {name!r}"
             continue
         here, there = _describe(name, tensor), described[name]
         if here["shape"] != there["shape"]:
@@ -259,6 +310,22 @@ def _misfits(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, A
                 f"cut in another way: of {name!r} this rank has the range {here['range']}, of the "
                 f"saved one {there['range']}"
             )
+        elif not is_piece(saved[name], there):
+            yield f"not what is said of it: {name!r}"
+
+
+def _misfits_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
+    """Yield what of an optimizer's state is not what is said of it."""
+    for name, entries in described.items():
+        for key, of_entry in entries.items():
+            value = saved[f"{name}.{key}"]
+            if isinstance(value, Tensor) if of_entry is None else not is_piece(value, of_entry):
+                yield f"not what is said of it: {f'{name}.{key}'!r}"
+
+
+def _is_group(group: Any) -> bool:
+    names = group.get("params") if isinstance(group, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
@@ -295,6 +362,14 @@ def _optimizer_room(
         for key, target in entries.items():
             value = state[OPTIMIZER][f"{name}.{key}"]
             if isinstance(target, Tensor):
+                piece = target.to_local() if isinstance(target, ShardedTensor) else target
+                if piece.shape != value.shape:
+                    msg = (
+                        f"{key!r} of {name!r} in the optimizer's state has shape "
+                        f"{tuple(value.shape)} on this rank, expected {tuple(piece.shape)}. Use "
+                        f"the file of another save."
+                    )
+                    raise CheckpointError(msg)
                 _copy(target, value)
             else:
                 entries[key] = value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._errors import CheckpointError, StateError
+from shardkit._errors import CheckpointError, StateError, listed
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.compression._bucket_state import BucketState, Sent
 from shardkit.compression._loss_scale import LossScale
@@ -385,7 +385,7 @@ def _check_names(saved: Mapping[str, Tensor], params: Mapping[str, tuple[int, ..
     ):
         if names:
             msg = (
-                f"the state of PowerSGD {what} {', '.join(map(repr, sorted(names)))}. Load it with "
+                f"the state of PowerSGD {what} {listed(sorted(names))}. Load it with "
                 f"the model that it was saved with, or begin without errors: leave it out."
             )
             raise CheckpointError(msg)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit.config._fields import DEVICES
-from shardkit.config._kinds import NotOfKindError
+from shardkit._kinds import Flag, NotOfKindError, is_of_kind
+from shardkit.config._fields import DEVICES, FSDP, MAX_RANKS, STRATEGIES
 from shardkit.config._schema import (
     is_fsdp_type,
     num_processes_of,
@@ -74,6 +74,12 @@ def _check_processes(found: Found) -> None:
             f"is {number}, which {machines} machines cannot have equal parts of. It counts the "
             f"processes of all machines.",
         )
+    elif number is not None and number > machines * MAX_RANKS:
+        found.complain(
+            "num_processes",
+            f"is {number}, which are {number // machines} on each of {machines} machines. Write "
+            f"{MAX_RANKS} for a machine at the most.",
+        )
     rank = found.value("machine_rank", 0)
     if rank >= machines:
         found.complain(
@@ -88,6 +94,10 @@ def _check_version_1(found: Found) -> None:
     try:
         name = strategy_name(found)
     except NotOfKindError:
+        if not is_of_kind(Flag(), written):
+            must = NotOfKindError(f"must be one of {', '.join(STRATEGIES)} in fsdp_version 1")
+            found.refuse("fsdp_reshard_after_forward", must)
+            return
         found.complain(
             "fsdp_reshard_after_forward",
             f"is {written!r}, which is a value of fsdp_version 2. In version 1 it names a "
@@ -112,7 +122,10 @@ def _check_version_2(found: Found) -> None:
     written = found.value("fsdp_reshard_after_forward")
     try:
         keeps = not reshards(found)
-    except NotOfKindError:
+    except NotOfKindError as error:
+        if not is_of_kind(FSDP["fsdp_sharding_strategy"].kind, written):
+            found.refuse("fsdp_reshard_after_forward", error)
+            return
         found.complain(
             "fsdp_reshard_after_forward",
             f"is {written!r}, which is a value of fsdp_version 1. In version 2 it is true (as "
@@ -158,7 +171,7 @@ def _check_wrapping(found: Found) -> None:
     if policy == "NO_WRAP" and found.value("fsdp_activation_checkpointing"):
         found.complain(
             "fsdp_activation_checkpointing",
-            "is about the modules that fsdp_auto_wrap_policy chooses, and NO_WRAP chooses none. "
+            "is true, but fsdp_auto_wrap_policy is NO_WRAP, which chooses no modules for it. "
             "Choose a policy, or write false and call shardkit.checkpoint_activations(model).",
         )
 

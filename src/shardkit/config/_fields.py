@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardkit.config._kinds import Anything, Choice, Empty, Flag, Names, Number, Text
+from shardkit._kinds import Flag, Number
+from shardkit.config._kinds import Anything, Choice, Empty, Names, Pattern, Text
 
 if TYPE_CHECKING:
-    from shardkit.config._kinds import Kind
+    from shardkit._kinds import Kind
 
 STRATEGIES = {
     "FULL_SHARD": "zero3",
@@ -35,6 +36,9 @@ DEVICES = {
     "XLA": "xla",
 }
 """Device types that a distributed_type names."""
+
+MAX_RANKS = 4096
+"""On one host, and hosts: more is a slip of the finger."""
 
 Use = Literal["applied", "launcher", "noted"]
 
@@ -85,12 +89,12 @@ TOP = {
         )
     ),
     "use_cpu": Field(Flag()),
-    "num_processes": Field(Number(1, (-1,))),
-    "num_machines": Field(Number(1)),
-    "machine_rank": Field(Number(0), "launcher"),
+    "num_processes": Field(Number(1, MAX_RANKS * MAX_RANKS, also=(-1,))),
+    "num_machines": Field(Number(1, MAX_RANKS)),
+    "machine_rank": Field(Number(0, MAX_RANKS - 1), "launcher"),
     "gpu_ids": Field(Text(), "launcher"),
     "main_process_ip": Field(Text(), "launcher"),
-    "main_process_port": Field(Number(0), "launcher"),
+    "main_process_port": Field(Number(0, 2**16 - 1), "launcher"),
     "rdzv_backend": Field(Text(), "launcher"),
     "same_network": Field(
         Flag(), "launcher", "Hosts meet at main_process_ip, whatever networks lead there."
@@ -127,12 +131,10 @@ TOP = {
     "dynamo_backend": Field(
         Empty("Compile layers yourself, after apply: layer.compile().", ("no",)),
     ),
-    "dynamo_config": Field(
-        Empty("Leave it out, and compile layers yourself, after apply: layer.compile().")
-    ),
-    "fp8_config": Field(Empty("Leave it out; mixed_precision may be no, fp16 or bf16.")),
+    "dynamo_config": Field(Empty("Compile layers yourself, after apply: layer.compile().")),
+    "fp8_config": Field(Empty("mixed_precision may be no, fp16 or bf16.")),
     "deepspeed_config": Field(Empty("Write distributed_type: FSDP and an fsdp_config.")),
-    "megatron_lm_config": Field(Empty("Write a parallelism_config, and leave this out.")),
+    "megatron_lm_config": Field(Empty("Write a parallelism_config.")),
     "fsdp_config": Field(Anything()),
     "parallelism_config": Field(Anything()),
 }
@@ -153,22 +155,22 @@ FSDP = {
     "fsdp_activation_checkpointing": Field(Flag()),
     "fsdp_activation_checkpointing_offload": Field(
         Empty(
-            "Leave it out, and run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).",
+            "Run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).",
             ("false", "no"),
         )
     ),
-    "fsdp_ignored_modules": Field(Text()),
+    "fsdp_ignored_modules": Field(Pattern()),
     "fsdp_use_orig_params": Field(
         Flag(), "noted", "Parameters are always the model's own, with their own names."
     ),
 }
 
-_CONTEXT = "Leave it out, or 1. Shard over all ranks, and split sequences in the model."
+_CONTEXT = "Shard over all ranks, and split sequences in the model."
 
 PARALLELISM = {
-    "parallelism_config_dp_replicate_size": Field(Number(1)),
-    "parallelism_config_dp_shard_size": Field(Number(1)),
-    "parallelism_config_tp_size": Field(Number(1)),
+    "parallelism_config_dp_replicate_size": Field(Number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_dp_shard_size": Field(Number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_tp_size": Field(Number(1, MAX_RANKS * MAX_RANKS)),
     "parallelism_config_cp_size": Field(Empty(_CONTEXT, ("1",))),
     "parallelism_config_sp_size": Field(Empty(_CONTEXT, ("1",))),
     **{

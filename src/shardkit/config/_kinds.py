@@ -1,78 +1,17 @@
-"""Kinds of values that fields of a config have, and how each is read from what was written."""
+"""Kinds of values that only fields of a config have."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import nearest
-from shardkit.config._source import Section
+from shardkit._kinds import Kind, NotOfKindError
+from shardkit.config._source import Section, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_TRUE = {"true", "yes", "on", "1", "t", "y"}
-_FALSE = {"false", "no", "off", "0", "f", "n"}
-
-
-class NotOfKindError(Exception):
-    """A value is not what a field takes.
-
-    Args:
-        expected: Goes on from the field's name; ``"must ..."`` where another value would do.
-        hint: A sentence that follows.
-    """
-
-    def __init__(self, expected: str, hint: str = "") -> None:
-        super().__init__(expected)
-        self.expected = expected
-        self.hint = hint
-
-
-class Kind:
-    """How a value is read. `parse` raises `NotOfKindError`."""
-
-    def parse(self, value: Any) -> Any:
-        """Return the value that is meant."""
-        raise NotImplementedError
-
-
-class Flag(Kind):
-    """Yes or no; also as words, as commands pass it."""
-
-    def parse(self, value: Any) -> bool:
-        """See `Kind.parse`."""
-        word = str(value).strip().lower()
-        if word not in _TRUE | _FALSE:
-            msg = "must be true or false"
-            raise NotOfKindError(msg)
-        return word in _TRUE
-
-
-@dataclass(frozen=True)
-class Number(Kind):
-    """An integer; also as words such as ``1e8``, which YAML takes for text.
-
-    Attributes:
-        least: The smallest one.
-        also: Other ones that are allowed.
-    """
-
-    least: int = 0
-    also: tuple[int, ...] = ()
-
-    def parse(self, value: Any) -> int:
-        """See `Kind.parse`."""
-        msg = f"must be an integer of at least {self.least}"
-        if isinstance(value, bool):
-            raise NotOfKindError(msg)
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise NotOfKindError(msg) from None
-        if not number.is_integer() or (number < self.least and number not in self.also):
-            raise NotOfKindError(msg)
-        return int(number)
 
 
 class Text(Kind):
@@ -84,6 +23,20 @@ class Text(Kind):
             msg = "must be one value"
             raise NotOfKindError(msg)
         return str(value)
+
+
+class Pattern(Text):
+    """A regular expression."""
+
+    def parse(self, value: Any) -> str:
+        """See `Kind.parse`."""
+        pattern = super().parse(value)
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            msg = "must be a regular expression"
+            raise NotOfKindError(msg, f"It is none: {error}.") from error
+        return pattern
 
 
 class Names(Kind):
@@ -104,7 +57,7 @@ class Anything(Kind):
 
     def parse(self, value: Any) -> Any:
         """See `Kind.parse`."""
-        return value.plain() if isinstance(value, Section) else value
+        return plain(value)
 
 
 @dataclass(frozen=True)
@@ -130,11 +83,10 @@ class Choice(Kind):
             return by_word[text.lower()]
         if self.from_1 and text.isdecimal() and 1 <= int(text) <= len(self.words):
             return self.words[int(text) - 1]
+        msg = f"must be one of {', '.join(self.words)}"
         for word, remedy in (self.refused or {}).items():
             if text.lower() == word.lower():
-                msg = f"is one that shardkit does not carry out. {remedy}"
-                raise NotOfKindError(msg)
-        msg = f"must be one of {', '.join(self.words)}"
+                raise NotOfKindError(msg, f"shardkit does not carry this out. {remedy}")
         raise NotOfKindError(msg, nearest(text, self.words))
 
 
@@ -154,5 +106,6 @@ class Empty(Kind):
         """See `Kind.parse`."""
         is_nothing = value is False or (isinstance(value, Section) and not value.entries)
         if not is_nothing and str(value).strip().lower() not in self.unset:
-            msg = f"is not carried out by shardkit. {self.remedy}"
-            raise NotOfKindError(msg)
+            allowed = "".join(f"{word}, or " for word in self.unset)
+            msg = f"must be {allowed}left out"
+            raise NotOfKindError(msg, f"shardkit does not carry it out. {self.remedy}")

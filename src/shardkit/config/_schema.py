@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._errors import ConfigError, nearest
+from shardkit._kinds import Flag, NotOfKindError
 from shardkit.config._fields import DEVICES, PREFETCHES, PREFIXES, SECTIONS, STRATEGIES
-from shardkit.config._kinds import Flag, NotOfKindError
-from shardkit.config._source import Entry, Section
+from shardkit.config._source import Section, Setting, plain
 
 if TYPE_CHECKING:
-    from shardkit.config._source import Place
+    from shardkit.config._source import SourceLine
 
 _MIN_NUM_PARAMS = 100_000_000  # What Accelerate takes where nothing is said.
 _FLAG = Flag()
@@ -81,9 +80,9 @@ class Found:
 
     def __init__(self, document: Section) -> None:
         self.document = document
-        self.complaints: list[tuple[Place, str]] = []
+        self.complaints: list[tuple[SourceLine, str]] = []
         self._values: dict[str, Any] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, Setting] = {}
         for name in SECTIONS:
             self._take(name)
 
@@ -100,6 +99,11 @@ class Found:
         entry = self._entries.get(name)
         place = self.document.place if entry is None else entry.place
         self.complaints.append((place, f"{name} {text}"))
+
+    def refuse(self, name: str, error: NotOfKindError) -> None:
+        """Say that the value of a field is not of its kind."""
+        entry = self._entries[name]
+        self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
 
     def raise_complaints(self) -> None:
         """Raise all complaints at once, by lines.
@@ -132,7 +136,8 @@ class Found:
             if entry is None or entry.value is None:
                 return
             if not isinstance(entry.value, Section):
-                self.complaints.append((entry.place, f"{section} must hold fields (name: value)."))
+                error = NotOfKindError("must hold fields (name: value)")
+                self.complaints.append((entry.place, error.sentence(section, entry.value)))
                 return
             document = entry.value
         for key, entry in document.entries.items():
@@ -149,15 +154,11 @@ class Found:
             try:
                 self._values[name] = SECTIONS[section][name].kind.parse(entry.value)
             except NotOfKindError as error:
-                got = (
-                    f", got {reprlib.repr(entry.value)}"
-                    if error.expected.startswith("must")
-                    else ""
-                )
-                end = "" if error.expected.endswith(".") else "."
-                self.complain(name, f"{error.expected}{got}{end} {error.hint}".rstrip())
+                self.refuse(name, error)
+            except (RecursionError, ValueError):  # No text can be made of it.
+                self.refuse(name, NotOfKindError("must be a value that fits into a line of text"))
 
-    def _name_of(self, section: str, key: str, entry: Entry) -> str | None:
+    def _name_of(self, section: str, key: str, entry: Setting) -> str | None:
         """Return the whole name of a field; complain if there is none."""
         fields, prefix = SECTIONS[section], PREFIXES[section]
         for name in (key, prefix + key):

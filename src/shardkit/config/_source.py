@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
 _OF_DICT = "config"
 _MAX_NBYTES = 2**18
 _MAX_VALUES = 10_000  # With what aliases repeat.
+_MAX_DEPTH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLine:
     """Where something stands.
 
     Attributes:
@@ -36,7 +37,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Setting:
     """A field as it was written.
 
     Attributes:
@@ -45,7 +46,7 @@ class Entry:
     """
 
     value: Any
-    place: Place
+    place: SourceLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,17 @@ class Section:
     """
 
     name: str
-    entries: dict[str, Entry]
-    place: Place
+    entries: dict[str, Setting]
+    place: SourceLine
 
     def plain(self) -> dict[str, Any]:
         """Return it as a dict without places."""
-        return {
-            key: entry.value.plain() if isinstance(entry.value, Section) else entry.value
-            for key, entry in self.entries.items()
-        }
+        return {key: plain(entry.value) for key, entry in self.entries.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return a value without places."""
+    return value.plain() if isinstance(value, Section) else value
 
 
 def import_yaml() -> ModuleType:
@@ -94,22 +97,22 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
     Raises:
         ConfigError: There is no such file, or it does not hold fields; with its line.
     """
-    is_file = isinstance(source, (str, os.PathLike))
-    try:
-        return _read_file(Path(source)) if is_file else _of_mapping("", source, Place(_OF_DICT))  # type: ignore[arg-type]
-    except RecursionError:
-        msg = f"{source if is_file else _OF_DICT}: values are nested too deep for a config."
-        raise ConfigError(msg) from None
+    if isinstance(source, (str, os.PathLike)):
+        return _read_file(Path(source))
+    return _of_mapping([""], source, SourceLine(_OF_DICT))
 
 
-def _of_mapping(name: str, values: Mapping[str, Any], place: Place) -> Section:
+def _of_mapping(path: Sequence[str], values: Mapping[str, Any], place: SourceLine) -> Section:
+    """Take a dict; `path` has the names of the sections that it is in, the whole first."""
+    if len(path) > _MAX_DEPTH:
+        raise ConfigError(_too_deep(place, path[1]))
     entries = {}
     for key, value in values.items():
         is_section = hasattr(value, "items")
-        entries[str(key)] = Entry(
-            _of_mapping(str(key), value, place) if is_section else value, place
+        entries[str(key)] = Setting(
+            _of_mapping([*path, str(key)], value, place) if is_section else value, place
         )
-    return Section(name, entries, place)
+    return Section(path[-1], entries, place)
 
 
 def _read_file(path: Path) -> Section:
@@ -126,6 +129,7 @@ def _read_file(path: Path) -> Section:
         if text.lstrip().startswith("{"):
             # JSON is YAML, but for tabs between its tokens, which YAML refuses.
             text = text.replace("\t", "    ")
+        _check_depth(yaml, text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
             msg = f"{path}:1: this is not a config file: it has no fields (name: value)."
@@ -134,7 +138,7 @@ def _read_file(path: Path) -> Section:
         return _of_node(yaml, "", node, str(path))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = Place(str(path), None if mark is None else mark.line + 1)
+        place = SourceLine(str(path), None if mark is None else mark.line + 1)
         msg = f"{place}: this is not YAML: {error.problem or error.context}."
         raise ConfigError(msg) from error
     except yaml.YAMLError as error:  # Characters that no text has.
@@ -155,36 +159,60 @@ def _text_of(path: Path) -> str:
     return content.decode("utf-8").replace("\r\n", "\n")
 
 
+def _check_depth(yaml: Any, text: str, path: Path) -> None:
+    """Refuse what is nested deeper than any config, before anything recurses into it."""
+    depth, field, is_key = 0, "the whole", True
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if depth == 1 and isinstance(event, yaml.NodeEvent):  # The outermost fields' names, values.
+            field = getattr(event, "value", field) if is_key else field
+            is_key = not is_key
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            place = SourceLine(str(path), event.start_mark.line + 1)
+            raise ConfigError(_too_deep(place, field))
+
+
+def _too_deep(place: SourceLine, field: str) -> str:
+    return f"{place}: {field} is nested too deep: no field has more than {_MAX_DEPTH} levels."
+
+
 def _check_size(node: Any, path: Path) -> None:
     """Refuse aliases that stand for more than anybody writes."""
-    left, waiting = _MAX_VALUES, [node]
-    while waiting:
-        left -= 1
-        if left < 0:
-            msg = f"{path}: with its aliases it has more than {_MAX_VALUES} values."
-            raise ConfigError(msg)
-        for value in waiting.pop().value:
-            waiting += value if isinstance(value, tuple) else ()
-            if not isinstance(value, (tuple, str)):
-                waiting.append(value)
+    left = _MAX_VALUES
+    for key, value in node.value:
+        waiting = [key, value]
+        while waiting:
+            left -= 1
+            if left < 0:
+                place = SourceLine(str(path), key.start_mark.line + 1)
+                msg = (
+                    f"{place}: with its aliases {key.value} has more values than the "
+                    f"{_MAX_VALUES} that a config may have."
+                )
+                raise ConfigError(msg)
+            for each in waiting.pop().value:
+                waiting += each if isinstance(each, tuple) else ()
+                if not isinstance(each, (tuple, str)):
+                    waiting.append(each)
 
 
 def _of_node(yaml: Any, name: str, node: Any, source: str) -> Section:
-    entries: dict[str, Entry] = {}
+    entries: dict[str, Setting] = {}
     for key, value, place in _pairs(yaml, node, source):
         if key in entries:
             msg = f"{place}: {key} stands here and at {entries[key].place}. Keep one of them."
             raise ConfigError(msg)
         if isinstance(value, yaml.MappingNode):
-            entries[key] = Entry(_of_node(yaml, key, value, source), place)
+            entries[key] = Setting(_of_node(yaml, key, value, source), place)
         else:
-            entries[key] = Entry(_value_of(yaml, value), place)
-    return Section(name, entries, Place(source, node.start_mark.line + 1))
+            entries[key] = Setting(_value_of(yaml, value), place)
+    return Section(name, entries, SourceLine(source, node.start_mark.line + 1))
 
 
-def _pairs(yaml: Any, node: Any, source: str) -> Iterator[tuple[str, Any, Place]]:
+def _pairs(yaml: Any, node: Any, source: str) -> Iterator[tuple[str, Any, SourceLine]]:
     for key, value in node.value:
-        yield str(_value_of(yaml, key)), value, Place(source, key.start_mark.line + 1)
+        yield str(_value_of(yaml, key)), value, SourceLine(source, key.start_mark.line + 1)
 
 
 def _value_of(yaml: Any, node: Any) -> Any:

@@ -18,13 +18,14 @@ from torch.distributed.run import (
 )
 
 from shardkit._errors import LaunchError, nearest
+from shardkit._kinds import Kind, NotOfKindError, Number, Seconds
+from shardkit.config._fields import MAX_RANKS, TOP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _PORT = 29500
 _AS_MANY_AS_CARDS = -1  # As Accelerate writes it.
-_MAX_RANKS = 4096  # On one host, and hosts: more is a slip of the finger.
 _ABOUT = """Start the ranks of a script by torchrun.
 
 All options of torchrun are known, and the names of Accelerate for the most frequent ones. What is
@@ -33,11 +34,11 @@ is one host, with a rank for each card, or one rank where there is no card.
 """
 # Accelerate's names; their values are what a config file has under the same name.
 _OF_CONFIG = {
-    "num_processes": (int, "ranks of all hosts together"),
-    "num_machines": (int, "hosts"),
-    "machine_rank": (int, "of this host, from 0"),
-    "main_process_ip": (str, "name or address of host 0, on a network that all share"),
-    "main_process_port": (int, f"a free port there ({_PORT})"),
+    "num_processes": "ranks of all hosts together",
+    "num_machines": "hosts",
+    "machine_rank": "of this host, from 0",
+    "main_process_ip": "name or address of host 0, on a network that all share",
+    "main_process_port": f"a free port there ({_PORT})",
 }
 # Torchrun's names of the same.
 _OF_TORCHRUN = {
@@ -45,6 +46,12 @@ _OF_TORCHRUN = {
     "machine_rank": "node_rank",
     "main_process_ip": "master_addr",
     "main_process_port": "master_port",
+}
+# Torchrun's options of which no field is the same, and which it does not check.
+_ALONE: dict[str, Kind] = {
+    "max_restarts": Number(0),
+    "monitor_interval": Seconds(),
+    "shutdown_timeout": Number(0),
 }
 
 
@@ -108,8 +115,8 @@ def parser() -> argparse.ArgumentParser:
         help="under srun: take hosts and ranks from SLURM's variables",
     )
     ours.add_argument("--color", choices=("auto", "always", "never"), default="auto")
-    for name, (kind, text) in _OF_CONFIG.items():
-        ours.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help=text)
+    for name, text in _OF_CONFIG.items():
+        ours.add_argument(f"--{name}", f"--{name.replace('_', '-')}", help=text)
     return result
 
 
@@ -130,7 +137,7 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     fields = {name: value for name, value in dict(written).items() if value is not None}
     reader.set_defaults(**dict.fromkeys(_OF_TORCHRUN.values()))  # None: not on the command line.
     fields |= _above_the_file(first, reader.parse_args(argv))
-    _check_numbers(fields)
+    fields = _parsed(fields)
     use_cpu = first.cpu or bool(fields.get("use_cpu"))
     if first.xla or str(fields.get("distributed_type", "")).upper() == "XLA":
         defaults = _xla_defaults(fields)
@@ -145,9 +152,12 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
         raise LaunchError(msg)
     try:
         hosts = parse_min_max_nnodes(torchrun.nnodes)
+        if hosts[0] > hosts[1]:
+            msg = f"{hosts[0]} hosts at the least are more than {hosts[1]} at the most"
+            raise ValueError(msg)  # noqa: TRY301 - the options are named once
         for count in (*hosts, determine_local_world_size(torchrun.nproc_per_node)):
-            if not 1 <= count <= _MAX_RANKS:
-                msg = f"{count} is not in 1 to {_MAX_RANKS}"
+            if not 1 <= count <= MAX_RANKS:
+                msg = f"{count} is not in 1 to {MAX_RANKS}"
                 raise ValueError(msg)  # noqa: TRY301 - the options are named once
     except (ValueError, RuntimeError) as error:
         msg = (
@@ -156,6 +166,9 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
             f"host, or cpu, gpu or auto."
         )
         raise LaunchError(msg) from None
+    for name, kind in _ALONE.items():
+        if hasattr(torchrun, name):  # Not all are options of each release.
+            setattr(torchrun, name, _read(kind, name, getattr(torchrun, name)))
     result = Arguments(
         torchrun,
         first.config,
@@ -214,34 +227,36 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
             )
             raise LaunchError(msg)
         value = own if other is None else other
-        if name == "num_machines" and value is not None and not str(value).isdigit():
+        if name == "num_machines" and own is None and not str(value or 0).isdigit():
             continue  # A number of hosts that may change, or nonsense, which torchrun tells.
         if value is not None:
             found[name] = value
     return found
 
 
-def _check_numbers(fields: Mapping[str, Any]) -> None:
-    """Refuse numbers of ranks, hosts and ports that cannot be; those of a file are checked there.
+def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of the command line as those of a file are read.
 
     Raises:
-        LaunchError: It names the option.
+        LaunchError: One cannot be meant; it names the option.
     """
-    limits = {
-        "num_machines": (1, _MAX_RANKS),
-        "num_processes": (1, _MAX_RANKS * _MAX_RANKS),
-        "machine_rank": (0, max(int(fields.get("num_machines") or 1), 1) - 1),
-        "main_process_port": (0, 2**16 - 1),
-    }
-    for name, (least, most) in limits.items():
-        value = fields.get(name)
-        if value is None or (name == "num_processes" and int(value) == _AS_MANY_AS_CARDS):
+    result = dict(fields)
+    for name in _OF_CONFIG:  # Hosts before the rank of one of them.
+        if name not in fields:
             continue
-        if name == "machine_rank" and "num_machines" not in fields:
-            most = _MAX_RANKS - 1  # noqa: PLW2901 - --nnodes says how many there are
-        if not least <= int(value) <= most:
-            msg = f"{name} must be in {least} to {most}, got {value}."
-            raise LaunchError(msg)
+        kind = TOP[name].kind
+        if name == "machine_rank" and "num_machines" in result:  # Else --nnodes says how many.
+            kind = Number(0, result["num_machines"] - 1)
+        result[name] = _read(kind, name, fields[name])
+    return result
+
+
+def _read(kind: Kind, name: str, value: object) -> Any:
+    """Return the value of an option; None if it is not given."""
+    try:
+        return None if value is None else kind.parse(value)
+    except NotOfKindError as error:
+        raise LaunchError(error.sentence(name, value)) from None
 
 
 def _is_in_environment(name: str) -> bool:

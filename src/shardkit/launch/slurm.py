@@ -7,7 +7,7 @@ import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit._errors import LaunchError
+from shardkit._errors import LaunchError, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -115,8 +115,8 @@ def tasks_of(environment: Mapping[str, str]) -> Tasks:
     per_host = tasks_per_host(find("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_host) != len(hosts) or host >= len(hosts):
         msg = (
-            f"SLURM names the hosts {', '.join(hosts)} and {len(per_host)} numbers of tasks; this "
-            f"is host {host}. They must belong together: start this process by `srun` itself."
+            f"SLURM names the hosts {listed(hosts, str)} and {len(per_host)} numbers of tasks; "
+            f"this is host {host}. They must belong together: start this process by `srun` itself."
         )
         raise LaunchError(msg)
     job = number("SLURM_JOB_ID", "SLURM_JOBID")

@@ -14,7 +14,7 @@ from shardkit.optim._codecs import codec_of, fresh_state, is_number
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._refusals import refuse_class, refuse_norms
 from shardkit.optim._rounding import check_copies, rounds_randomly, same_random_numbers
-from shardkit.optim._runs import MASTER, Part, Run, plan_runs
+from shardkit.optim._runs import MASTER, RunPart, SteppedRun, plan_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -75,7 +75,7 @@ class LocalOptimizer(DelegatingOptimizer):
         super().__init__(params, optimizer_class, defaults)
 
     def _forget(self) -> None:
-        self._runs: list[Run] = []
+        self._runs: list[SteppedRun] = []
         self._known: list[list[tuple[Any, Any]]] = []
         self._copies: list[tuple[Tensor, int]] = []
 
@@ -175,7 +175,7 @@ class LocalOptimizer(DelegatingOptimizer):
 
     # --- state ----------------------------------------------------------------------------------
 
-    def _entries_of(self, run: Run) -> dict[str, Any]:
+    def _entries_of(self, run: SteppedRun) -> dict[str, Any]:
         assert self.inner is not None
         return self.inner.state.get(run.tensor) or {}
 
@@ -242,7 +242,9 @@ class LocalOptimizer(DelegatingOptimizer):
                     self.inner.state[run.tensor] = put
         self.inner.state.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
 
-    def _put_run(self, run: Run, saved: list[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _put_run(
+        self, run: SteppedRun, saved: list[Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the state of what is stepped; `saved` is that of its parts, of one history."""
         shown: dict[str, Any] = {}
         for name, value in saved[0].items():
@@ -262,7 +264,7 @@ class LocalOptimizer(DelegatingOptimizer):
             fresh = fresh_state(self.optimizer_class, self._options, options, run.tensor)
         return self._codec.put(shown, fresh, run.tensor)
 
-    def _number(self, name: str, value: Any, run: Run, settings: Mapping[str, Any]) -> Any:
+    def _number(self, name: str, value: Any, run: SteppedRun, settings: Mapping[str, Any]) -> Any:
         """Return a number as torch's optimizers want it; others say themselves."""
         if not self._codec.is_known or name not in STATE_NUMBERS:
             return value
@@ -276,7 +278,7 @@ def _piece_of(param: Any) -> Any:
     return param.local_piece if type(param) is ShardedTensor else None
 
 
-def _is_parted(run: Run) -> bool:
+def _is_parted(run: SteppedRun) -> bool:
     """Whether some of a run's parameters have no gradient, or theirs lie apart from the start.
 
     Or whether its first gradient is there, and a master is to be made.
@@ -293,7 +295,7 @@ def _is_parted(run: Run) -> bool:
     return may_part and not run.lie_together(grads)
 
 
-def _shards_of(run: Run) -> list[Tensor]:
+def _shards_of(run: SteppedRun) -> list[Tensor]:
     """Return the tensors whose version counters say that the run's pieces changed."""
     param = run.parts[0].param
     if run.is_stand_in or run.is_plain:
@@ -301,7 +303,7 @@ def _shards_of(run: Run) -> list[Tensor]:
     return [param.local_piece if param.flat is None else param.flat]
 
 
-def _view(value: Any, run: Run, part: Part) -> Any:
+def _view(value: Any, run: SteppedRun, part: RunPart) -> Any:
     """Return a part of what is shown of a run, as its parameter is cut; numbers are copies."""
     if is_number(value):  # Of all parts: what is written to one's must not reach the others.
         return value.clone() if isinstance(value, Tensor) else value

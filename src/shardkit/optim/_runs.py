@@ -38,7 +38,7 @@ MASTER = "master"
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class RunPart:
     """Elements [start, stop) of this rank's piece of a parameter, from `at` on in a run."""
 
     param: Any
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class SteppedRun:
     """What the inner optimizer steps as one parameter; see the note above.
 
     Attributes:
@@ -65,7 +65,7 @@ class Run:
         version: Of `values` when `tensor` was last written to it.
     """
 
-    parts: list[Part]
+    parts: list[RunPart]
     start: int
     numel: int
     is_plain: bool = False
@@ -141,7 +141,7 @@ class Run:
             self.version = _compat.version_of(self.values)
 
 
-def _part_of(tensor: Any, part: Part) -> Tensor:
+def _part_of(tensor: Any, part: RunPart) -> Tensor:
     """Return a part's elements of a tensor that is cut as its parameter is, or whole."""
     spec = part.param.spec
     if type(tensor) is not ShardedTensor:
@@ -164,7 +164,7 @@ def plan_runs(
     state: Mapping[Any, Mapping[str, Any]],
     codec: Codec,
     master_dtype: torch.dtype | None,
-) -> list[Run]:
+) -> list[SteppedRun]:
     """Return what stands for the parameters of one group.
 
     Args:
@@ -176,29 +176,31 @@ def plan_runs(
     Raises:
         OptimizerError: A parameter is on meta, or its operators are traced (XLA).
     """
-    runs: list[Run] = []
-    stand_ins: dict[Hashable, Run] = {}
+    runs: list[SteppedRun] = []
+    stand_ins: dict[Hashable, SteppedRun] = {}
     histories = {param: _history(state.get(param, {})) for param in params}
     for param in _in_order_of_buckets(histories):
         if type(param) is not ShardedTensor:
-            part = Part(param, 0, param.numel(), 0)
-            runs.append(Run([part], 0, param.numel(), is_plain=True))
+            part = RunPart(param, 0, param.numel(), 0)
+            runs.append(SteppedRun([part], 0, param.numel(), is_plain=True))
             continue
         _check(param)
         if param.spec.piece_numel == 0:
             kind = (param.dtype, param.device, param.grad is None, histories[param])
-            run = stand_ins.setdefault(kind, Run([], 0, 1, is_stand_in=True))
-            run.parts.append(Part(param, 0, 0, 0))
+            run = stand_ins.setdefault(kind, SteppedRun([], 0, 1, is_stand_in=True))
+            run.parts.append(RunPart(param, 0, 0, 0))
             continue
         begin = param.spec.piece_range[0]
         for start, stop in _ranges(param, codec):
             last = runs[-1] if runs else None
             if last is not None and _continues(last, param, histories, codec, master_dtype):
                 at = begin + start - last.start
-                last.parts.append(Part(param, start, stop, at))
+                last.parts.append(RunPart(param, start, stop, at))
                 last.numel = at + stop - start
             else:
-                runs.append(Run([Part(param, start, stop, 0)], begin + start, stop - start))
+                runs.append(
+                    SteppedRun([RunPart(param, start, stop, 0)], begin + start, stop - start)
+                )
     everything = [*runs, *stand_ins.values()]
     for run in everything:
         _make_tensor(run, state, master_dtype)
@@ -272,7 +274,7 @@ def _wants_master(param: Any, master_dtype: torch.dtype | None) -> bool:
 
 
 def _continues(
-    run: Run,
+    run: SteppedRun,
     param: Any,
     histories: Mapping[Any, Hashable],
     codec: Codec,
@@ -299,7 +301,7 @@ def _are_together(one: Any, other: Any) -> bool:
 
 
 def _make_tensor(
-    run: Run, state: Mapping[Any, Mapping[str, Any]], master_dtype: torch.dtype | None
+    run: SteppedRun, state: Mapping[Any, Mapping[str, Any]], master_dtype: torch.dtype | None
 ) -> None:
     """Make what is stepped. Frozen parameters get no master: most never have a gradient."""
     params = [part.param for part in run.parts]

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import OptimizerError
-from shardkit._layout.exchange import Part, Spread, Traffic, gradient_traffic, value_traffic
+from shardkit._layout.exchange import HeldPart, Spread, Traffic, gradient_traffic, value_traffic
 from shardkit._layout.owned import assign_owners, loads_of, owned_layout, plan_batches
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import Replicate, ShardSpec
@@ -220,12 +220,12 @@ def _joint_axis(mesh: DeviceMesh) -> PeerAxis:
     return axis
 
 
-def _part_of(spec: ShardSpec) -> Part | None:
+def _part_of(spec: ShardSpec) -> HeldPart | None:
     """Return what this rank holds of a parameter that tensor parallelism splits; else None."""
     outer = spec.tensor_parallel
     if outer is None:
         return None
-    return Part(spec.start, spec.stop, spec.layout.shapes[spec.index], outer.offsets)
+    return HeldPart(spec.start, spec.stop, spec.layout.shapes[spec.index], outer.offsets)
 
 
 def _agree(axis: PeerAxis, facts: list[tuple[Any, ...]]) -> None:
@@ -248,7 +248,7 @@ def _agree(axis: PeerAxis, facts: list[tuple[Any, ...]]) -> None:
             raise OptimizerError(msg)
 
 
-def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[Part] | None) -> Spread:
+def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart] | None) -> Spread:
     """Return who of the members holds what of a parameter."""
     mesh, placements = spec.mesh, spec.placements
     inner = 0 if spec.tensor_parallel is None else len(spec.tensor_parallel.placements)

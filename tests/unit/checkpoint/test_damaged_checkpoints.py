@@ -19,6 +19,7 @@ from torch import nn
 
 from shardkit import checkpoint
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint import _load
 from shardkit.checkpoint._dcp import directory, manifest, metadata
 from shardkit.checkpoint._inspect import verify
 
@@ -334,3 +335,37 @@ def test_a_replacement_that_a_crash_cut_is_finished_or_undone(tmp_path: pathlib.
     with warnings.catch_warnings():
         checkpoint.save(path, step=3, overwrite=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_checkpoint_that_another_job_gave_its_name(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without exchanges: one job was killed between two renames, another recovers the name."""
+    path = checkpoint.save(tmp_path / "x", step=1)
+    write = directory.write_synced
+
+    def write_and_recover(manifest: pathlib.Path, content: bytes) -> None:
+        write(manifest, content)
+        path.rename(tmp_path / ".x.replaced")
+        directory.recover(path)
+
+    monkeypatch.setattr(directory, "write_synced", write_and_recover)
+    assert checkpoint.save(path, step=2, overwrite=True) == path
+    assert checkpoint.load(path) == {"step": 2}
+
+
+def test_a_name_that_is_lost_again_and_again_while_it_is_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without exchanges: other jobs replace the checkpoint when the load begins, and after that."""
+    path = checkpoint.save(tmp_path / "x", step=1)
+    path.rename(tmp_path / ".x.replaced")
+    look, times = _load._look, iter(range(3))  # noqa: SLF001
+
+    def look_and_lose(target: pathlib.Path) -> None:
+        look(target)
+        if next(times, None) is not None:
+            path.rename(tmp_path / ".x.replaced")
+
+    monkeypatch.setattr(_load, "_look", look_and_lose)
+    assert checkpoint.load(path) == {"step": 1}

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from shardkit import checkpoint
 from shardkit._cli import app
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp import manifest, metadata
+from shardkit.checkpoint._dcp import directory, manifest, metadata
 from shardkit.checkpoint._inspect import describe, verify
 
 if typing.TYPE_CHECKING:
@@ -275,6 +275,10 @@ def test_chunks_of_any_boxes_are_whole() -> None:
     assert "2 of its 4" in uncovered(torch.Size([4]), boxes(((0,), (2,)), ((0,), (2,))))
 
 
+SHARED = b"N\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(1, 61))
+INDEX = b"torch.distributed.checkpoint.metadata\nMetadataIndex"
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -285,14 +289,62 @@ def test_chunks_of_any_boxes_are_whole() -> None:
         b"\x80\x04c",
         b"\xff",
         b"",
+        # Tuples of two of the same, nested 60 times: as a key, in sets, as arguments, in an index.
+        b"\x80\x02}N" + b"2\x86" * 60 + b"Ns.",
+        b"\x80\x04}(" + SHARED + b"Nu.",
+        b"\x80\x04\x8f(" + SHARED + b"\x90.",
+        b"\x80\x04(" + SHARED + b"\x91.",
+        b"\x80\x04cpathlib\nPath\n\x94" + SHARED + b"\x85R.",
+        b"\x80\x04ctorch.serialization\n_get_layout\n\x94" + SHARED + b"\x85R.",
+        b"\x80\x04c" + INDEX + b"\n\x94)\x81}\x8c\x03fqn" + SHARED + b"sb.",
+        b"\x80\x04c" + INDEX + b"\n\x94" + SHARED + b"\x85R.",
+        b"\x80\x02}N" + b"\x85" * 3_000_000 + b"Ns.",  # Nested so deep that hashing has no end.
+        # A path of two of the same, 60 times; copies of a long list; one long tuple, many times.
+        b"\x80\x04cpathlib\nPath\n\x94\x8c\x01a\x94"
+        + b"".join(b"h\x00h%ch%c\x86R\x94" % (i + 1, i + 1) for i in range(60))
+        + b".",
+        b"\x80\x04]("
+        + b"N" * 100_000
+        + b"e\x94]("
+        + b"cbuiltins\nlist\nh\x00\x85R" * 10_000
+        + b"e.",
+        b"\x80\x04(" + b"N" * 100_000 + b"t\x94}(" + b"h\x00N" * 100_000 + b"u.",
     ],
+    ids=zlib.crc32,
 )
 def test_a_pickle_that_takes_more_than_it_is(content: bytes, tmp_path: pathlib.Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="not a DCP metadata pickle"):
+    with pytest.raises(CheckpointError, match=r"not a DCP metadata pickle|expected DCP's Metadata"):
         checkpoint.load(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+@pytest.mark.filterwarnings("ignore:.*is passed over", "ignore:no checkpoint of")
+@pytest.mark.parametrize("kind", ["empty", "bytes", "fifo", "endless", "folder"])
+def test_a_note_of_damage_that_is_none(saved: pathlib.Path, kind: str) -> None:
+    """Empty: the disk was full when it was written."""
+    note = saved / "shardkit.damaged"
+    if kind == "fifo":
+        os.mkfifo(note)
+    elif kind == "endless":
+        note.symlink_to("/dev/zero")
+    elif kind == "folder":
+        note.mkdir()
+    else:
+        note.write_bytes(b"\xff" * (kind == "bytes"))
+    assert checkpoint.latest(saved.parent) is None
+    assert verify(saved).problems
+    assert directory.note_damage(saved, "bad", directory.stamp(saved))
+    assert checkpoint.latest(saved.parent) is None
+
+
+def test_a_note_of_damage_goes_into_no_other_file(saved: pathlib.Path) -> None:
+    mine = saved.parent / "mine"
+    mine.write_text("kept")
+    (saved / "shardkit.damaged").symlink_to(mine)
+    directory.note_damage(saved, "bad", directory.stamp(saved))
+    assert mine.read_text() == "kept"
 
 
 # --- other formats --------------------------------------------------------------------------------
@@ -331,6 +383,7 @@ FORGED_LOCAL: dict[str, Callable[[Body], object]] = {
     "tied": lambda c: c["shard_metadata"].update(tied={"a": 3}),
     "tied to nothing": lambda c: c["shard_metadata"].update(tied={"a": "b"}),
     "world": lambda c: c["shard_metadata"].update(world_size=0),
+    "many ranks": lambda c: c["shard_metadata"].update(world_size=2**62),
     "save": lambda c: c["shard_metadata"].update(save=[1]),
     "other dtype": lambda c: c["model"].update(weight=torch.ones(3, dtype=torch.int32)),
     "no tensor": lambda c: c["model"].clear(),
@@ -365,6 +418,16 @@ def test_flipped_bytes_in_whole_files(tmp_path: pathlib.Path, form: str) -> None
                 read(path)
             except CheckpointError:
                 continue
+
+
+def test_tensors_that_share_the_bytes_of_a_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "a.safetensors"
+    tensors = {"a": torch.ones(4), "none": torch.ones(0), "b": torch.zeros(4)}
+    safetensors.torch.save_file(tensors, file)
+    assert verify(file).problems == []
+    file.write_bytes(file.read_bytes().replace(b"[16,32]", b"[12,28]"))
+    (problem,) = verify(file).problems
+    assert "'b' overlaps another one" in problem
 
 
 def test_names_that_no_terminal_shows(tmp_path: pathlib.Path) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardkit import CheckpointError
 from shardkit.checkpoint import consolidate
-from shardkit.checkpoint._inspect import Findings, describe, verify
+from shardkit.checkpoint._inspect import Verification, describe, verify
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -101,7 +101,7 @@ def test_they_are_described_and_verified(tmp_path: pathlib.Path) -> None:
     assert chunks["model.0.weight"] == [[0, 14], [14, 28], [28, 35]]
     assert chunks["model.0.bias"] == [[0, 5]]
     assert chunks["model.1.norm.running_mean"] == [None]
-    assert verify(tmp_path / "m") == Findings()
+    assert verify(tmp_path / "m") == Verification()
 
 
 def rewrite(folder: pathlib.Path, rank: int, state: dict[str, typing.Any]) -> None:

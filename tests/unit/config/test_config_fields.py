@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -242,8 +243,11 @@ def test_the_guide_names_every_field() -> None:
         ({"distributed_type": "MEGATRON_LM"}, "Write FSDP with an fsdp_config"),
         (fields_of(mixed_precision="fp8"), "Write bf16"),
         (fields_of(compute_environment="AMAZON_SAGEMAKER"), "Start the ranks by torchrun"),
-        (fields_of(use_cpu="maybe"), "use_cpu must be true or false, got 'maybe'."),
-        (fields_of(num_processes=0), "num_processes must be an integer of at least 1, got 0."),
+        (
+            fields_of(use_cpu="maybe"),
+            "use_cpu must be true or false (or yes, on, 1; no, off,",
+        ),
+        (fields_of(num_processes=0), "must be an integer from 1 to 16777216, or -1, got 0."),
         (fields_of(num_processes=True), "num_processes must be an integer"),
         (fields_of(num_processes=1.5), "num_processes must be an integer"),
         (fields_of(gpu_ids=[1]), "gpu_ids must be one value"),
@@ -254,7 +258,8 @@ def test_the_guide_names_every_field() -> None:
             "'TRANSFORMER_BASED_WRAP'",
         ),
         (fields_of(dynamo_config={"dynamo_backend": "INDUCTOR"}), "layer.compile()"),
-        (fields_of(fp8_config={"backend": "AO"}), "fp8_config is not carried out by shardkit"),
+        (fields_of(fp8_config={"backend": "AO"}), "must be left out, got {'backend': 'AO'}."),
+        (fields_of(fsdp={"fsdp_ignored_modules": "("}), "must be a regular expression, got '('."),
         (fields_of(deepspeed_config={"zero_stage": 3}), "distributed_type: FSDP"),
         (fields_of(megatron_lm_config={"a": 1}), "Write a parallelism_config"),
         (fields_of(downcast_bf16="yes"), "Write mixed_precision: bf16"),
@@ -419,9 +424,10 @@ def aliases(depth: int, width: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (aliases(9, 10), "with its aliases it has more than 10000 values"),
-        ("a: &a [*a]", "with its aliases it has more than|not YAML"),
-        ("a: " + "[" * 20_000, "nested too deep|not YAML"),
+        (aliases(9, 10), ":5: with its aliases a4 has more values than the 10000"),
+        ("a: &a [*a]", "with its aliases a has more values|not YAML"),
+        ("b: 1\na: " + "[" * 20_000, ":2: a is nested too deep: no field has more than 20 lev"),
+        ('{"b": "c", "a": ' + "[" * 20_000, ":1: a is nested too deep"),
         ("a: " + "x" * 300_000, "has more than 262144 bytes"),
         ("num_machines: " + "9" * 400, "num_machines must be an integer"),
     ],
@@ -443,8 +449,42 @@ def test_a_fifo_is_no_config_file(tmp_path: pathlib.Path) -> None:
 def test_a_dict_that_holds_itself() -> None:
     fields: Fields = {}
     fields["fsdp_config"] = fields
-    with pytest.raises(ConfigError, match="nested too deep"):
+    with pytest.raises(ConfigError, match="fsdp_config is nested too deep"):
         from_config(fields)
+
+
+BAD: list[typing.Any] = [
+    *(True, False, 0, -1, 3, 3.5, 1e300, float("nan"), float("inf"), 10**400, 10**5000, 2**63),
+    *("", "banana", "nan", "-1", "(", "[", "\0", "a,b", ",", "\ud800", "1e400", "x" * 2000, b"x"),
+    *([], ["a"], [None], {}, {"a": 1}, {1: {"b": 2}}, (1,), {1}, object, Ellipsis),
+    functools.reduce(lambda inner, _: [inner], range(100_000), []),
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_refusal_names_the_field_the_value_and_what_is_allowed(section: str) -> None:
+    names = "|".join(name for fields in SECTIONS.values() for name in fields)
+    remedy = "Write|write|leave|It counts|the ranks of machines are|belongs|sizes of a"
+    count = 0
+    for name in SECTIONS[section]:
+        for value in BAD:
+            fields = fields_of(**({section: {name: value}} if section else {name: value}))
+            try:
+                from_config(fields)
+            except ConfigError as error:
+                found = str(error)
+            else:
+                continue
+            count += 1
+            assert len(found) < 2000
+            for line in found.splitlines():
+                assert re.match(
+                    rf"config: ({names}) (must .*, got .*\.|(is|belongs) .*({remedy})|needs .*)|"
+                    rf"config: there is no field .*(nearest|belongs|stands|are )",
+                    line,
+                ), (name, line)
+            assert name in found or (section and section in found), found
+    assert count > 100
 
 
 def test_all_errors_of_a_file_come_at_once_with_their_lines(tmp_path: pathlib.Path) -> None:

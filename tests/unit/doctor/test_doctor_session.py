@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from machines import FakeMachine
 
-from shardkit._doctor.facts import Checkup, Place
+from shardkit._doctor.facts import Checkup, LaunchPlace
 from shardkit._doctor.links import Answerer
 from shardkit._doctor.report import as_json, lines_of
 from shardkit._doctor.rules_group import examine
@@ -20,7 +20,7 @@ from shardkit._doctor.session import NoStoreError, Session, open_store, place_of
 TIMEOUT_S = 3.0
 
 
-def place(rank: int, world_size: int, **fields: typing.Any) -> Place:
+def place(rank: int, world_size: int, **fields: typing.Any) -> LaunchPlace:
     values = {
         "rank": rank,
         "world_size": world_size,
@@ -30,7 +30,7 @@ def place(rank: int, world_size: int, **fields: typing.Any) -> Place:
         "master_port": 1,
         "hosts_store": False,
     }
-    return Place(**{**values, **fields})
+    return LaunchPlace(**{**values, **fields})
 
 
 def meet(machines: dict[int, FakeMachine], world_size: int) -> Checkup:
@@ -122,7 +122,7 @@ def test_what_machines_say_is_what_is_reported() -> None:
 # --- where ranks meet -----------------------------------------------------------------------------
 
 
-def refusal(machine: FakeMachine, at: Place) -> typing.Any:
+def refusal(machine: FakeMachine, at: LaunchPlace) -> typing.Any:
     start = time.monotonic()
     with pytest.raises(NoStoreError) as caught:
         open_store(machine, at, 1.0)

@@ -187,16 +187,27 @@ def test_cards_that_are_chosen_are_as_many_as_ranks(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num_processes", "99999999999999"], r"num_processes must be in 1 to \d+, got 9999"),
-        (["--num_processes", "-3"], "num_processes must be in .* got -3"),
-        (["--num_processes", "0"], "num_processes must be in .* got 0"),
+        (
+            ["--num_processes", "99999999999999"],
+            r"must be an integer from 1 to \d+, or -1, got '9999",
+        ),
+        (["--num_processes", "-3"], "num_processes must be .* got '-3'"),
+        (["--num_processes", "0"], "num_processes must be .* got '0'"),
         (["--num_processes", "50000"], "--nproc-per-node 50000: 50000 is not in 1 to 4096"),
-        (["--num_machines", "0"], "num_machines must be in .* got 0"),
-        (["--num_machines", "2", "--machine_rank", "2"], "machine_rank must be in 0 to 1, got 2"),
-        (["--main_process_port", "70000"], "main_process_port must be in 0 to 65535, got 70000"),
+        (["--num_machines", "0"], "num_machines must be .* got '0'"),
+        (
+            ["--num_machines", "2", "--machine_rank", "2"],
+            "machine_rank must .* 0 to 1, got '2'",
+        ),
+        (["--main_process_port", "70000"], "main_process_port must be .* 0 to 65535, got '7"),
+        (["--num_processes", "two"], "num_processes must be an integer .*, got 'two'"),
+        (["--num_machines", "two"], "num_machines must be an integer .*, got 'two'"),
+        (["--nnodes", "4:2"], "--nnodes 4:2 .* 4 hosts at the least are more than 2 at the most"),
+        (["--max-restarts", "-1"], "max_restarts must be an integer of at least 0, got -1"),
+        (["--monitor-interval", "nan"], "monitor_interval must be a positive number .*, got nan"),
         (["--nproc-per-node", "-3"], "-3 is not in 1 to 4096"),
         (["--nproc-per-node", "99999999999999"], "is not in 1 to 4096"),
-        (["--nnodes", "0"], "num_machines must be in 1 to 4096, got 0"),
+        (["--nnodes", "0"], "num_machines must be .* from 1 to 4096, got '0'"),
     ],
 )
 def test_numbers_that_cannot_be_meant(words: list[str], message: str) -> None:

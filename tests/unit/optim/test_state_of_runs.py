@@ -10,7 +10,7 @@ from models import Parameters
 from recording import recording_mesh
 from shardkit import OptimizerError, fully_shard
 from shardkit.optim import LocalOptimizer
-from shardkit.optim._runs import Part, Run
+from shardkit.optim._runs import RunPart, SteppedRun
 
 
 def set_gradients(model: nn.Module) -> None:
@@ -110,5 +110,5 @@ def test_integers_are_left_alone() -> None:
 
 def test_state_of_plain_parameters_goes_to_their_device() -> None:
     param = nn.Parameter(torch.empty(3, device="meta"))
-    run = Run([Part(param, 0, 3, 0)], 0, 3, is_plain=True)
+    run = SteppedRun([RunPart(param, 0, 3, 0)], 0, 3, is_plain=True)
     assert run.join([torch.ones(3)], None).is_meta

@@ -252,6 +252,7 @@ def groups_of_two(names: Sequence[str]) -> typing.Any:
         types.SimpleNamespace(
             name=name,
             buckets=[],
+            shard_versions=(),
             gradients=types.SimpleNamespace(buckets=[bucket_of_two(name)]),
         )
         for name in names

@@ -92,6 +92,16 @@ def test_a_pass_without_backward_ends_with_nothing_live() -> None:
     assert schedule.live == ()
 
 
+def test_a_pass_whose_forwards_await_no_backward_ends_with_nothing_live() -> None:
+    """As in `functional_call`: what comes out wants gradients, of other values than these."""
+    schedule = trained()
+    schedule.begin_pass(has_changed=False)
+    schedule.enter_forward(3)
+    schedule.exit_forward(3, needs_backward=False)
+    schedule.end_pass(needs_backward=True)
+    assert schedule.live == ()
+
+
 def test_a_kept_root_stays_live_after_a_pass_without_backward() -> None:
     """The next pass, if nothing was changed, then need not gather it."""
     schedule = trained(kept=[0])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Run:
+class PieceRun:
     """Entries of all lists whose pieces lie end to end, at [start, stop) of their shards.
 
     Attributes:
@@ -40,7 +40,7 @@ class Run:
         return item.flat[self.start - item.flat_start : self.stop - item.flat_start]
 
 
-def join(items: Any, runs: Sequence[Run]) -> Any:
+def join(items: Any, runs: Sequence[PieceRun]) -> Any:
     """Return a list argument as one entry for each run; other arguments as they are."""
     if not isinstance(items, (list, tuple)):
         return items
@@ -48,7 +48,7 @@ def join(items: Any, runs: Sequence[Run]) -> Any:
 
 
 def pieces_of(
-    flats: Sequence[Tensor], runs: Sequence[Run], specs: Sequence[ShardSpec]
+    flats: Sequence[Tensor], runs: Sequence[PieceRun], specs: Sequence[ShardSpec]
 ) -> list[tuple[Tensor, Tensor | None, int]]:
     """Return (piece, flat, start of the flat) for each entry, of one flat for each run."""
     result: list[Any] = [None] * len(specs)
@@ -59,7 +59,7 @@ def pieces_of(
     return [(flats[0][:0], None, 0) if found is None else found for found in result]
 
 
-def find_runs(args: tuple[Any, ...]) -> list[Run] | None:
+def find_runs(args: tuple[Any, ...]) -> list[PieceRun] | None:
     """Return how to run list operators on flats; None if entries are not such pieces at all."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     first = lists[0]
@@ -75,18 +75,18 @@ def find_runs(args: tuple[Any, ...]) -> list[Run] | None:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _ListPlan:
     """The runs of some specs, which keeps none of them: with the first that goes, it goes."""
 
-    runs: list[Run]
+    runs: list[PieceRun]
     specs: list[weakref.ref[ShardSpec]]
 
 
-_planned: dict[tuple[int, ...], _Plan] = {}  # By the ids of the specs.
+_planned: dict[tuple[int, ...], _ListPlan] = {}  # By the ids of the specs.
 _MAX_PLANS = 16
 
 
-def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[Run]:
+def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[PieceRun]:
     if len(_planned) >= _MAX_PLANS:
         _planned.clear()
 
@@ -94,13 +94,13 @@ def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[Run]:
         _planned.pop(key, None)
 
     runs = _plan(specs)
-    _planned[key] = _Plan(runs, [weakref.ref(spec, forget) for spec in specs])
+    _planned[key] = _ListPlan(runs, [weakref.ref(spec, forget) for spec in specs])
     return runs
 
 
-def _plan(specs: Sequence[ShardSpec]) -> list[Run]:
+def _plan(specs: Sequence[ShardSpec]) -> list[PieceRun]:
     """Return the runs of neighbouring parameters; those without elements here are in none."""
-    runs: list[Run] = []
+    runs: list[PieceRun] = []
     before = None
     for position, spec in enumerate(specs):
         if spec.piece_numel == 0:
@@ -111,12 +111,12 @@ def _plan(specs: Sequence[ShardSpec]) -> list[Run]:
             runs[-1].positions.append(position)
             runs[-1].stop = stop
         else:
-            runs.append(Run([position], start, stop))
+            runs.append(PieceRun([position], start, stop))
         before = spec
     return runs
 
 
-def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[Run]) -> bool:
+def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[PieceRun]) -> bool:
     """Return whether a list has these runs: each of pieces in one flat, or of one number."""
     if len(items) != len(specs):
         return False

@@ -18,17 +18,25 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardkit._errors import listed, listed_lines
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from shardkit.backends.watch.status import RankStatus, WaitStatus
 
-_MAX_NAMED = 8
 _MAX_DETAILS = 16
+
+WRITTEN_SINCE = "written since it was gathered"
+"""In descriptions of gathers: ranks whose memory is as it was do not gather it again."""
 
 _SAME_ORDER = (
     "Run the same modules in the same order on all ranks, as often, and put modules that ranks "
     "choose among (experts) in one group."
+)
+_ALL_WRITE = (
+    "Parameters were written to on some ranks, and not on others. Each rank writes its own pieces: "
+    "load, reset and update on all ranks, an average of weights (EMA) as well."
 )
 _ALL_CALL = (
     "What communicates must be called on all ranks: forward, backward, optimizer steps with "
@@ -286,7 +294,10 @@ def _parted(statuses: Sequence[RankStatus], doomed: set[int]) -> str | None:
             if len({what for what, _ in told}) > 1:
                 ranks = _ranks(status.rank for status in members)
                 title = f"ranks parted. Of the collectives of {ranks}, number {position + 1} is"
-                return "\n".join([title, *_by_collective(told), _SAME_ORDER])
+                is_written = any(WRITTEN_SINCE in what for what, _ in told)
+                advice = _ALL_WRITE if is_written else _SAME_ORDER
+                lines = [title, *_by_collective(told), *_begun_elsewhere(members), advice]
+                return "\n".join(lines)
     return None
 
 
@@ -302,6 +313,27 @@ def _by_collective(told: Sequence[tuple[str, RankStatus]]) -> list[str]:
         ranks = _ranks(s.rank for s in whose)
         lines.append(f"  {ranks}: {what}, step {first.step}, at {first.place}{error}")
     return lines
+
+
+def _begun_elsewhere(members: Sequence[RankStatus]) -> list[str]:
+    """Say at which lines ranks called the first of the last forwards that they called elsewhere.
+
+    One forward more on a rank issues what the next forward of the others does, so that ranks part
+    only where that one is over.
+    """
+    known = [status for status in members if status.begun]
+    if not known:
+        return []
+    first = max(status.step - len(status.begun) + 1 for status in known)
+    for step in range(first, min(status.step for status in known) + 1):
+        by_line: dict[str, list[int]] = {}
+        for status in known:
+            by_line.setdefault(status.begun[step - status.step - 1], []).append(status.rank)
+        if len(by_line) > 1:
+            lines = [f"{_ranks(ranks)}: {line}" for line, ranks in by_line.items()]
+            title = f"Forward {step} was not called at the same line:"
+            return [title, *(f"  {line}" for line in listed_lines(lines))]
+    return []
 
 
 def _waiting(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> str:
@@ -332,7 +364,8 @@ def _missing(
     has_left = any(statuses[rank].state in ("ended", "destroyed") for rank in gone)
     advice = _LOST if gone and not has_left else _ALL_CALL
     title = f"{_waiting(statuses, waiting)}, and these ranks have not come:"
-    return "\n".join([title, *_described(statuses, shown), advice])
+    elsewhere = _begun_elsewhere([statuses[rank] for rank in sorted({*waiting, *awaited})])
+    return "\n".join([title, *_described(statuses, shown), *elsewhere, advice])
 
 
 def _passing(statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]]) -> Diagnosis:
@@ -353,9 +386,8 @@ def _passing(statuses: Sequence[RankStatus], lacking: Mapping[int, Sequence[int]
 
 
 def _described(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> list[str]:
-    lines = [f"  {describe(statuses[rank])}" for rank in ranks[:_MAX_NAMED]]
-    more = len(ranks) - _MAX_NAMED
-    return [*lines, f"  and {more} more"] if more > 0 else lines
+    lines = listed_lines([describe(statuses[rank]) for rank in ranks])
+    return [f"  {line}" for line in lines]
 
 
 _STATES = {
@@ -389,5 +421,4 @@ def _ranks(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
-    shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
-    return f"ranks {shown}{', ...' if len(numbers) > _MAX_NAMED else ''}"
+    return f"ranks {listed(numbers, str)}"

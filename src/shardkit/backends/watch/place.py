@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 import threading
@@ -26,7 +27,7 @@ _NAMES = {"Module._wrapped_call_impl": "forward", "Module._call_impl": "forward"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodePlace:
     """Where a thread is.
 
     Attributes:
@@ -53,16 +54,16 @@ def main_frame() -> FrameType | None:
     return sys._current_frames().get(ident)  # noqa: SLF001 - Python's documented function
 
 
-def place_of(frame: FrameType | None) -> Place:
+def place_of(frame: FrameType | None) -> CodePlace:
     """Return the user's line that a frame runs for, and what that line called."""
     called: list[CodeType] = []
     while frame is not None and _is_library(frame.f_code.co_filename):
         called.append(frame.f_code)
         frame = frame.f_back
     if frame is None:
-        return Place()
+        return CodePlace()
     code = frame.f_code
-    return Place(Path(code.co_filename).name, frame.f_lineno, code.co_name, _inside(called))
+    return CodePlace(Path(code.co_filename).name, frame.f_lineno, code.co_name, _inside(called))
 
 
 def stack_of(frame: FrameType | None) -> str:
@@ -70,6 +71,28 @@ def stack_of(frame: FrameType | None) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
+Lines = tuple[tuple["CodeType", int], ...]
+"""Lines of the user's code that called each other, the innermost first."""
+_MAX_LINES = 4
+
+
+def lines_of(frame: FrameType | None) -> Lines:
+    """Return the innermost of the user's lines that a frame runs for; refers to no frame."""
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _MAX_LINES:
+        if not _is_library(frame.f_code.co_filename):
+            found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def lines_in_words(lines: Lines) -> str:
+    """Return the innermost line, and who called it."""
+    shown = [f"{Path(c.co_filename).name}:{line}, `{c.co_name}`" for c, line in lines]
+    return ", called at ".join(shown)
+
+
+@functools.lru_cache(maxsize=4096)
 def _is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or file.startswith("<")
 

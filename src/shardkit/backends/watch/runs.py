@@ -30,7 +30,7 @@ _MAX_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RankFile:
     """One rank of a run, on this host.
 
     Attributes:
@@ -76,7 +76,7 @@ def _own_folder(*, make: bool = False) -> Path | None:
     return path if is_own and not found.st_mode & 0o077 else None
 
 
-def register(run: Run) -> Path | None:
+def register(run: RankFile) -> Path | None:
     """Leave a file about a rank; return it. None: this host has no place for it."""
     own = _own_folder(make=True)
     if own is None:
@@ -89,12 +89,12 @@ def register(run: Run) -> Path | None:
     return path
 
 
-def running() -> list[Run]:
+def running() -> list[RankFile]:
     """Return the ranks on this host, the latest first; files of processes that are gone go."""
     found = []
     for path in _files("*.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            run = Run(**json.loads(_read(path)))
+            run = RankFile(**json.loads(_read(path)))
             if _is_alive(run):
                 found.append(run)
             else:
@@ -106,7 +106,7 @@ def process_of(name: str, rank: int) -> int | None:
     """Return the process of a rank of a run if it is on this machine, though it may be gone."""
     for path in _files(f"{name}-{rank}.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            run = Run(**json.loads(_read(path)))
+            run = RankFile(**json.loads(_read(path)))
             return run.pid if run.machine == machine_id() else None
     return None
 
@@ -160,6 +160,6 @@ def _diagnoses() -> list[Path]:
     return sorted(_files("*.verdict"), key=age)
 
 
-def _is_alive(run: Run) -> bool:
+def _is_alive(run: RankFile) -> bool:
     """Whether a process may still live; of other machines nobody can tell."""
     return run.machine not in ("", machine_id()) or process_state(run.pid) != "gone"

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.place import CodePlace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +108,7 @@ class RankStatus:
         silent_s: Seconds for which it has not answered.
         stack: Stack of the main thread; in details only.
         engine: What the engine of an accelerator knows (`flight_recorder`); in details only.
+        begun: Where the last root forwards were called, up to `step`; in details only.
     """
 
     rank: int
@@ -115,7 +116,7 @@ class RankStatus:
     pid: int = 0
     state: str = "runs"
     step: int = 0
-    place: Place = field(default_factory=Place)
+    place: CodePlace = field(default_factory=CodePlace)
     error: str | None = None
     groups: dict[str, GroupStatus] = field(default_factory=dict)
     wait: WaitStatus | None = None
@@ -124,6 +125,7 @@ class RankStatus:
     silent_s: float = 0.0
     stack: str = ""
     engine: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
 
     def dump(self, *, details: bool = True) -> str:
         """Return it as text, with details or without."""
@@ -137,6 +139,7 @@ class RankStatus:
         if not details:
             content.pop("stack", None)
             content.pop("engine", None)
+            content.pop("begun", None)
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
@@ -151,7 +154,7 @@ class RankStatus:
             raise ValueError(msg)
         try:
             found: dict[str, Any] = json.loads(text)
-            found["place"] = _made(Place, found.get("place", {}))
+            found["place"] = _made(CodePlace, found.get("place", {}))
             found["groups"] = {
                 str(name): _made(GroupStatus, {**of, "ranks": _whole(of["ranks"])})
                 for name, of in found.get("groups", {}).items()

@@ -8,6 +8,7 @@ Whoever has waited long wakes all; each writes its status; who asked writes what
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import logging
 import os
@@ -32,6 +33,8 @@ from shardkit.backends.watch.place import (
     call_of,
     instruction_of,
     is_in_collective,
+    lines_in_words,
+    lines_of,
     main_frame,
     place_of,
     stack_of,
@@ -45,9 +48,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from shardkit.backends.watch.place import Lines
+
 logger = logging.getLogger("shardkit")
 
 _TICK_S = 0.25
+_NUM_BEGUN = 8
 _EXPLAIN_S = 15.0
 _GO = "go"
 _MAX_PAUSE_S = 30.0
@@ -144,6 +150,7 @@ class Watchdog:
         self.verdict: str | None = None
         self.lock = threading.Lock()
         self.step = 0
+        self._begun: collections.deque[Lines] = collections.deque(maxlen=_NUM_BEGUN)
         self.error: str | None = None
         self.has_raised = False
         self.num_counted_in = 0
@@ -174,11 +181,16 @@ class Watchdog:
         bottom = self._store.connection
         if hasattr(bottom, "port"):  # Then `python -m shardkit why` can reach the store.
             place = (bottom.host, bottom.port, self.world_size, self.rank, os.getpid(), time.time())
-            self._file = runs.register(runs.Run(self._store.run, *place, machine_id()))
+            self._file = runs.register(runs.RankFile(self._store.run, *place, machine_id()))
         for name, target in (("answers", self._listen), ("clock", self._tick)):
             thread = threading.Thread(target=target, name=f"shardkit-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def begin_step(self) -> None:
+        """A forward of a root begins; remember where, for what is said if ranks part later."""
+        self.step += 1
+        self._begun.append(lines_of(sys._getframe(1)))  # noqa: SLF001 - documented for this use
 
     # --- waits of threads that compute ---
 
@@ -537,6 +549,7 @@ class Watchdog:
             self.verdict,
             stack=stack,
             engine=recorded() if details else [],
+            begun=[lines_in_words(lines) for lines in list(self._begun)] if details else [],
         )
 
     def _is_in_use(self) -> bool:
@@ -580,6 +593,9 @@ class Watchdog:
             last.state, last.wait, last.call = state, None, None
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"end/{self.rank}", last.dump())
+                if state != "raised":
+                    for compare in at_end:
+                        compare(self._store, self.world_size)
                 if self._answering is not None:
                     self._store.set(self._answering.wake_key, "")
         self.channels.clear()  # What is left of the process groups may go.
@@ -607,6 +623,9 @@ def describe_error(error: BaseException) -> str:
 
 
 # --- the watchdog of this process -----------------------------------------------------------------
+
+at_end: list[Any] = []
+"""Called where this process takes part no more, with the `RunStore` and the number of ranks."""
 
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's own list lacks it
 _current: Watchdog | None = None

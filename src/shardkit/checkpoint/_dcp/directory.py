@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 DAMAGED_FILE = "shardkit.damaged"
 """In a checkpoint that `load` found damaged: what it found."""
 
+_NOTE_NBYTES = 1 << 20
+
 T = TypeVar("T")
 
 READ_AGAIN = 50
@@ -158,9 +160,9 @@ def problem(path: Path) -> str:
 
 
 def _check(path: Path) -> None:
-    noted = path / DAMAGED_FILE
-    if noted.exists():
-        raise CheckpointError(noted.read_text().strip())
+    noted = noted_damage(path)
+    if noted:
+        raise CheckpointError(noted)
     try:
         check_metadata(path, manifest := read_manifest(path))
     except FileNotFoundError as error:
@@ -168,6 +170,19 @@ def _check(path: Path) -> None:
         raise CheckpointError(msg) from error
     for name, stored in manifest.files.items():
         check_size(path / name, stored.nbytes)
+
+
+def noted_damage(path: Path) -> str:
+    """Return what `load` has found damaged in a checkpoint; empty if nothing is noted.
+
+    Raises:
+        CheckpointError: The note is no file of a size.
+    """
+    try:
+        noted = read_index(path / DAMAGED_FILE, _NOTE_NBYTES).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return noted or f"{path}: something of it is damaged."  # Empty where the disk was full.
 
 
 def note_damage(path: Path, found: str, which: Stamp) -> bool:
@@ -179,7 +194,9 @@ def note_damage(path: Path, found: str, which: Stamp) -> bool:
     try:
         if _stamp_of(os.stat(METADATA_FILE, dir_fd=folder)) != which:
             return False
+        # Whatever else has this name: a link could lead to any file of the user's.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK | os.O_NOFOLLOW
         with os.fdopen(os.open(DAMAGED_FILE, flags, 0o666, dir_fd=folder), "w") as file:
             file.write(f"{found}\n")
     except OSError:  # A disk that cannot be written.
@@ -408,7 +425,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     again_if_replaced(path, look)
 
 
-def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp) -> None:
+def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp, mine: Stamp) -> None:
     """Give a complete checkpoint its name. What had it before is deleted.
 
     Warns if another job has saved under this name at the same time: the last one has it.
@@ -418,15 +435,17 @@ def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp) -> None:
         path: The name.
         overwrite: Whether a checkpoint of this name is replaced.
         before: Stamp of what had the name when `prepare` was called.
+        mine: Stamp of the new one, taken before it was complete: then another job may use it to
+            recover the name.
 
     Raises:
         CheckpointError: Another job has taken the name meanwhile, and it is not overwritten.
         OSError: It cannot be renamed; what was there before is there again.
     """
-    mine = stamp(new)
     try:
-        fsync_directory(new)
-        old = _switch(new, path, before, overwrite=overwrite)
+        with contextlib.suppress(FileNotFoundError):  # It has the name already.
+            fsync_directory(new)
+        old = _switch(new, path, before, mine, overwrite=overwrite)
     except BaseException:
         with contextlib.suppress(OSError):
             delete(new, path)
@@ -449,10 +468,9 @@ def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp) -> None:
         warnings.warn(msg, stacklevel=3)
 
 
-def _switch(new: Path, path: Path, before: Stamp, *, overwrite: bool) -> list[Path]:
+def _switch(new: Path, path: Path, before: Stamp, mine: Stamp, *, overwrite: bool) -> list[Path]:
     """Give a checkpoint its name; return where now is what had it before."""
     old: list[Path] = []
-    mine = stamp(new)
     try:
         for _ in range(_SWITCHES):
             if _is_switched(new, path, old, before, overwrite=overwrite) or stamp(path) == mine:

@@ -108,6 +108,13 @@ class ItemFile:
 
     def _read_run(self, offset: int, parts: list[memoryview], crc32: int, name: str) -> int:
         """Fill the parts from one run of bytes; return their checksum."""
+        nbytes = sum(map(len, parts))
+        if nbytes <= _STEP_NBYTES and os.preadv(self._fd, parts, offset) == nbytes:
+            for part in parts:
+                crc32 = zlib.crc32(part, crc32)
+            if self._report is not None and nbytes:
+                self._report(nbytes)
+            return crc32
         for part in parts:
             done = 0
             while done < len(part):
@@ -134,7 +141,7 @@ class ItemFile:
             The item; with `data_offset` if it holds just one contiguous tensor, as expected.
         """
         try:
-            archive: Any = _Slice(self._fd, item.offset, item.nbytes)
+            archive: Any = Slice(self._fd, item.offset, item.nbytes)
             with torch.serialization.skip_data():
                 described = torch.load(archive, weights_only=True, map_location="cpu")
             with zipfile.ZipFile(archive) as records:
@@ -209,7 +216,7 @@ class ItemFile:
             raise CheckpointError(msg)
         return loaded
 
-    def read_box(self, item: Item, box: Box, target: Tensor, name: str) -> None:
+    def read_box(self, item: Item, box: ChunkBox, target: Tensor, name: str) -> None:
         """Read a box of a saved chunk.
 
         Args:
@@ -238,7 +245,7 @@ class ItemFile:
         copy_from_scratch(target, run.as_strided(tuple(box.lengths), box.strides))
 
 
-class Box:
+class ChunkBox:
     """A box of elements in a chunk that was saved row after row.
 
     Attributes:
@@ -266,7 +273,7 @@ class Box:
             self.flat_range = (start, start + last + 1)
 
 
-class _Slice(io.RawIOBase):
+class Slice(io.RawIOBase):
     """A range of an open file, read-only, as a file of its own."""
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:

@@ -16,7 +16,7 @@ from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.bytes_io import is_plain_name, open_regular, read_index
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 MANIFEST_FILE = "shardkit.json"
@@ -100,6 +100,7 @@ class Manifest:
         layout: How parameters were spread over ranks, for people to read.
         block_nbytes: See `BLOCK_NBYTES`.
         saved_by: The process that saved it, for people to read; empty if it was not recorded.
+        stages: Entries of each model, where ranks had different ones: stages of a pipeline.
     """
 
     header: Header
@@ -109,6 +110,7 @@ class Manifest:
     layout: Mapping[str, Any] = field(default_factory=dict)
     block_nbytes: int = BLOCK_NBYTES
     saved_by: str = ""
+    stages: Sequence[Sequence[str]] = ()
 
     def dump(self) -> bytes:
         """Return the content of the file."""
@@ -118,6 +120,7 @@ class Manifest:
             "metadata": {"nbytes": self.metadata_nbytes, "crc32": self.metadata_crc32},
             "layout": self.layout,
             "saved_by": self.saved_by,
+            "stages": self.stages,
             "files": {
                 name: {
                     "nbytes": stored.nbytes,
@@ -197,6 +200,10 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
     if not isinstance(layout, dict) or not isinstance(saved_by, str):
         msg = "layout or saved_by is of another type"
         raise TypeError(msg)
+    stages = body.get("stages", [])
+    if not all(isinstance(name, str) for stage in stages for name in stage):
+        msg = "stages have names of another type"
+        raise TypeError(msg)
     return Manifest(
         header,
         files,
@@ -205,6 +212,7 @@ def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
         layout=layout,
         block_nbytes=block_nbytes,
         saved_by=saved_by,
+        stages=stages,
     )
 
 

@@ -6,14 +6,15 @@ there are known to the unpickler of this module: whatever else a file asks for i
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import itertools
 import math
 import pickle
-import pickletools
-import re
+import reprlib
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from shardkit.checkpoint._files.bytes_io import is_plain_name, read_index, readi
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 METADATA_FILE = ".metadata"
 """Its name in a checkpoint's directory."""
@@ -46,73 +47,27 @@ _CLASSES: tuple[type[Any], ...] = (
 _LIMIT = 1 << 62  # Of sizes and offsets: sums of a few of them fit the system's numbers.
 _PACKED = 64  # Values at most in the bytes of one: tensors of classes that pack them.
 _SMALL_NBYTES = 1 << 20
+_MAX_LEN = 100  # Of tuples: shapes, and the keys that lead to an entry; of an object's fields.
+_MAX_PATH = 1 << 16
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-
-
-_STOP, _LONG_BINPUT = "STOP", "LONG_BINPUT"
-
-
-def _runs() -> re.Pattern[bytes]:
-    """Return what matches opcodes whose arguments have a length of their own."""
-    codes: dict[int, bytes] = {}
-    for opcode in pickletools.opcodes:
-        nbytes = 0 if opcode.arg is None else opcode.arg.n
-        if nbytes >= 0 and opcode.name not in {_STOP, _LONG_BINPUT}:
-            codes[nbytes] = codes.get(nbytes, b"") + opcode.code.encode("latin-1")
-    each = (b"[" + re.escape(found) + b"]" + b"." * n for n, found in sorted(codes.items()))
-    return re.compile(b"(?:" + b"|".join(each) + b")*+", re.DOTALL)
-
-
-_RUNS = _runs()
-_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
-_COUNTS = {  # Bytes of the number that says how long an argument is.
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
-
-
-def _check_opcodes(content: bytes) -> None:
-    """Refuse a pickle that takes more memory than its own size lets one expect.
-
-    What is remembered goes into a list, in which an opcode may name a place far behind its end.
-
-    Raises:
-        ForeignPickleError: It does, or an opcode is unknown or reaches beyond the end.
-    """
-    position, end = 0, len(content)
-    while position < end:
-        position = _RUNS.match(content, position).end()  # type: ignore[union-attr]
-        opcode = _OPCODES.get(content[position]) if position < end else None
-        if opcode is None:
-            break
-        if opcode.name == _STOP:
-            return
-        position += 1
-        if opcode.name == _LONG_BINPUT:
-            place = int.from_bytes(content[position : position + 4], "little")
-            if place > position:
-                break
-            position += 4
-        elif opcode.arg.n in _COUNTS:  # type: ignore[union-attr]
-            count = _COUNTS[opcode.arg.n]  # type: ignore[union-attr]
-            position += count + int.from_bytes(content[position : position + count], "little")
-        elif opcode.name == "GLOBAL":
-            for _ in range(2):
-                position = (content.find(b"\n", position) + 1) or end + 1
-        else:  # Of protocol 0, which DCP has never written.
-            break
-    msg = f"no opcode of a description at byte {min(position, end)} of {end}"
-    raise ForeignPickleError(msg)
 
 
 class ForeignPickleError(pickle.UnpicklingError):
     """A pickle asks for something that DCP does not write."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows DCP's classes only."""
+_KNOWN_OPCODES: Any = pickle._Unpickler.dispatch  # noqa: SLF001
+
+
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - its opcodes can be chosen
+    """Knows DCP's classes only, and makes nothing that is far more than the pickle's own size.
+
+    A value of a pickle may refer to others, any number of times. So a tuple could stand for more
+    than there is memory or time: to hash one takes as long as all that it stands for, and if it is
+    nested deep all of the stack. None is long here, or nested but as arguments are.
+    """
+
+    stack: Any
 
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
@@ -125,6 +80,75 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         msg = f"it asks for {module}.{name}"
         raise ForeignPickleError(msg)
+
+    def load_reduce(self) -> None:
+        called = self.stack[-2]
+        if called is not _MEMORY_FORMAT and not isinstance(called, _Function):
+            msg = f"it calls what is {type(called).__name__}"
+            raise ForeignPickleError(msg)
+        _KNOWN_OPCODES[pickle.REDUCE[0]](self)
+
+    def load_build(self) -> None:
+        state, built = self.stack[-1], self.stack[-2]
+        is_index = isinstance(built, dcp.MetadataIndex)
+        if len(state) > _MAX_LEN or (is_index and not _is_index(state)):  # Indices are hashed.
+            msg = "it has a state that is none of a description"
+            raise ForeignPickleError(msg)
+        _KNOWN_OPCODES[pickle.BUILD[0]](self)
+
+
+def _checked(load_tuple: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load(unpickler: _Unpickler) -> None:
+        load_tuple(unpickler)
+        made = unpickler.stack[-1]
+        if len(made) > _MAX_LEN:
+            msg = f"it has a tuple of {len(made)} values"
+            raise ForeignPickleError(msg)
+        for each in made:
+            if type(each) is tuple and (len(made) > 1 or any(type(e) is tuple for e in each)):
+                msg = "it has tuples of tuples"
+                raise ForeignPickleError(msg)
+
+    return load
+
+
+class _Opcodes(dict[int, Any]):
+    def __missing__(self, opcode: int) -> Any:
+        msg = f"opcode {opcode} is none of a description"
+        raise ForeignPickleError(msg)
+
+
+def _opcodes() -> _Opcodes:
+    """Return the opcodes that DCP has written in any of its releases."""
+    known = _KNOWN_OPCODES
+    plain = (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE),
+        *(pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+        *(pickle.BINFLOAT, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.SHORT_BINUNICODE),
+        *(pickle.BINUNICODE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET),
+        *(pickle.LONG_BINGET, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.APPEND),
+        *(pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.EMPTY_SET),
+        *(pickle.ADDITEMS, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ),
+    )
+    tuples = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+    found = _Opcodes({opcode[0]: known[opcode[0]] for opcode in plain})
+    found.update({opcode[0]: _checked(known[opcode[0]]) for opcode in tuples})
+    found[pickle.REDUCE[0]] = _Unpickler.load_reduce
+    found[pickle.BUILD[0]] = _Unpickler.load_build
+    return found
+
+
+_Unpickler.dispatch = _opcodes()
+
+
+def _is_index(state: Any) -> bool:
+    return (
+        isinstance(state, dict)
+        and set(state) <= {"fqn", "offset", "index"}
+        and isinstance(state.get("fqn"), str)
+        and isinstance(state.get("offset"), (torch.Size, NoneType))
+        and isinstance(state.get("index"), (int, NoneType))
+    )
 
 
 class _Function:
@@ -140,28 +164,37 @@ class _Function:
 
 
 def _join(*parts: object) -> str:
-    return "/".join(map(str, parts))
+    if not all(isinstance(part, str) and len(part) <= _MAX_PATH for part in parts):
+        msg = "it has a path that is none"
+        raise ForeignPickleError(msg)
+    return "/".join(map(str, parts))[:_MAX_PATH]
+
+
+def _size(values: object) -> torch.Size:
+    if not isinstance(values, tuple):
+        msg = f"it makes a size of what is {type(values).__name__}"
+        raise ForeignPickleError(msg)
+    return torch.Size(values)
 
 
 def _layout(name: object) -> torch.layout:
     for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.jagged):
         if str(layout) == name:
             return layout
-    msg = f"it asks for the layout {name!r}"
+    msg = f"it asks for the layout {reprlib.repr(name)}"
     raise ForeignPickleError(msg)
 
 
 def _memory_format(cls: Any, member: Any) -> Any:
     if cls is not _MEMORY_FORMAT:
-        msg = f"it asks for {member!r} of {cls!r}"
+        msg = f"it asks for {reprlib.repr(member)} of {reprlib.repr(cls)}"
         raise ForeignPickleError(msg)
     return _MEMORY_FORMAT[member]
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__name__): cls for cls in _CLASSES},
-    **{("builtins", kind.__name__): kind for kind in (dict, list, tuple, set, frozenset)},
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _layout,
     # How some releases of Python pickle the member of an enum.
     ("builtins", "getattr"): _memory_format,
@@ -182,8 +215,8 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
     remedy = "The file is damaged or foreign: load another checkpoint."
     before = [dict(vars(cls)) for cls in _CLASSES]
     try:
-        _check_opcodes(content)
-        found = _Unpickler(io.BytesIO(content)).load()
+        with _without_collections():
+            found = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:
         msg = f"{Path(path)}: not a DCP metadata pickle: {error}. {remedy}"
         raise CheckpointError(msg) from error
@@ -202,27 +235,33 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
     return metadata
 
 
-def read_metadata(path: os.PathLike[str] | str) -> dcp.Metadata:
-    """Read `.metadata` of a checkpoint, shardkit's or another of torch.distributed.checkpoint.
-
-    Args:
-        path: The checkpoint's directory, or the file itself.
+def metadata_content(directory: Path) -> bytes:
+    """Return what is in `.metadata` of a checkpoint.
 
     Raises:
-        CheckpointError: There is none, or see `parse_metadata`.
+        CheckpointError: There is none, or it is no regular file.
     """
-    file = Path(path)
-    if file.is_dir():
-        file /= METADATA_FILE
+    file = directory / METADATA_FILE
     try:
-        content = read_index(file)
+        return read_index(file)
     except OSError as error:
         msg = (
             f"{file}: {error.strerror or error}. A checkpoint directory holds this file once it is "
             f"complete: give the path of a complete one."
         )
         raise CheckpointError(msg) from error
-    return parse_metadata(content, file)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep Python from looking for garbage again and again while many objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _restore(before: list[dict[str, Any]]) -> list[str]:
@@ -318,13 +357,14 @@ def _is_path(path: Any) -> bool:
 
 def _problem_stored(index: Any, where: Any) -> str:
     if not isinstance(index, dcp.MetadataIndex) or not isinstance(where, _STORAGE_INFO):
-        return f"{index!r} is not stored in a file"
+        return f"{reprlib.repr(index)} is not stored in a file"
     file = where.relative_path
     # A name with a directory in it could point anywhere.
     if not is_plain_name(file):
-        return f"{index.fqn!r} is stored in {file!r}, expected a file of this directory"
+        return f"{index.fqn!r} is stored in {reprlib.repr(file)}, expected a file of this directory"
     if not _are_sizes((where.offset, where.length)):
-        return f"{index.fqn!r} is stored at {where.offset!r} with length {where.length!r}"
+        place = reprlib.repr((where.offset, where.length))
+        return f"{index.fqn!r} is stored at offset and length {place}"
     return ""
 
 

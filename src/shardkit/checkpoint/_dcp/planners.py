@@ -96,6 +96,7 @@ class SavePlanner(DefaultSavePlanner):
         self._collect = collect
         self._expect = expect
         self._own_names: dict[str, str] = {}
+        self.stages: list[list[str]] = []
 
     def set_up_planner(
         self,
@@ -111,6 +112,7 @@ class SavePlanner(DefaultSavePlanner):
 
         DCP takes each box for as large as the whole tensor that it is of.
         """
+        self.stages[:] = _stages(all_plans)
         renamed, own_names = _with_groups_of_all_stages(all_plans)
         plans, metadata = super().create_global_plan(_without_copies(renamed))
         return [
@@ -129,8 +131,10 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return a part of this rank's state, which may have another name in the checkpoint."""
-        name = self._own_names.get(index.fqn, index.fqn)
-        return super().lookup_object(dataclasses.replace(index, fqn=name))
+        name = self._own_names.get(index.fqn)
+        if name is not None:
+            index = dataclasses.replace(index, fqn=name)
+        return super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
         """Return what is written."""
@@ -139,6 +143,16 @@ class SavePlanner(DefaultSavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
         return super().transform_object(write_item, object)
+
+
+def _stages(plans: list[SavePlan]) -> list[list[str]]:
+    """Return the entries of each model, where ranks have different ones; else nothing."""
+    found = dict.fromkeys(map(_entries_of_model, plans))
+    return [sorted(names) for names in found] if len(found) > 1 else []
+
+
+def _entries_of_model(plan: SavePlan) -> frozenset[str]:
+    return frozenset(name for name, path in plan.planner_data.items() if path[0] == "model")
 
 
 def _with_groups_of_all_stages(
@@ -153,19 +167,24 @@ def _with_groups_of_all_stages(
     """
     firsts: dict[frozenset[str], int] = {}
     num_groups = 0
-    renamed, own_names = [], []
+    renamed: list[SavePlan] = []
+    own_names: list[dict[str, str]] = []
     for plan in plans:
         paths: dict[str, tuple[str | int, ...]] = plan.planner_data
-        of_model = frozenset(name for name, path in paths.items() if path[0] == "model")
+        of_model = _entries_of_model(plan)
         numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS]
         if of_model not in firsts:
             firsts[of_model] = num_groups
             num_groups += max(numbers, default=-1) + 1
         first = firsts[of_model]
+        if not first:
+            renamed.append(plan)
+            own_names.append({})
+            continue
         moved = {
             name: (*_GROUPS, int(path[2]) + first, *path[3:])
             for name, path in paths.items()
-            if first and path[:2] == _GROUPS
+            if path[:2] == _GROUPS
         }
         new_names = {name: ".".join(map(str, path)) for name, path in moved.items()}
         items = [_renamed(item, new_names.get(item.index.fqn)) for item in plan.items]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +16,7 @@ from torch.futures import Future
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import Box, ItemFile
+from shardkit.checkpoint._dcp.item_file import ChunkBox, ItemFile
 from shardkit.checkpoint._dcp.manifest import (
     BLOCK_NBYTES,
     DAMAGED,
@@ -23,7 +24,7 @@ from shardkit.checkpoint._dcp.manifest import (
     Item,
     read_manifest,
 )
-from shardkit.checkpoint._dcp.metadata import METADATA_FILE, parse_metadata, read_metadata
+from shardkit.checkpoint._dcp.metadata import METADATA_FILE, metadata_content, parse_metadata
 from shardkit.checkpoint._files.asides import asides_in
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class CheckpointReader(FileSystemReader):
     and others of DCP, of which sizes are. Elements go from the file to the target's memory where
     they lie one after the other in both; else, or if dtype or device differ, by way of memory for
     one saved chunk.
+
+    Attributes:
+        manifest: None: there is none, or nothing has been read.
+        identity: Checksum of `.metadata`, which has a random number in it.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(directory.normalized(path))
         self._report = report
         self.manifest: Manifest | None = None
+        self.identity = 0
         self._items: dict[tuple[str, int], Item] = {}
         self._chunk_sizes: dict[MetadataIndex, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -76,11 +82,12 @@ class CheckpointReader(FileSystemReader):
         try:
             self.manifest = read_manifest(path)
         except FileNotFoundError:  # One of plain DCP.
-            metadata = read_metadata(path)
+            content = metadata_content(path)
         else:
-            metadata = parse_metadata(
-                directory.check_metadata(path, self.manifest), path / METADATA_FILE
-            )
+            content = directory.check_metadata(path, self.manifest)
+        metadata = parse_metadata(content, path / METADATA_FILE)
+        self.identity = zlib.crc32(content)
+        if self.manifest is not None:
             for name, stored in self.manifest.files.items():
                 self._items.update({(name, item.offset): item for item in stored.items})
             self._compare(metadata)
@@ -207,7 +214,7 @@ class CheckpointReader(FileSystemReader):
                 saved = saved.narrow(dim, start, length)
             target.copy_(saved)
         else:
-            box = Box(shape, request.storage_offsets, request.lengths, dtype)
+            box = ChunkBox(shape, request.storage_offsets, request.lengths, dtype)
             file.read_box(item, box, target, index.fqn)
         planner.commit_tensor(request, target)
 

@@ -26,7 +26,7 @@ from shardkit.checkpoint._files import asides
 if TYPE_CHECKING:
     import io
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -43,7 +43,7 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WrittenPlace:
     """What the coordinator tells a rank.
 
     Attributes:
@@ -67,6 +67,7 @@ class CheckpointWriter(FileSystemWriter):
     Attributes:
         target: The name that the checkpoint gets.
         layout: Kept in the manifest: how parameters are spread, for people to read.
+        stages: Kept in the manifest: entries of each model, where ranks have different ones.
     """
 
     def __init__(  # noqa: D417 - `path` needs no more
@@ -88,6 +89,7 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(self.target, overwrite=overwrite)
         self._step = step
         self.layout: Mapping[str, Any] = {}
+        self.stages: Sequence[Sequence[str]] = ()
         self._report = report
         self._before: directory.Stamp = None
         self._new: Path | None = None
@@ -117,7 +119,7 @@ class CheckpointWriter(FileSystemWriter):
         self._new = directory.prepare(self.target, overwrite=self.overwrite)
         self._before = directory.stamp(self.target)
         return [
-            dataclasses.replace(plan, storage_data=_Place(f"__{rank}_", self._new.name))
+            dataclasses.replace(plan, storage_data=_WrittenPlace(f"__{rank}_", self._new.name))
             for rank, plan in enumerate(plans)
         ]
 
@@ -126,7 +128,7 @@ class CheckpointWriter(FileSystemWriter):
 
         Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
         """
-        place: _Place = plan.storage_data
+        place: _WrittenPlace = plan.storage_data
         name = f"{place.prefix}0.distcp"
         folder = self.target.with_name(place.folder)
         written: list[tuple[WriteItem, Item]] = []
@@ -188,10 +190,14 @@ class CheckpointWriter(FileSystemWriter):
             zlib.crc32(content),
             self.layout,
             saved_by=str(asides.own()),
+            stages=self.stages,
         )
+        mine = directory.stamp(folder)
         directory.write_synced(directory.manifest_path(folder), manifest.dump())
         self._new = None  # From now on it is for `commit` to delete it.
-        directory.commit(folder, self.target, overwrite=self.overwrite, before=self._before)
+        directory.commit(
+            folder, self.target, overwrite=self.overwrite, before=self._before, mine=mine
+        )
 
     def discard(self) -> None:
         """Delete what has been written, if it has not been given its name."""

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed
 from shardkit.checkpoint._files.asides import INCOMPLETE, asides_in, new_aside
 from shardkit.checkpoint._files.bytes_io import (
     fsync_directory,
@@ -109,13 +109,13 @@ class FullFile:
             raise CheckpointError(msg)
         missing = sorted(name for name in by_file if not (index.parent / name).is_file())
         if missing:
-            msg = f"{index} names files that are not there: {', '.join(missing)}. Fetch them."
+            msg = f"{index} names files that are not there: {listed(missing, str)}. Fetch them."
             raise CheckpointError(msg)
         for file_name, names in by_file.items():
             file = _open(index.parent / file_name)
             lacking = [name for name in names if name not in file.infos]
             if lacking:
-                msg = f"{file.path} lacks {', '.join(lacking)}, which {index.name} places in it."
+                msg = f"{file.path} lacks {listed(lacking, str)}, which {index.name} places in it."
                 raise CheckpointError(msg)
             self._add(file, names)
 
@@ -243,8 +243,9 @@ class FullWriter:
         entries = self.path.iterdir() if self.path.is_dir() else ()
         present = [entry.name for entry in entries if entry.name.endswith(weights)]
         if present:
+            shown = listed(sorted(present), str)
             msg = (
-                f"{self.path} has weights already ({', '.join(sorted(present))}), and files of two "
+                f"{self.path} has weights already ({shown}), and files of two "
                 f"models would be mixed. Remove them or choose another directory."
             )
             raise CheckpointError(msg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ FORMAT = "shardkit local"
 VERSION = 1
 MODEL, OPTIMIZER, METADATA = "model", "optimizer", "shard_metadata"
 """Keys of such a file."""
+
+_MAX_SHOWN = 16
 
 
 def metadata_of(state: Any, what: object) -> dict[str, Any]:
@@ -77,9 +80,24 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
             raise ValueError(msg)
 
 
-def info_of(described: dict[str, Any]) -> TensorInfo:
+def info_of(described: Mapping[str, Any]) -> TensorInfo:
     """Return what the description of one tensor says of the whole."""
     return TensorInfo(tuple(described["shape"]), getattr(torch, described["dtype"]))
+
+
+def piece_info(described: Mapping[str, Any]) -> TensorInfo:
+    """Return what the description of one tensor says of this rank's piece."""
+    info = info_of(described)
+    if described["cut"] is None:
+        return info
+    start, stop = described["range"] or (0, math.prod(info.shape))
+    return TensorInfo((stop - start,), info.dtype)
+
+
+def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
+    """Whether a value is the piece that is described."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and TensorInfo(tuple(value.shape), value.dtype) == piece_info(described)
 
 
 class LocalFiles:
@@ -181,8 +199,7 @@ class LocalFiles:
                 msg = f"{file.path} describes {saved!r} in another way than {opened[0].path}."
                 raise CheckpointError(msg)
             start, stop = piece["range"] or (0, numel)
-            shape = info.shape if piece["cut"] is None else (stop - start,)
-            if file.infos.get(saved) != TensorInfo(shape, info.dtype):
+            if file.infos.get(saved) != piece_info(piece):
                 msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
                 raise CheckpointError(msg)
             if start < stop:
@@ -225,10 +242,13 @@ def check_complete(by_rank: Mapping[int, object], world_size: int, file: Path) -
     Raises:
         CheckpointError: Some are missing.
     """
-    missing = [str(rank) for rank in range(world_size) if rank not in by_rank]
+    # Not all of them: what a file says of the number of ranks may be any number.
+    absent = (str(rank) for rank in range(world_size) if rank not in by_rank)
+    missing = list(islice(absent, _MAX_SHOWN + 1))
     if missing:
+        shown = ", ".join(missing[:_MAX_SHOWN]) + ", ..." * (len(missing) > _MAX_SHOWN)
         msg = (
-            f"of {world_size} ranks' files those of rank {', '.join(missing)} are missing beside "
-            f"{file}. Copy them there."
+            f"of {world_size} ranks' files those of rank {shown} are missing beside {file}. Copy "
+            f"them there."
         )
         raise CheckpointError(msg)

@@ -83,6 +83,12 @@ class SafetensorsFile:
         for name, entry in header.items():
             self.infos[name], offset = self._parse(name, entry, room)
             self._offsets[name] = begin + offset
+        end = 0
+        for offset, name in sorted((offset, name) for name, offset in self._offsets.items()):
+            nbytes = info_nbytes(self.infos[name])
+            if nbytes and offset < end:  # One file would stand for any amount of memory.
+                self._refuse(f"{name!r} overlaps another one at byte {offset}")
+            end = max(end, offset + nbytes)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `TensorSource.read`."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
+from shardkit._errors import CheckpointError, MeshError, ShardedTensorError, listed
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._files.bytes_io import (
     TensorInfo,
@@ -44,7 +44,7 @@ _NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ZipEntry:
     """Where a tensor lies in a file.
 
     Attributes:
@@ -94,7 +94,7 @@ class TorchFile:
         self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
         self._places = self._locate(tensors)
         self.tied: dict[str, str] = {}
-        first: dict[tuple[_Place, TensorInfo], str] = {}
+        first: dict[tuple[_ZipEntry, TensorInfo], str] = {}
         for name, place in self._places.items():
             of = first.setdefault((place, self.infos[name]), name)
             if of != name:
@@ -127,7 +127,7 @@ class TorchFile:
         if place.is_neg:
             out.neg_()
 
-    def _locate(self, tensors: Mapping[str, Tensor]) -> dict[str, _Place]:
+    def _locate(self, tensors: Mapping[str, Tensor]) -> dict[str, _ZipEntry]:
         """Return where in the file the mapped tensors lie; the system knows what it has mapped."""
         inode = os.fstat(self._fd).st_ino
         mapped = []
@@ -146,7 +146,7 @@ class TorchFile:
                 msg = f"{self.path} was replaced while it was opened. Read it again."
                 raise CheckpointError(msg)
             strides = None if tensor.is_contiguous() else tensor.stride()
-            places[name] = _Place(found[0], strides, tensor.is_conj(), tensor.is_neg())
+            places[name] = _ZipEntry(found[0], strides, tensor.is_conj(), tensor.is_neg())
         return places
 
     def _find(self, loaded: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -172,8 +172,6 @@ class TorchFile:
         return loaded[key], {k: v for k, v in loaded.items() if k != key}
 
     def _describe(self, name: str, tensor: Tensor) -> TensorInfo:
-        if isinstance(tensor, ShardedTensor):
-            raise _sharded_error(self.path)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             msg = (
                 f"{self.path}: {name!r} is a sparse, quantized or meta tensor, which has no plain "
@@ -186,7 +184,7 @@ class TorchFile:
 def _load(path: Path) -> Any:
     try:
         _check_byte_order(path)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (MeshError, ShardedTensorError) as error:
         raise _sharded_error(path) from error
     except pickle.UnpicklingError as error:
@@ -201,6 +199,23 @@ def _load(path: Path) -> Any:
             f"a torch before 1.6: then load and save it once by a newer one."
         )
         raise CheckpointError(msg) from error
+    # Where this process has a mesh of the same shape, also for something else.
+    if _has_sharded_tensors(loaded):
+        raise _sharded_error(path)
+    return loaded
+
+
+def _has_sharded_tensors(loaded: Any) -> bool:
+    waiting, seen = [loaded], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ShardedTensor):
+            return True
+        # Once each: what is shared at many levels stands for far more than there is.
+        if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value
+    return False
 
 
 def _sharded_error(path: Path) -> CheckpointError:
@@ -227,7 +242,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _listed(loaded: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in loaded.items())
+    shown = listed(loaded, lambda key: f"{key!r} ({type(loaded[key]).__name__})")
     return shown or "nothing"
 
 

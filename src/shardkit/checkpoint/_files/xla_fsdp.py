@@ -39,7 +39,7 @@ def is_of_xla_fsdp(file: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ShardPlace:
     """Where a tensor is.
 
     Attributes:
@@ -94,7 +94,7 @@ class XlaFsdpFiles:
         self.tied: dict[str, str] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ShardPlace] = {}
         self._others: dict[str, Any] = {}
         for name, value in opened[0].others.items():
             key = f"{MODEL}.{_plain(name)}"
@@ -106,7 +106,7 @@ class XlaFsdpFiles:
             prefix, found, suffix = _split(name)
             if not found:
                 dtype = dtypes.get(_plain(name), info.dtype)
-                self._add(name, TensorInfo(info.shape, dtype), _Place(name, 0, (opened[0],)))
+                self._add(name, TensorInfo(info.shape, dtype), _ShardPlace(name, 0, (opened[0],)))
                 continue
             try:
                 shard = first["shard_info"][prefix][suffix]
@@ -155,17 +155,17 @@ class XlaFsdpFiles:
             raise CheckpointError(msg)
         if _FLAT not in whole:
             info = TensorInfo(tuple(shard["_orig_size"]), dtype)
-            self._add(whole, info, _Place(saved, 0, tuple(opened)))
+            self._add(whole, info, _ShardPlace(saved, 0, tuple(opened)))
             return
         metadata: dict[str, Any] = opened[0].beside[METADATA]
         names, shapes, numels = metadata["flatten_info"][whole]
         module, start = whole.rpartition(".")[0], 0
         for name, shape, size in zip(names, shapes, numels, strict=True):
-            place = _Place(saved, start, tuple(opened))
+            place = _ShardPlace(saved, start, tuple(opened))
             self._add(_join(module, name), TensorInfo(tuple(shape), dtype), place)
             start += size
 
-    def _add(self, name: str, info: TensorInfo, place: _Place) -> None:
+    def _add(self, name: str, info: TensorInfo, place: _ShardPlace) -> None:
         plain = _plain(name)
         key = f"{MODEL}.{plain}"
         if key in self.infos:

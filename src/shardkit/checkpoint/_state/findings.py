@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardkit._errors import listed_lines
 from shardkit.checkpoint._files.bytes_io import TensorInfo, kind_of
 
 if TYPE_CHECKING:
@@ -21,11 +22,19 @@ class Findings:
         missing: Wanted, and not there.
         unexpected: There, and not wanted.
         misfits: Of another shape or kind.
+        of_others: What of `unexpected` another stage of a pipeline has saved.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
+    of_others: set[str] = field(default_factory=set)
+
+    def left_over(self, line: str, *, is_of_others: bool) -> None:
+        """Note what is there and not wanted; what another stage has saved is no fault here."""
+        self.unexpected.append(line)
+        if is_of_others:
+            self.of_others.add(line)
 
     def problem(self, of_all_ranks: Sequence[Findings], *, strict: bool) -> str | None:
         """Return what is wrong; None if nothing is.
@@ -38,9 +47,14 @@ class Findings:
         kinds = [("expected another shape or kind", self.misfits)]
         if strict:
             of_nobody = set(self.unexpected).intersection(*(f.unexpected for f in of_all_ranks))
+            of_nobody -= self.of_others
             unexpected = [line for line in self.unexpected if line in of_nobody]
             kinds += [("missing", self.missing), ("unexpected", unexpected)]
-        lines = [f"  {kind}: {line}" for kind, found in kinds for line in found]
+        lines = [
+            f"  {line}"
+            for kind, found in kinds
+            for line in listed_lines([f"{kind}: {each}" for each in found], f"{kind}: {{}} more")
+        ]
         if not lines:
             return None
         remedy = "Make the model and the optimizer as they were when it was saved"

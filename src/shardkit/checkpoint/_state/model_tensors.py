@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Entry:
+class NamedTensor:
     """A tensor of the model with all its names."""
 
     names: list[str]
@@ -31,12 +31,12 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {plain_name(model, name): value for name, value in state.items()}
 
 
-def by_identity(state: dict[str, Any]) -> list[Entry]:
+def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
     """Return the model's tensors, each once."""
-    entries: dict[int, Entry] = {}
+    entries: dict[int, NamedTensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            entries.setdefault(id(value), Entry([], value)).names.append(name)
+            entries.setdefault(id(value), NamedTensor([], value)).names.append(name)
     return list(entries.values())
 
 

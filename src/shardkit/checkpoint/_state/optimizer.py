@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import CheckpointError
+from shardkit._errors import CheckpointError, listed
 from shardkit._state.full import STATE_NUMBERS
 from shardkit.checkpoint._state.names import (
     as_optimizers,
@@ -192,7 +192,7 @@ def _check_names(in_groups: Sequence[Sequence[Sequence[str]]], state: Mapping[st
     if missing:
         msg = (
             f"the state has nothing of {len(missing)} of the optimizer's parameters: "
-            f"{', '.join(map(repr, missing))}. Load a state that was saved with them, or pass "
+            f"{listed(missing)}. Load a state that was saved with them, or pass "
             f"strict=False to let these begin anew."
         )
         raise CheckpointError(msg)

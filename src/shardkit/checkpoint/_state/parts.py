@@ -32,6 +32,7 @@ from shardkit.checkpoint._state.optimizer import (
 from shardkit.checkpoint._state.sections import (
     element,
     entries_of_optimizers,
+    entries_of_other_stages,
     extra_path,
     model_prefix,
     nested,
@@ -62,6 +63,7 @@ class ModelPart:
         targets: What is read where, by entry.
         entries: Names of entries by those of the model's state.
         claimed: Entries that are the model's, or would be.
+        of_others: Names of what a pipeline's other stages saved, which are no fault.
     """
 
     def __init__(self, source: Source, model: nn.Module, findings: Findings) -> None:
@@ -89,13 +91,14 @@ class ModelPart:
                     self._in_place.add(name)
                 self.targets[entry] = self._state[name] = target
         own = set(self.entries.values()).union(*self._nested.values())
+        of_others = entries_of_other_stages(source.stages, own)
+        self.of_others = {entry.removeprefix(prefix) for entry in of_others}
         others = entries_of_optimizers(infos) - own
         self.claimed = {entry for entry in infos if entry.startswith(prefix)} - others
-        findings.unexpected += [
-            f"model: {entry.removeprefix(prefix)!r}: found {described(infos[entry])}"
-            for entry in infos
-            if entry in self.claimed and entry not in own
-        ]
+        for entry in infos:
+            if entry in self.claimed and entry not in own:
+                line = f"model: {entry.removeprefix(prefix)!r}: found {described(infos[entry])}"
+                findings.left_over(line, is_of_others=entry in of_others)
 
     def _find_extra_state(self, source: Source, name: str) -> bool:
         """Find a module's extra state, of whatever shape: as one entry, or as DCP flattens dicts.
@@ -195,15 +198,15 @@ class OptimizerPart:
         for found in optimizer_entries(source.paths, prefix, known):
             name, keys, info = found.parameter, found.keys, source.infos[found.entry]
             if name not in first_name:
-                findings.unexpected.append(
-                    f"optimizer: {'.'.join(map(str, (name, *keys)))!r}: found {described(info)}"
-                )
+                where = ".".join(map(str, (name, *keys)))
+                line = f"optimizer: {where!r}: found {described(info)}"
+                findings.left_over(line, is_of_others=name in model_part.of_others)
                 continue
             self._places[found.entry] = (name, keys)
             of_parameter = saved.setdefault(name, {})
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
-        _compare_names(first_name, saved, groups, findings)
+        _compare_names(first_name, saved, groups, model_part.of_others, findings)
         _compare_classes(model, optimizers, saved, findings)
         self._saved, self._groups = saved, groups
         self._check_shapes(model_part, findings)
@@ -291,6 +294,7 @@ def _compare_names(
     first_name: Mapping[str, str],
     saved: Collection[str],
     groups: list[dict[str, Any]],
+    of_others: Collection[str],
     findings: Findings,
 ) -> None:
     """Note parameters of which nothing was saved; those never stepped stand in groups only."""
@@ -301,10 +305,9 @@ def _compare_names(
         for name in dict.fromkeys(first_name.values())
         if name not in found
     ]
-    findings.unexpected += [
-        f"optimizer: {name!r} in a parameter group"
-        for name in sorted(in_groups - first_name.keys() - set(saved))
-    ]
+    for name in sorted(in_groups - first_name.keys() - set(saved)):
+        line = f"optimizer: {name!r} in a parameter group"
+        findings.left_over(line, is_of_others=name in of_others)
 
 
 _KEPT = {
@@ -320,7 +323,7 @@ _KEPT = {
     "Rprop": ("step", "prev", "step_size"),
     "ASGD": ("step", "eta", "mu", "ax"),
 }
-"""What torch's optimizers keep of a parameter. Of others nobody knows it before they step."""
+"""What torch's optimizers keep of a parameter."""
 _KEPT_BESIDE = ("step", "master")  # Also where a class has its inner one keep it.
 
 
@@ -333,15 +336,19 @@ def _compare_classes(
     """Note state that an optimizer never uses: it was saved by one of another class."""
     for optimizer in as_optimizers(optimizers):
         kind = getattr(optimizer, "optimizer_class", type(optimizer))
-        kept = _KEPT.get(kind.__name__) if kind.__module__.startswith("torch.optim.") else None
-        if kept is None:
-            continue
+        is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in _KEPT
+        kept: Collection[str]
+        if is_known:
+            kept = _KEPT[kind.__name__]
+        else:  # Nobody knows before it steps.
+            kept = {key for state in optimizer.state.values() for key in state}
         found: dict[str, str] = {}
         for aliases, _ in parameters_by_name(model, optimizer):
             for name in aliases:
-                for key in saved.get(name, ()):
-                    if key not in kept and key not in _KEPT_BESIDE:
-                        found.setdefault(key, name)
+                keys = {key for key in saved.get(name, ()) if key not in _KEPT_BESIDE}
+                # An unknown class may have more at other settings, but not nothing in common.
+                if kept and (is_known or keys.isdisjoint(kept)):
+                    found |= dict.fromkeys(sorted(keys.difference(kept, found)), name)
         findings.unexpected += [
             f"optimizer: {key!r} of {name!r} and others, which {kind.__name__} does not keep: "
             f"another class of optimizer was saved"

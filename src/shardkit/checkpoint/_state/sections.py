@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit.checkpoint._state.names import split_at_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
 MODEL_PREFIXES = ("model.", "app.model.", "state.model.", "")
 OPTIMIZER_PREFIXES = (
@@ -53,6 +53,23 @@ def entries_of_models(entries: Collection[str]) -> set[str]:
     """Return entries that look like a model's, where no model is there to compare."""
     prefixes = tuple(prefix for prefix in MODEL_PREFIXES if prefix)
     return {entry for entry in entries if entry.startswith(prefixes)}
+
+
+def entries_of_other_stages(
+    stages: Sequence[frozenset[str]], wanted: Collection[str]
+) -> frozenset[str]:
+    """Return entries that were saved by stages of a pipeline of which a model has none.
+
+    Args:
+        stages: Entries of each stage; some may be in several.
+        wanted: Entries of the model, which may be one stage, some, or all.
+    """
+    everything = frozenset().union(*stages)
+    own, rest = frozenset[str](), everything.intersection(wanted)
+    while rest:
+        stage = max(stages, key=lambda each: (len(each & rest), each <= rest))
+        own, rest = own | stage, rest - stage
+    return everything - own
 
 
 def optimizer_prefix(entries: Collection[str]) -> str | None:

@@ -13,7 +13,7 @@ from shardkit.checkpoint._files.bytes_io import TensorInfo
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardkit._progress import Meter
     from shardkit.checkpoint._state.sections import Path
@@ -25,6 +25,7 @@ class Source(Protocol):
     Attributes:
         infos: What there is by name; None for what is not a tensor.
         paths: Where each entry was in the nested state; one key if that is not known.
+        stages: Entries of each model, where the ranks that saved had different ones.
     """
 
     @property
@@ -32,6 +33,9 @@ class Source(Protocol):
 
     @property
     def paths(self) -> Mapping[str, Path]: ...
+
+    @property
+    def stages(self) -> Sequence[frozenset[str]]: ...
 
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Fill tensors, whole or sharded; return what is not a tensor.
@@ -46,7 +50,11 @@ class Source(Protocol):
 
 
 class DistributedCheckpoint:
-    """A checkpoint directory: shardkit's, or another one of DCP."""
+    """A checkpoint directory: shardkit's, or another one of DCP.
+
+    Attributes:
+        identity: Tells the checkpoint from others.
+    """
 
     def __init__(self, path: pathlib.Path, meter: Meter) -> None:
         """Read its description.
@@ -57,15 +65,26 @@ class DistributedCheckpoint:
         self._reader = CheckpointReader(path, report=meter.add)
         self._expect = meter.expect
         self._metadata = self._reader.read_metadata()
+        self.identity = self._reader.identity
         self.infos: dict[str, TensorInfo | None] = {
             name: TensorInfo(tuple(entry.size), entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
             else None
             for name, entry in self._metadata.state_dict_metadata.items()
         }
+        manifest = self._reader.manifest
+        self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
         known = self._metadata.planner_data
         known = known if isinstance(known, dict) else {}
         self.paths: dict[str, Path] = {name: tuple(known.get(name, (name,))) for name in self.infos}
+
+    def check_files(self) -> None:
+        """Compare the sizes of all files with what was written; called on one rank.
+
+        Raises:
+            CheckpointError: One is missing, or of another size.
+        """
+        self._reader.check_files()
 
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Fill tensors, whole or sharded; return what is not a tensor. Communicates nothing."""

@@ -9,12 +9,12 @@ import typing
 import pytest
 
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose, explain_error
-from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.place import CodePlace
 from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
 
-HERE = Place("train.py", 41, "train", "forward")
-ELSEWHERE = Place("train.py", 57, "evaluate")
-IN_BARRIER = Place("t.py", 9, "f", "barrier")
+HERE = CodePlace("train.py", 41, "train", "forward")
+ELSEWHERE = CodePlace("train.py", 57, "evaluate")
+IN_BARRIER = CodePlace("t.py", 9, "f", "barrier")
 
 
 def group(done: str, wish: str | None = None, ranks: int = 2) -> GroupStatus:

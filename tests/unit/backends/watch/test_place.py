@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardkit.backends.watch.place import (
-    Place,
+    CodePlace,
     is_in_collective,
     main_frame,
     place_of,
@@ -28,7 +28,7 @@ class Looks(nn.Module):
 
 
 def test_the_line_of_the_user_is_found_below_library_code() -> None:
-    found: list[Place] = []
+    found: list[CodePlace] = []
 
     def key(_: int) -> int:
         found.append(place_of(main_frame()))
@@ -43,7 +43,7 @@ def test_the_line_of_the_user_is_found_below_library_code() -> None:
 
 def test_what_the_line_called_is_named() -> None:
     """From a thread that looks while the main one is inside of torch."""
-    found: list[Place] = []
+    found: list[CodePlace] = []
     event = threading.Event()
 
     def look() -> None:
@@ -83,4 +83,4 @@ def test_the_stack_has_every_frame() -> None:
 
 
 def test_a_main_thread_that_has_ended_has_no_place() -> None:
-    assert place_of(None) == Place()
+    assert place_of(None) == CodePlace()

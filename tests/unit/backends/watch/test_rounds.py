@@ -17,7 +17,7 @@ from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import rounds as module
 from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.machine import machine_id
-from shardkit.backends.watch.place import Place
+from shardkit.backends.watch.place import CodePlace
 from shardkit.backends.watch.rounds import Answering, Result, Rounds, hello
 from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
 from shardkit.backends.watch.store import RunStore
@@ -214,7 +214,7 @@ def test_silence_counts_within_one_wait_without_gaps(
 
 def test_what_is_suspected_is_looked_at_again_at_once(store: RunStore) -> None:
     call = CallStatus("barrier", "0", [0, 1], 7, 3.0)
-    one = RankStatus(1, groups={"0": GroupStatus([0, 1], 0)}, call=call, place=Place("a.py", 3))
+    one = RankStatus(1, groups={"0": GroupStatus([0, 1], 0)}, call=call, place=CodePlace("a.py", 3))
     with answering(store, waiting(0), one) as heard:
         asker = Rounds(store, 2, 0)
         diagnosis = asker.ask()

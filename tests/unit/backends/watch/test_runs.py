@@ -24,8 +24,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def run(name: str, rank: int = 0, pid: int | None = None, started: float = 1.0) -> runs.Run:
-    return runs.Run(name, "localhost", 29500, 2, rank, os.getpid() if pid is None else pid, started)
+def run(name: str, rank: int = 0, pid: int | None = None, started: float = 1.0) -> runs.RankFile:
+    return runs.RankFile(
+        name, "localhost", 29500, 2, rank, os.getpid() if pid is None else pid, started
+    )
 
 
 def test_ranks_that_run_are_found_the_latest_run_first() -> None:

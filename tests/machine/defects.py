@@ -1,0 +1,224 @@
+"""Defects of shardkit, each put in by exchanging one function, that `twins` must find.
+
+A defect is what somebody may really forget: a gather, a write, a reduction. Each is put in in all
+ranks alike, so that nothing but a wrong value, a lost object or memory tells of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import typing
+from unittest import mock
+
+from shardkit._module import hooks
+from shardkit._params import flat_store, gradients, send_buffer, sites, store, whole
+from shardkit._runtime import chosen_inputs, reductions, runtime
+from shardkit._tensor import sharded, user_hooks
+from shardkit.checkpoint._state import optimizer
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+DEFECTS: dict[str, list[tuple[typing.Any, str, Callable[[typing.Any], typing.Any]]]] = {}
+"""For each the functions that are exchanged: owner, name, what makes the new one of the old one."""
+
+
+def exchange(owner: object, name: str, *, of: str) -> typing.Any:
+    """Add to a defect: what is decorated makes a function's replacement."""
+
+    def add(make: typing.Any) -> typing.Any:
+        DEFECTS.setdefault(of, []).append((owner, name, make))
+        return make
+
+    return add
+
+
+@contextlib.contextmanager
+def put_in(defect: str | None) -> Iterator[None]:
+    """Have a defect inside of the block."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, make in DEFECTS[defect] if defect else ():
+            new = make(vars(owner)[name])
+            stack.enter_context(mock.patch.object(owner, name, new))
+        yield
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing."""
+
+
+def is_of(entries: typing.Any, name: str) -> bool:
+    return any(entry.name.startswith(name) for entry in entries)
+
+
+# --- memory and gathers ---------------------------------------------------------------------------
+
+
+@exchange(flat_store.FlatStore, "gather_jobs", of="the second layer is gathered once only")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, comm: object) -> typing.Any:
+        jobs = old(self, comm)
+        self.num_gathers = getattr(self, "num_gathers", 0) + 1
+        return [] if self.num_gathers > 1 and is_of(self.entries, "blocks.1") else jobs
+
+    return new
+
+
+@exchange(store.Store, "is_stale", of="a changed shard is not gathered anew")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return property(lambda _: False)
+
+
+@exchange(flat_store.FlatStore, "release", of="the memory of a layer is kept")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, pool: object, fence: object) -> None:
+        if not is_of(self.entries, "blocks.2"):
+            old(self, pool, fence)
+
+    return new
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@exchange(reductions.Reductions, "_reduce", of="the reduction of a layer is lost")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, of: typing.Any) -> None:
+        if "blocks.1" not in of.name:
+            old(self, of)
+
+    return new
+
+
+@exchange(gradients.GroupGradients, "_scale", of="gradients are averaged twice")
+def _(old: typing.Any) -> typing.Any:
+    return property(lambda self: old.fget(self) / self._num_ranks)
+
+
+@exchange(gradients.GroupGradients, "_reduction_of", of="replicas are not averaged")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, of: typing.Any) -> typing.Any:
+        result = old(self, of)
+        result.replicate_axis = None
+        return result
+
+    return new
+
+
+@exchange(send_buffer.SendBuffer, "write", of="a second gradient replaces the first one")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, index: int, *args: object) -> None:
+        self.written.discard(index)
+        old(self, index, *args)
+
+    return new
+
+
+@exchange(reductions.Reductions, "reset", of="what was not synced outlives an exception")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any) -> None:
+        with mock.patch.object(gradients.GroupGradients, "reset", nothing):
+            old(self)
+
+    return new
+
+
+@exchange(runtime.Runtime, "reset", of="an exception is not cleaned up after")
+def _(old: typing.Any) -> typing.Any:
+    del old
+
+    def new(self: typing.Any) -> None:
+        self._interrupted = False
+        self.pass_root = None
+        self.backward.is_running = False
+
+    return new
+
+
+@exchange(user_hooks._Relay, "__call__", of="a hook that was removed is called again")
+def _(old: typing.Any) -> typing.Any:
+    del old
+
+    def new(self: typing.Any, grad: torch.Tensor) -> torch.Tensor:
+        known = self.__dict__.setdefault("known", {})
+        known.update(self._hooks() or {})
+        for hook in known.values():
+            if not isinstance(hook, user_hooks.OwnHook):
+                result = hook(grad)
+                grad = grad if result is None else result
+        return grad
+
+    return new
+
+
+@exchange(chosen_inputs, "averaged", of="gradients that were asked for are not averaged")
+def _(old: typing.Any) -> typing.Any:
+    return lambda grad, like: old(grad, like) * like.spec.axis.size
+
+
+@exchange(chosen_inputs, "_pair", of="gradients of chosen parameters are not asked for")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return lambda tensor: (tensor, None)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@exchange(sharded.ShardedTensor, "copy_values", of="a value that is loaded is lost")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return nothing
+
+
+@exchange(runtime, "keep_writes", of="what a forward writes is lost")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return lambda of, _: of.note_writes()
+
+
+@exchange(whole.WholeBucket, "_write_values", of="what is written to a whole parameter is lost")
+def _(old: typing.Any) -> typing.Any:
+    def new(self: typing.Any, index: int, *args: object) -> None:
+        if index == 0:
+            old(self, index, *args)
+
+    return new
+
+
+@exchange(whole.WholeBucket, "_write_grad", of="what is written to a whole gradient is lost")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return nothing
+
+
+@exchange(optimizer, "numbered_states", of="state of the optimizer comes to other parameters")
+def _(old: typing.Any) -> typing.Any:
+    @functools.wraps(old)
+    def new(*args: typing.Any, **options: typing.Any) -> typing.Any:
+        for each, state in old(*args, **options):
+            if {1, 3} <= set(state["state"]):
+                entries = state["state"]
+                entries[1], entries[3] = entries[3], entries[1]
+            yield each, state
+
+    return new
+
+
+# --- models that change ---------------------------------------------------------------------------
+
+
+@exchange(hooks.ModuleState, "_take_in_newcomers", of="a new part is not taken in")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return nothing
+
+
+@exchange(sites.ParamSites, "end_functional_call", of="functional_call leaves freed parameters")
+def _(old: typing.Any) -> typing.Any:
+    del old
+    return lambda self, **_: self.show(unsharded=False)
