@@ -207,6 +207,7 @@ class Runtime:
             if self.backward.is_running:
                 self.streams.note_error(RuntimeError("an exception in a backward"))
             self.reset()
+        self.streams.note_step()
         if not torch.is_grad_enabled() and self._gathers_like_the_last(root):
             self.used.compare_in_inference(self.streams)
         has_changed = self._take_up_changes()
@@ -218,7 +219,6 @@ class Runtime:
         # order: a forward waits for writes to shards
         self.gathers.follow_writes(self._noted_versions)
         self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
-        self.streams.note_step()
         self.pass_root = root
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 

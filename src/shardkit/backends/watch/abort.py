@@ -43,11 +43,16 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
             probe.wait(timedelta(milliseconds=1))
 
 
-def raise_in_main_thread(text: str) -> None:
+def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
     """Have the main thread raise a `RankMismatchError` where its collective ends.
 
     That ends in an error of the engine, which says nothing of the reason. Python raises what it was
     given by another thread at the next line of Python, in place of that error.
+
+    Args:
+        text: What the error says.
+        at: What the main thread is at, of `instruction_of`. If it has gone on, nothing is raised:
+            that would meet whatever it does by then.
     """
 
     class _RankMismatchError(RankMismatchError):
@@ -60,6 +65,8 @@ def raise_in_main_thread(text: str) -> None:
     _RankMismatchError.__module__ = RankMismatchError.__module__
     ident = threading.main_thread().ident
     assert ident is not None, "it has been started"
+    if instruction_of(main_frame()) != at:
+        return
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(ident), ctypes.py_object(_RankMismatchError)
     )

@@ -58,6 +58,7 @@ class Diagnosis:
         told_by: Rank that tells it, where it is not an error of each that waits.
         doomed: What each rank that cannot go on waits for, by rank: it believes the diagnosis only
             if it does.
+        in_calls: Ranks among those that are inside of a collective of the user's.
         suspicion: What has to be seen in the next round, too, for the end of the run.
         details_of: Ranks whose details would make the text better.
     """
@@ -67,6 +68,7 @@ class Diagnosis:
     key: str = ""
     told_by: int = 0
     doomed: dict[str, str] = field(default_factory=dict)
+    in_calls: list[int] = field(default_factory=list)
     suspicion: str = ""
     details_of: list[int] = field(default_factory=list)
 
@@ -82,8 +84,8 @@ class Diagnosis:
             found = cls(**content)
         except (ValueError, TypeError, RecursionError):
             return None
-        is_text = isinstance(content["text"], str)
-        return found if is_text and isinstance(content.get("doomed", {}), dict) else None
+        kinds = {"text": str, "doomed": dict, "in_calls": list}
+        return found if all(isinstance(getattr(found, k), kinds[k]) for k in kinds) else None
 
 
 def what_is_awaited(status: RankStatus) -> str | None:
@@ -274,6 +276,7 @@ def _final(
         key=f"{first} {what_is_awaited(statuses[first])}",
         told_by=first,
         doomed={str(rank): what_is_awaited(statuses[rank]) or "" for rank in sorted(doomed)},
+        in_calls=[rank for rank in sorted(doomed) if statuses[rank].call is not None],
     )
 
 

@@ -44,7 +44,7 @@ from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, 
 from shardkit.backends.watch.store import RunStore, store_of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -61,6 +61,7 @@ _MORE_WORDS = 6.0  # A wait is told of again when it has become so many times as
 _END_S = 6.0
 _STUCK_S = 2.0
 _RETRY_S = 5.0
+_RAISED_S = 5.0
 _STORE_GONE = (
     "the store of the process group does not answer: the process that holds it (rank 0's, or the "
     "launcher's) has ended{or_more}. Look at the output of rank 0 and of the launcher."
@@ -436,8 +437,10 @@ class Watchdog:
             self._tell(diagnosis)
             return
         if diagnosis.doomed.get(str(self.rank)) == self._what_is_awaited():
-            self._end(diagnosis.text, store)
+            self._end(diagnosis.text, store, diagnosis.in_calls)
         else:
+            if self.rank in diagnosis.in_calls:  # Nobody needs to wait for it.
+                store.set(f"raised/{self.rank}", "")
             # Not of this rank, or not any more: it finds out by itself where it waits next.
             self._alarmed_step = self.step + 1
             for wait in self._all_waits(watch_settings.ask_after_s):
@@ -459,30 +462,51 @@ class Watchdog:
                 return
 
     def _end(
-        self, text: str, store: RunStore | None = None, *, is_store_silent: bool = False
+        self,
+        text: str,
+        store: RunStore | None = None,
+        in_calls: Sequence[int] = (),
+        *,
+        is_store_silent: bool = False,
     ) -> None:
-        """End all waits: they are proved to be in vain."""
+        """End all waits: they are proved to be in vain.
+
+        Args:
+            text: Why.
+            store: Keys of the run, over the connection of the thread that calls.
+            in_calls: Ranks inside of collectives of the user's. The first end that another rank
+                puts to its waits ends those too, by an error of the engine, so they are awaited.
+            is_store_silent: Whether the store answers no request.
+        """
         if self.verdict is not None:
             return
         self.verdict = text
         if self._rounds is not None and self._rounds.statuses:
             runs.keep_diagnosis(self._store.run, text, self._rounds.statuses)
         world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
-        is_in_call = self._is_in_use() and self._call is not None
+        call = self._call if self._is_in_use() else None
         if not self._waits:  # Else whoever waits raises it.
             logger.error("rank %d: %s", self.rank, text)
-        if is_in_call:
-            raise_in_main_thread(text)
-        with contextlib.suppress(RuntimeError):
-            for go in () if is_store_silent else list(self._counting_in.values()):
-                (store or self._store).set(go, "")  # Whoever waits for it looks at the verdict.
-        if is_in_call or self._all_waits(0.0):
+        if call is not None:
+            raise_in_main_thread(text, call.at)
+        if not is_store_silent:
+            self._end_agreements(store or self._store, in_calls)
+        if call is not None or self._all_waits(0.0):
             # On a device the main thread waits where it asks for a number.
             end_if_stuck(self.rank, text, even_on_host=is_store_silent)
         for channel in list(self.channels.values()):  # Whoever ends clears them meanwhile.
             abort_group(channel.group)
-        if is_in_call:
+        if call is not None:
             abort_group(world)
+
+    def _end_agreements(self, store: RunStore, in_calls: Sequence[int]) -> None:
+        """End waits for other ranks in the store, when ranks in calls know what to raise."""
+        with contextlib.suppress(RuntimeError):
+            if self.rank in in_calls:
+                store.set(f"raised/{self.rank}", "")
+            store.await_keys([f"raised/{rank}" for rank in in_calls], _RAISED_S)
+            for go in list(self._counting_in.values()):
+                store.set(go, "")  # Whoever waits for it looks at the verdict.
 
     # --- answering ---
 

@@ -12,6 +12,7 @@ import torch
 
 from shardkit import RankMismatchError
 from shardkit.backends.watch.abort import abort_group, end_if_stuck, raise_in_main_thread
+from shardkit.backends.watch.place import instruction_of, main_frame
 
 
 @pytest.fixture
@@ -77,7 +78,10 @@ def test_the_main_thread_raises_the_reason_in_place_of_the_error_of_its_engine()
 
     def give() -> None:
         is_failing.wait()
-        raise_in_main_thread("rank 1 is gone")
+        time.sleep(0.1)  # Until the main thread is inside of the lock.
+        place = instruction_of(main_frame())
+        assert place is not None
+        raise_in_main_thread("rank 1 is gone", place)
         lock.release()
 
     def fail() -> None:
@@ -96,3 +100,13 @@ def test_the_main_thread_raises_the_reason_in_place_of_the_error_of_its_engine()
     shown = "".join(traceback.format_exception(raised.value))
     assert "RuntimeError: Application timeout" not in shown
     assert "shardkit._errors.RankMismatchError: rank 1 is gone" in shown
+
+
+def test_a_main_thread_that_has_gone_on_raises_nothing() -> None:
+    """It would meet what it does by then: the end of a script, the next test."""
+    place = instruction_of(main_frame())
+    assert place is not None
+    late = threading.Thread(target=raise_in_main_thread, args=("rank 1 is gone", place))
+    late.start()
+    late.join()
+    time.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -77,6 +78,33 @@ def test_a_text_in_the_store_ends_nothing_of_which_this_rank_knows_nothing(
     watchdog._take_up(final(awaited), watchdog._store)  # noqa: SLF001
     assert calls == []
     assert watchdog.verdict is None
+
+
+def test_ranks_in_collectives_of_the_user_raise_before_connections_close(
+    watchdog: Watchdog, calls: list[str]
+) -> None:
+    """The engine's error would come first else, and say nothing of the reason."""
+    diagnosis = dataclasses.replace(final("0 3 issued"), in_calls=[1])
+    with watchdog.watching(Wait("0", 3, LAYER)):
+        ends = threading.Thread(
+            target=watchdog._take_up,  # noqa: SLF001
+            args=(diagnosis, watchdog._store),  # noqa: SLF001
+        )
+        ends.start()
+        time.sleep(0.3)
+        assert calls == []
+        watchdog._store.set("raised/1", "")  # noqa: SLF001
+        ends.join(2.0)
+    assert calls == ["end if stuck", "abort"]
+
+
+def test_a_rank_that_has_left_its_collective_holds_nobody_up(
+    watchdog: Watchdog, calls: list[str]
+) -> None:
+    diagnosis = dataclasses.replace(final("0 barrier"), in_calls=[0])
+    watchdog._take_up(diagnosis, watchdog._store)  # noqa: SLF001
+    assert calls == []
+    assert watchdog._store.has("raised/0")  # noqa: SLF001
 
 
 def test_a_wait_that_is_in_vain_raises(watchdog: Watchdog, calls: list[str]) -> None:
