@@ -51,10 +51,10 @@ class GradientPiece:
     """Where the gradient of one parameter lies in this rank's range of a bucket.
 
     Attributes:
-        name: Of the parameter.
-        shape: Of the whole parameter; with tensor parallelism, of this rank's part of it.
+        name: Name of the parameter.
+        shape: Shape of the whole parameter; with tensor parallelism, of this rank's part of it.
         start: First element of the flattened parameter that is here.
-        stop: Its end; equal to `start` where nothing is here.
+        stop: End of the elements; equal to `start` where nothing is here.
         offset: Position of the first element in the range.
     """
 
@@ -69,8 +69,8 @@ class SumAxis(Protocol):
     """The ranks that an `AllReduce` sums over.
 
     Attributes:
-        size: Their number.
-        rank: This rank's position.
+        size: Number of ranks.
+        rank: Position of this rank.
     """
 
     size: int
@@ -96,8 +96,9 @@ class AllReduce(Protocol):
         """Replace `tensor` by its sum over the axis, equal bits on all of its ranks.
 
         Args:
-            tensor: 1-D: this rank's range of a bucket's gradients, summed over the shard axis.
-            pieces: What lies where in it; between pieces there may be padding, which is zero.
-            axis: The ranks to sum over. Their ranges are of the same parameters.
-            unit: The sum times this is the gradient.
+            tensor: Gradients of this rank's range of a bucket, 1-D, summed over the shard axis.
+            pieces: Pieces that lie in it, and where; between pieces there may be padding, which is
+                zero.
+            axis: Ranks to sum over. Their ranges are of the same parameters.
+            unit: Factor that turns the sum into the gradient.
         """

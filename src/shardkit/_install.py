@@ -91,8 +91,8 @@ def install() -> Installed:
     Rank 0 says so once, through the logger ``shardkit``. A second call changes nothing.
 
     Returns:
-        Its `undo()` gives torch's names back, as does the end of ``with install():``. That of a
-        second call has nothing to undo.
+        Object whose `undo()` gives torch's names back, as does the end of ``with install():``. That
+        of a second call has nothing to undo.
     """
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
 

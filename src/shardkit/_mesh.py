@@ -33,12 +33,12 @@ class DeviceMesh:
     Equal if device type, shape, ranks and axis names are equal.
 
     Attributes:
-        device_type: ``"cpu"``, ``"cuda"``, ...
+        device_type: Type of the devices: ``"cpu"``, ``"cuda"``, ...
         shape: Size of each axis.
         ranks: Global ranks, row-major.
         mesh_dim_names: Names of the axes, or None.
         rank: Global rank of this process.
-        backend: What communicates along the axes (`shardkit.backends.Backend`).
+        backend: Backend that communicates along the axes (`shardkit.backends.Backend`).
         left_out: Names of the axes of several ranks of the mesh that this is a submesh of.
     """
 

@@ -25,8 +25,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     On a mesh of CPU ranks nothing changes.
 
     Args:
-        pin_memory: Keep shards and gradients in page-locked memory, so that copies from and to the
-            device overlap with compute.
+        pin_memory: Whether to keep shards and gradients in page-locked memory, so that copies from
+            and to the device overlap with compute.
     """
 
     pin_memory: bool = True
@@ -45,9 +45,10 @@ class MixedPrecisionPolicy:
         reduce_dtype: Dtype of gradients on the wire. Numbers of a dtype below fp32 are
             added in fp32 where shardkit does the sum (gloo). ``None``:
             `param_dtype`.
-        output_dtype: Floating-point outputs of the module's forward are cast to it.
-        cast_forward_inputs: Cast floating-point inputs of the module's forward to `param_dtype`.
-        buffer_dtype: Floating-point buffers are cast to it once, in `fully_shard`.
+        output_dtype: Dtype that floating-point outputs of the module's forward are cast to.
+        cast_forward_inputs: Whether to cast floating-point inputs of the module's forward to
+            `param_dtype`.
+        buffer_dtype: Dtype that floating-point buffers are cast to once, in `fully_shard`.
 
     Raises:
         WrapError: A dtype is not one of real floating-point numbers, which only are cast.

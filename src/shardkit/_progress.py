@@ -23,10 +23,10 @@ class Meter:
         """Show nothing yet.
 
         Args:
-            progress: A function of the bytes done and of all, called on each rank about its own;
+            progress: Function of the bytes done and of all, called on each rank about its own;
                 False: nothing; else a bar on rank 0's terminal, if rich is installed.
-            what: What is done, for the bar.
-            rank: This process'.
+            what: Name of the action, for the bar.
+            rank: Number of this process.
         """
         self._call = progress if callable(progress) else None
         wanted = self._call is None and progress is not False and rank == 0

@@ -40,15 +40,17 @@ class CommSettings:
     """How a group communicates.
 
     Attributes:
-        divide_factor: Gradient sums are divided by it; None: by the number of ranks.
-        predivide_factor: So much of the division comes before the sum; "auto": about the root of
+        divide_factor: Divisor of gradient sums; None: the number of ranks.
+        predivide_factor: Part of the division that comes before the sum; "auto": about the root of
             the number of ranks; None: as the backend does it.
-        force_sum: The engine may not average, but only sum.
-        all_reduce_hook: Called with every reduced and divided gradient buffer, which it may change.
-        all_reduce_hook_stream: Where an accelerator runs the hook; None: after the reduction.
-        all_gather: Replaces the all-gather.
-        reduce_scatter: Replaces the reduce-scatter.
-        all_reduce: Replaces the all-reduce over the replicate axis.
+        force_sum: Whether the engine may only sum, and not average.
+        all_reduce_hook: Function called with every reduced and divided gradient buffer, which it
+            may change.
+        all_reduce_hook_stream: Stream where an accelerator runs the hook; None: after the
+            reduction.
+        all_gather: Replacement of the all-gather.
+        reduce_scatter: Replacement of the reduce-scatter.
+        all_reduce: Replacement of the all-reduce over the replicate axis.
     """
 
     divide_factor: float | None = None
@@ -73,18 +75,18 @@ class GroupSettings:
     Attributes:
         reshard_after_forward: True, False, None for True unless the group is the root's, or the
             number of neighbouring ranks over which the parameters stay sharded until backward.
-        reshard_after_backward: Give the memory back after backward.
-        sync: Average gradients over the ranks (`set_requires_gradient_sync`).
-        all_reduce: Also over the replicate axis (`set_requires_all_reduce`).
-        is_last_backward: Wait for all reductions at the end of backward.
-        reduce_unused: Take part in the reduction also where no parameter was used.
-        unshard_in_backward: Backward needs the parameters.
-        comm_memory: Take buffers from the allocator of the communication engine.
-        separate_reduce: Reduce on a process group of its own.
-        max_send_buffers: Reductions under way at once, where waiting frees their memory.
+        reshard_after_backward: Whether to give the memory back after backward.
+        sync: Whether to average gradients over the ranks (`set_requires_gradient_sync`).
+        all_reduce: Whether to average also over the replicate axis (`set_requires_all_reduce`).
+        is_last_backward: Whether to wait for all reductions at the end of backward.
+        reduce_unused: Whether to take part in the reduction also where no parameter was used.
+        unshard_in_backward: Whether backward needs the parameters.
+        comm_memory: Whether to take buffers from the allocator of the communication engine.
+        separate_reduce: Whether to reduce on a process group of its own.
+        max_send_buffers: Number of reductions under way at once, where waiting frees their memory.
         next_in_forward: Groups to gather when forward enters; None: what came next last time.
-        next_in_backward: The same in backward.
-        comm: How it communicates.
+        next_in_backward: Groups to gather when backward enters.
+        comm: Communication settings of the group.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -121,16 +123,18 @@ class RootSettings:
     """What users choose for a root.
 
     Attributes:
-        prefetch_in_forward: Gather ahead in forward.
-        prefetch_in_backward: When to gather ahead in backward.
-        barrier_in_forward: Where operators are traced: tie gathers to the inputs of the module
-            entered last, so that the compiler does not hoist them.
-        barrier_in_backward: The same in backward; without it the compiler may merge a gather with
-            that of forward.
-        sync_on_finalization: Where operators are traced: run the graph at the end of backward.
-        dummy_gathers: Gathers move nothing between ranks (`set_debug`).
-        dummy_reductions: Nor do reductions.
-        memory_message: Print memory at each gather, free and reduction, after this; None: do not.
+        prefetch_in_forward: Whether to gather ahead in forward.
+        prefetch_in_backward: Moment when to gather ahead in backward.
+        barrier_in_forward: Whether to tie gathers to the inputs of the module entered last, where
+            operators are traced, so that the compiler does not hoist them.
+        barrier_in_backward: Whether to do the same in backward; without it the compiler may merge a
+            gather with that of forward.
+        sync_on_finalization: Whether to run the graph at the end of backward, where operators are
+            traced.
+        dummy_gathers: Whether gathers move nothing between ranks (`set_debug`).
+        dummy_reductions: Whether reductions move nothing between ranks.
+        memory_message: Text before the memory that is printed at each gather, free and reduction;
+            None: print nothing.
     """
 
     prefetch_in_forward: bool = True

@@ -30,7 +30,7 @@ def shorten(error: BaseException) -> int:
     An error that is not shardkit's stays as it is.
 
     Returns:
-        How many frames were left out.
+        Number of frames that were left out.
     """
     if not isinstance(error, ShardkitError) or os.environ.get(_VARIABLE, "").lower() == "full":
         return 0

@@ -17,13 +17,14 @@ class WatchSettings:
 
     Attributes:
         ask_after_s: Seconds of a wait after which a rank asks the others where they are.
-        ask_unexpected_after_s: The same for a collective that the last steps did not foretell.
+        ask_unexpected_after_s: Seconds of a wait for a collective that the last steps did not
+            foretell, after which a rank asks.
         answer_s: Seconds that a rank which asks waits for the answers of the others.
         silent_after_s: Seconds without an answer after which a rank, of whose host nobody answers,
             counts as lost.
         timeout_s: Seconds after which torch ends a collective of a process group of shardkit's.
-        compare_values: Compare samples of the parameters' values at the first forward.
-        check_gradients: Note in each backward whether this rank's own gradients are finite.
+        compare_values: Whether to compare samples of the parameters' values at the first forward.
+        check_gradients: Whether to note in each backward if this rank's own gradients are finite.
     """
 
     ask_after_s: float = 10.0
@@ -39,7 +40,7 @@ class WatchSettings:
 
         Args:
             changes: Values by field. Texts are read as the environment writes them.
-            names: What the user calls a field, for errors.
+            names: Names that the user gives to fields, for errors.
 
         Raises:
             StateError: A value that cannot be meant.

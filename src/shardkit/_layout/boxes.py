@@ -27,9 +27,9 @@ class Box:
     """A rectangular part of a tensor, contiguous in the flattened tensor.
 
     Attributes:
-        offsets: Where it begins, per dimension.
-        sizes: Its extent, per dimension; none is 0 unless the tensor is empty.
-        start: Where its first element lies in the range that it is a part of.
+        offsets: Position where it begins, per dimension.
+        sizes: Extent per dimension; none is 0 unless the tensor is empty.
+        start: Position of its first element in the range that it is a part of.
     """
 
     offsets: tuple[int, ...]
@@ -53,14 +53,14 @@ def boxes_of_range(
     """Return the boxes that [start, stop) of a flattened tensor consists of, in its order.
 
     Args:
-        shape: Of the tensor; ``()`` has one element and one box without dimensions.
+        shape: Shape of the tensor; ``()`` has one element and one box without dimensions.
         start: First element.
-        stop: Its end; no boxes if it is not beyond `start`.
-        origin: Where the tensor begins in a larger one whose offsets are wanted (the part that
+        stop: End of the range; no boxes if it is not beyond `start`.
+        origin: Position of the tensor in a larger one whose offsets are wanted (the part that
             tensor parallelism left on this rank); None: at its beginning.
 
     Returns:
-        At most ``2 * len(shape) - 1`` boxes (one for no dimension), disjoint, covering the range.
+        Disjoint boxes that cover the range, at most ``2 * len(shape) - 1`` (one for no dimension).
 
     Cost: O(len(shape) ** 2); nothing depends on sizes.
     """

@@ -33,10 +33,10 @@ class EvenLayout:
 
     Attributes:
         shapes: Global shape of each parameter, in bucket order.
-        numels: Elements of each parameter.
-        sizes: Elements of each parameter's part, padding included; equal on all ranks.
-        offsets: First element of each parameter's part in a shard.
-        shard_numel: Elements of every rank's shard, padding included.
+        numels: Number of elements of each parameter.
+        sizes: Number of elements of each parameter's part, padding included; equal on all ranks.
+        offsets: Position of the first element of each parameter's part in a shard.
+        shard_numel: Number of elements of every rank's shard, padding included.
         world_size: Number of shards.
     """
 
@@ -53,7 +53,7 @@ class EvenLayout:
 
         Args:
             shapes: Global shapes; ``()`` is a scalar, a 0 in a shape an empty parameter.
-            world_size: Ranks of the shard axis, at least 1.
+            world_size: Number of ranks of the shard axis, at least 1.
 
         Raises:
             LayoutError: If `world_size` is below 1, or a dimension negative.

@@ -38,9 +38,9 @@ class FlatLayout:
 
     Attributes:
         shapes: Global shape of each parameter, in bucket order.
-        numels: Elements of each parameter.
-        offsets: First element of each parameter in the flat space.
-        shard_numel: Elements of every rank's range, padding included.
+        numels: Number of elements of each parameter.
+        offsets: Position of the first element of each parameter in the flat space.
+        shard_numel: Number of elements of every rank's range, padding included.
         world_size: Number of ranges.
     """
 
@@ -56,9 +56,9 @@ class FlatLayout:
 
         Args:
             shapes: Global shapes; ``()`` is a scalar, a 0 in a shape an empty parameter.
-            world_size: Ranks of the shard axis, at least 1.
-            itemsize: Bytes per element of the SMALLEST dtype the bucket travels in, so that starts
-                are aligned in every dtype.
+            world_size: Number of ranks of the shard axis, at least 1.
+            itemsize: Number of bytes per element of the SMALLEST dtype the bucket travels in, so
+                that starts are aligned in every dtype.
 
         Raises:
             LayoutError: If `world_size` or `itemsize` is below 1, or a dimension negative.

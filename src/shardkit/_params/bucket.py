@@ -47,16 +47,16 @@ class Bucket:
     """Parameters, who holds them, and their store. Nothing is changed before `swap_in`.
 
     Args:
-        store: Made for these parameters.
+        store: Store made for these parameters.
 
     Attributes:
-        store: As given.
+        store: Store of the bucket.
         plan: Dtypes and devices.
         entries: The parameters, and every module that holds one.
-        sites: Exchange what modules hold.
-        group: Weak: what it is part of, once that is made.
-        was_trainable: Which parameters wanted gradients when their last forward ended; none: there
-            was none.
+        sites: Places of the parameters; they exchange what modules hold.
+        group: Weak reference to the group that the bucket is part of, once that is made.
+        was_trainable: Flags of the parameters: whether each wanted gradients when its last forward
+            ended. Empty before the first one.
     """
 
     group: weakref.ref[Any] | None = None

@@ -46,8 +46,8 @@ def assign_grad(
 
     Args:
         param: The sharded parameter.
-        piece: 1-D.
-        spec: How it is cut.
+        piece: Gradient of the piece, 1-D.
+        spec: Cut of the parameter.
         flat: The reduced gradients of the whole shard, of which `piece` is a view.
     """
     grad = param.grad
@@ -71,11 +71,11 @@ class BucketGradients:
     """Collects one bucket's unsharded gradients, and assigns the sharded ones.
 
     Args:
-        bucket: One that may be trained.
-        receive_chunks: Shard-sized pieces that the backend wants room for.
+        bucket: Bucket that may be trained.
+        receive_chunks: Number of shard-sized pieces that the backend wants room for.
 
     Attributes:
-        bucket: As given.
+        bucket: Bucket of the gradients.
         fired: One byte per parameter: 1 if its gradient came since the last synced backward.
         partial: Sums over the shard axis that wait for the all-reduce.
     """
@@ -127,12 +127,12 @@ class BucketGradients:
         """Take the unsharded gradient of one parameter, to be reduced.
 
         Args:
-            index: Which parameter.
-            grad: Its gradient, in compute dtype; not kept unless `hold`. That of a DTensor is
-                brought to the parameter's placements, which may take a collective over its mesh.
-            streams: Order the copy.
-            pool: Where the send buffer's memory comes from.
-            hold: Keep the tensor rather than copy it now.
+            index: Position of the parameter in the bucket.
+            grad: Gradient in compute dtype; not kept unless `hold`. That of a DTensor is brought to
+                the parameter's placements, which may take a collective over its mesh.
+            streams: Streams that order the copy.
+            pool: Pool of the send buffer's memory.
+            hold: Whether to keep the tensor rather than copy it now.
         """
         self.fired[index] = 1
         if self.bucket.store.converts_gradients:

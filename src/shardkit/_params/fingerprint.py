@@ -28,7 +28,7 @@ class WholeValues:
             themselves, are left out.
 
     Attributes:
-        versions: Of the shards, when they were cut.
+        versions: Versions of the shards when they were cut.
     """
 
     def __init__(self, entries: Iterable[ParamEntry] = ()) -> None:

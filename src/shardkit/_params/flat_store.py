@@ -46,10 +46,10 @@ class KeptPart:
     """A part of the unsharded buffer that stays from forward to backward.
 
     Attributes:
-        values: 1-D, the range of `axis.rank` of `axis.size` equal ones, compute dtype.
-        axis: Over which backward gathers.
-        version: Of the shard it was gathered from.
-        fence: After it the values are there.
+        values: Range `axis.rank` of `axis.size` equal ones, 1-D, compute dtype.
+        axis: Axis over which backward gathers.
+        version: Version of the shard that it was gathered from.
+        fence: Fence after which the values are there.
     """
 
     values: Tensor
@@ -62,9 +62,9 @@ class FlatStore(Store):
     """See the module's docstring.
 
     Args:
-        plan: Of the bucket.
-        entries: Its parameters.
-        layout: How sharded ones are cut; None plans anew.
+        plan: Plan of the bucket.
+        entries: Parameters of the bucket.
+        layout: Layout of sharded parameters; None plans anew.
     """
 
     subclass: Any = None

@@ -27,11 +27,11 @@ class _Started:
     """A reduction under way.
 
     Attributes:
-        handle: Waits for it; maybe shared with other groups.
+        handle: Handle that waits for it; maybe shared with other groups.
         first: Position of this group's results among the handle's.
-        sent: The buckets that it carries.
-        is_partial: It goes over the shard axis only.
-        is_closed: The send buffers were given back.
+        sent: Buckets that it carries.
+        is_partial: Whether it goes over the shard axis only.
+        is_closed: Whether the send buffers were given back.
     """
 
     handle: ReduceHandle
@@ -57,15 +57,15 @@ class GroupGradients:
 
     Args:
         buckets: The group's buckets that may be trained.
-        shard_axis: Reduce-scatter over it.
-        replicate_axis: All-reduce over it, or None.
-        receive_chunks: Shard-sized pieces that the backend wants room for.
-        comm: What the user chose; may change between backwards.
+        shard_axis: Axis of the reduce-scatter.
+        replicate_axis: Axis of the all-reduce, or None.
+        receive_chunks: Number of shard-sized pieces that the backend wants room for.
+        comm: Settings that the user chose; may change between backwards.
         weight: Multiplier that turns gradients of the global-mean loss into gradients of this
             rank's local-mean loss.
 
     Attributes:
-        buckets: Their gradients.
+        buckets: Gradients of the buckets.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class GroupGradients:
         """Make ready to reduce what was collected, zeros for what did not come.
 
         Returns:
-            What the backend has to do, one per bucket; tell `started` the handle.
+            Reductions for the backend, one per bucket; give `started` the handle.
         """
         assert not self.is_reducing, "the send buffers are on the wire"
         self.write_held(streams, pool)
@@ -276,9 +276,9 @@ def start_reduce(
     """Reduce the gradients of groups, each with or without the all-reduce, in one go.
 
     Args:
-        many: Each with whether to all-reduce it.
-        streams: Where it runs.
-        pool: Memory.
+        many: Groups, each with whether to all-reduce it.
+        streams: Streams of the reductions.
+        pool: Pool of the memory.
         of: Names of the groups.
 
     Cost: one reduce-scatter per bucket, one all-reduce per bucket on a replicate axis; small

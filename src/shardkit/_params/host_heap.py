@@ -24,9 +24,6 @@ def give_back(freed_nbytes: int) -> None:
     glibc keeps freed tensors of up to 32 MiB, and often cannot use their place for the next ones:
     what torch asks for is aligned, so a hole of exactly its size is too small. A model whose layers
     are made, cut and freed one after the other would keep most of them in memory.
-
-    Args:
-        freed_nbytes: Of the tensors that were freed.
     """
     trim = _trim()
     if trim is not None and freed_nbytes >= _LEAST_NBYTES:

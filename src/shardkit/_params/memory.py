@@ -33,10 +33,11 @@ class Slot:
     """Memory that is or was behind a storage.
 
     Attributes:
-        storage: Holds the memory while the slot is free, is empty while it is used.
-        nbytes: Size.
+        storage: Storage that holds the memory while the slot is free, and is empty while it is
+            used.
+        nbytes: Size of the memory in bytes.
         free_after: Fence after which the memory may be written.
-        is_passed: The compute stream has come past the fence.
+        is_passed: Whether the compute stream has come past the fence.
     """
 
     storage: torch.UntypedStorage
@@ -51,8 +52,8 @@ class Buffer:
     Make its views between construction and `close`: they need memory to be made.
 
     Args:
-        nbytes: Size of the memory while there is any.
-        device: Where.
+        nbytes: Size of the memory in bytes while there is any.
+        device: Device of the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -84,9 +85,6 @@ class Buffer:
 
 class SlotPool:
     """The slots of one root on one device.
-
-    Args:
-        streams: Make memory, mark the compute stream.
 
     Attributes:
         keeps_memory: Whether slots are reused, rather than freed and allocated again.

@@ -37,10 +37,10 @@ class Leaf:
 
     Attributes:
         path: Names of the parts that lead to it.
-        dtype: Its dtype.
-        shape: Its shape.
-        stride: Dense, maybe not in the order of the dims.
-        start: Its first byte.
+        dtype: Dtype of the leaf.
+        shape: Shape of the leaf.
+        stride: Stride of a dense tensor, maybe not in the order of the dims.
+        start: Position of its first byte.
     """
 
     path: str
@@ -76,17 +76,13 @@ class _Node:
 class Packing:
     """How the leaves of one parameter lie in bytes; see the module's docstring.
 
-    Args:
-        name: Of the parameter, for errors.
-        param: With parts.
-
     Attributes:
         cls: Class of the parameter.
-        shape: As its users see it.
-        dtype: As its users see it, whatever the leaves' are.
-        nbytes: Of all leaves and the gaps between them.
-        leaves: In the order of their bytes.
-        parts: How the outermost tensor is taken apart.
+        shape: Shape that users see.
+        dtype: Dtype that users see, whatever the leaves' are.
+        nbytes: Size of all leaves and the gaps between them in bytes.
+        leaves: Leaves in the order of their bytes.
+        parts: Functions that take the outermost tensor apart.
     """
 
     def __init__(self, name: str, param: Tensor) -> None:
@@ -141,12 +137,7 @@ class Packing:
         return tensors
 
     def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor:
-        """Return the tensor over bytes that begin at `start` in memory, not copied.
-
-        Args:
-            storage: With memory.
-            start: A multiple of 16.
-        """
+        """Return the tensor over bytes that begin at `start` in memory, not copied."""
         leaves = [leaf.over(storage, start) for leaf in self.leaves]
         result: Tensor = _put_together(self._root, leaves)
         return result

@@ -32,12 +32,15 @@ class Parts:
     """How tensors of one class are taken apart.
 
     Attributes:
-        flatten: Returns parts by name, and whatever else it takes to put them together.
-        unflatten: Puts other parts of the same shapes together.
-        problem: Says what is wrong with a tensor that has no parts yet; None: nothing.
+        flatten: Function that returns parts by name, and whatever else it takes to put them
+            together.
+        unflatten: Function that puts other parts of the same shapes together.
+        problem: Function that says what is wrong with a tensor that has no parts yet; None:
+            nothing.
         kept: Attributes that stay on the sharded parameter as they are, whole on every rank.
-        prepare: Called with the parameter and each module that holds it, before `flatten`.
-        release: Called with each such module when nothing may hold the whole parts any more.
+        prepare: Function called with the parameter and each module that holds it, before `flatten`.
+        release: Function called with each such module when nothing may hold the whole parts any
+            more.
     """
 
     flatten: Flatten
@@ -59,12 +62,13 @@ def register_parts(cls: type[Tensor], flatten: Flatten, unflatten: Unflatten) ->
     `fully_shard`, on all ranks.
 
     Args:
-        cls: Of the parameter; classes derived from it are taken apart in the same way.
-        flatten: Called with the parameter. Returns its parts, a dict of dense tensors of any
+        cls: Class of the parameter; classes derived from it are taken apart in the same way.
+        flatten: Function of the parameter. It returns the parts, a dict of dense tensors of any
             shape and dtype on the parameter's device, and a context: anything that is no tensor.
-        unflatten: Called with parts of the same names, shapes, strides and dtypes and with the
-            context. Returns a tensor of `cls` over these very parts, not over copies, whose values
-            it does not read: they come with each gather. Modules see its result in their forward.
+        unflatten: Function of parts with the same names, shapes, strides and dtypes, and of the
+            context. It returns a tensor of `cls` over these very parts, not over copies. It does
+            not read their values, which come with each gather. Modules see its result in their
+            forward.
 
     Raises:
         WrapError: `cls` is no tensor class, or one that torch makes plain parameters of.

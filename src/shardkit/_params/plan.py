@@ -22,18 +22,18 @@ class BucketPlan:
     """Where the parameters of a bucket are, and in which dtypes.
 
     Attributes:
-        mesh: They are sharded over its last axis.
+        mesh: Mesh over whose last axis they are sharded.
         policy: Dtypes, as the user chose them.
-        offload: Where the shard is, as the user chose it.
-        axis: Communicates along the shard axis.
-        orig_dtype: Of the shard.
-        param_dtype: Of the unsharded parameters.
-        reduce_dtype: Of gradients on the wire.
-        device: Of the unsharded parameters.
-        shard_device: Of the shard.
-        home_device: Where the shard belongs; `shard_device` is meta until it has values.
-        is_offloaded: The shard is on the host, and the device has memory of its own.
-        is_pinned: It is in page-locked memory.
+        offload: Place of the shard, as the user chose it.
+        axis: Communication along the shard axis.
+        orig_dtype: Dtype of the shard.
+        param_dtype: Dtype of the unsharded parameters.
+        reduce_dtype: Dtype of gradients on the wire.
+        device: Device of the unsharded parameters.
+        shard_device: Device of the shard.
+        home_device: Device where the shard belongs; `shard_device` is meta until it has values.
+        is_offloaded: Whether the shard is on the host, while the device has memory of its own.
+        is_pinned: Whether the shard is in page-locked memory.
     """
 
     mesh: DeviceMesh

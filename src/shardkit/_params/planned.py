@@ -25,11 +25,12 @@ class PlannedBucket:
 
     Attributes:
         plan: Dtypes and devices, as they are once the parameters have values.
-        layout: How it is cut.
-        nbytes: Of the parameters in the dtype they are stored in, on all ranks together.
-        shard_nbytes: Of this rank's shard.
-        unsharded_nbytes: Of the unsharded buffer; 0 where that is the shard itself.
-        is_trainable: Its gradients are reduced.
+        layout: Layout of the bucket.
+        nbytes: Size of the parameters in the dtype they are stored in, on all ranks together, in
+            bytes.
+        shard_nbytes: Size of this rank's shard in bytes.
+        unsharded_nbytes: Size of the unsharded buffer in bytes; 0 where that is the shard itself.
+        is_trainable: Whether its gradients are reduced.
     """
 
     plan: BucketPlan

@@ -59,14 +59,14 @@ class SendBuffer:
     """Send and receive memory of one bucket, with views made once.
 
     Args:
-        layout: Of the bucket.
-        plan: Of the bucket.
-        receive_numel: Elements of the receive buffer; 0: there is none.
+        layout: Layout of the bucket.
+        plan: Plan of the bucket.
+        receive_numel: Number of elements in the receive buffer; 0: there is none.
 
     Attributes:
-        flat: 1-D, ``layout.padded_numel``, what is sent.
-        received: 1-D, `receive_numel`, what others send; None where nothing is received.
-        slots: A view into `flat` for each parameter.
+        flat: Buffer to send, 1-D, ``layout.padded_numel``.
+        received: Buffer for what others send, 1-D, `receive_numel`; None where nothing is received.
+        slots: Views into `flat`, one for each parameter.
         written: Parameters whose slot holds a gradient.
     """
 

@@ -24,12 +24,12 @@ class ParamEntry:
     """A parameter to shard.
 
     Attributes:
-        name: For errors: relative to the group's module until the root's first forward.
-        param: The user's object.
+        name: Name for errors: relative to the group's module until the root's first forward.
+        param: Parameter object of the user.
         sites: Every (module, attribute) that holds it.
-        written: What was written to it as a whole since ranks compared; None: nothing.
-        num_written: How often that was done, in all.
-        order: Its place among the parameters of the root, from its first forward.
+        written: Values last written to it as a whole since ranks compared; None: nothing.
+        num_written: Number of such writes in all.
+        order: Position among the parameters of the root, from its first forward.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ParamSites:
 
     Args:
         entries: The parameters, and who holds them.
-        unsharded: What is put there while they are in use.
+        unsharded: Parameters that modules hold while they are in use.
     """
 
     def __init__(self, entries: Sequence[ParamEntry], unsharded: Sequence[nn.Parameter]) -> None:
@@ -178,11 +178,7 @@ class ParamSites:
         self._given.clear()
 
     def end_functional_call(self, *, has_memory: bool) -> None:
-        """Hold what was held when a `functional_call` began, since it puts back its own.
-
-        Args:
-            has_memory: The unsharded parameters can be read.
-        """
+        """Hold what was held when a `functional_call` began, since it puts back its own."""
         was_visible = self._was_visible
         self.show(unsharded=False)
         self._was_visible = False

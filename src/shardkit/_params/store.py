@@ -34,19 +34,22 @@ class Store(ABC):
     """The shard of a bucket, and its unsharded parameters, whose memory comes and goes.
 
     Args:
-        plan: Of the bucket.
-        entries: Its parameters: ordinary ones, or sharded ones that were cut in the same way.
+        plan: Plan of the bucket.
+        entries: Parameters of the bucket: ordinary ones, or sharded ones that were cut in the same
+            way.
 
     Attributes:
-        layout: How the bucket is cut.
-        specs: How each parameter is cut.
-        unsharded: What modules hold while the memory is there.
+        layout: Layout of the bucket.
+        specs: Cut of each parameter.
+        unsharded: Parameters that modules hold while the memory is there.
         bucket_id: Number of the bucket where collectives are traced.
-        aliases_shard: The unsharded memory is the shard itself: nothing is gathered.
-        keeps_flats: Reduced gradients are views of one tensor, as the pieces are of the shard.
-        converts_gradients: Gradients are passed through `part_of_gradient`.
-        keeps_writes: What a forward writes to an unsharded parameter can be kept.
-        why_lost: Why not, in the middle of a sentence.
+        aliases_shard: Whether the unsharded memory is the shard itself, so that nothing is
+            gathered.
+        keeps_flats: Whether reduced gradients are views of one tensor, as the pieces are of the
+            shard.
+        converts_gradients: Whether gradients are passed through `part_of_gradient`.
+        keeps_writes: Whether writes of a forward to an unsharded parameter can be kept.
+        why_lost: Reason why such writes are lost, in the middle of a sentence.
     """
 
     layout: Any

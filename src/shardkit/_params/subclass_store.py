@@ -43,12 +43,7 @@ if TYPE_CHECKING:
 
 
 class SubclassLayout:
-    """How a tensor subclass lies over one plain tensor of its shape and dtype.
-
-    Args:
-        name: Of the parameter, for errors.
-        param: Of the subclass.
-    """
+    """How a tensor subclass lies over one plain tensor of its shape and dtype."""
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.cls: Any = type(param)

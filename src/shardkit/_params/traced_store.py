@@ -44,7 +44,8 @@ class TracedStore(Store):
     """See the module's docstring.
 
     Attributes:
-        is_outside: The unsharded parameters are what who runs the model sees, not one rank's.
+        is_outside: Whether the unsharded parameters are those outside of the region: what the code
+            that runs the model sees, not one rank's.
     """
 
     keeps_flats = False
@@ -235,8 +236,8 @@ class TracedSend:
     """Collects one bucket's gradients on a backend that traces.
 
     Attributes:
-        flat: 1-D, ``layout.padded_numel``, `reduce_dtype`, once `complete`.
-        received: There is nothing to receive into.
+        flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, once `complete`.
+        received: None: there is nothing to receive into.
     """
 
     received = None

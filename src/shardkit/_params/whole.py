@@ -25,10 +25,11 @@ class WholeBucket:
     """Copies of a bucket's whole parameters, which the modules hold until `hide`. Collective.
 
     Args:
-        bucket: Of a backend that runs what it is given; see `TracedWholeBucket`.
+        bucket: Bucket of a backend that runs operators at once; see `TracedWholeBucket` for the
+            others.
         keep: Whether this rank wants them; a rank that does not takes part in the gathers only.
-        to_cpu: In the memory of the host.
-        with_grads: Also their gradients.
+        to_cpu: Whether to put them into the memory of the host.
+        with_grads: Whether to gather their gradients as well.
 
     Cost: one all-gather of the bucket in storage dtype, with gradients two, and what tensor
     parallelism takes; memory for the bucket.
@@ -97,9 +98,9 @@ class WholeBucket:
         """Let the modules hold the sharded parameters again; no communication.
 
         Args:
-            write_back: Copy this rank's pieces of what the modules held: values, `requires_grad`
-                and, with `with_grads`, gradients.
-            with_grads: See `write_back`.
+            write_back: Whether to copy this rank's pieces of what the modules held: values,
+                `requires_grad` and, with `with_grads`, gradients.
+            with_grads: Whether `write_back` copies gradients, too.
 
         Raises:
             StateError: Something else was put in the place of a parameter, or its shard was written

@@ -228,12 +228,7 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
 
 
 class UsedParameters:
-    """Which parameters any rank used: asked in each synced backward.
-
-    Args:
-        groups: All groups of the root.
-        axes: Every mesh axis in use.
-    """
+    """Which parameters any rank used: asked in each synced backward."""
 
     def __init__(self, groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> None:
         self._groups = groups

@@ -31,14 +31,14 @@ class Backward:
 
     Args:
         groups: All groups of the root, by number.
-        schedule: Decides what is gathered and freed.
-        gathers: Carries that out.
-        reductions: Take gradients.
-        passes: What is to be done besides where operators are traced.
+        schedule: Schedule that decides what is gathered and freed.
+        gathers: Gathers that carry out its actions.
+        reductions: Reductions, which take gradients.
+        passes: Passes: what else is to be done where operators are traced.
 
     Attributes:
-        is_running: A backward has begun, and its end has not been told.
-        finite_notes: Which gradients of this rank were finite, if that is wanted.
+        is_running: Whether a backward has begun whose end was not reported yet.
+        finite_notes: Notes of which gradients of this rank were finite, if they are wanted.
     """
 
     def __init__(

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class RegionBuffers:
-    """Lets modules hold what one rank has of their buffers while a root's forward runs.
-
-    Args:
-        region: The ranks'.
-    """
+    """Lets modules hold what one rank has of their buffers while a root's forward runs."""
 
     def __init__(self, region: Region) -> None:
         self._region = region

@@ -33,10 +33,11 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Run the engine for some tensors; those of sharded parameters come back sharded.
 
     Args:
-        engine: Torch's.
+        engine: Autograd engine of torch.
         *args: Outputs, their gradients, whether to keep and to make a graph, the tensors; for
             `autograd.grad` also whether these may be unused.
-        **options: Among them `accumulate_grad`: in ``.grad``, or else the gradients are returned.
+        **options: Options of the engine. `accumulate_grad`: whether gradients go to ``.grad`` or
+            are returned.
 
     Cost: nothing but the backward where they accumulate in ``.grad``. For ``autograd.grad`` an
     all-reduce of each gradient, and one of a flag for each.

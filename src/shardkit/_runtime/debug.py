@@ -31,8 +31,8 @@ class _Done:
     """`Handle` and `ReduceHandle` of what was done where it was started.
 
     Args:
-        outs: Results.
-        fence: After the compute that made them.
+        outs: Results of the collective.
+        fence: Fence after the compute that made them.
     """
 
     def __init__(self, outs: Sequence[Tensor], fence: Event | None) -> None:
@@ -54,9 +54,9 @@ class DummyStreams:
     All of it runs on the compute stream.
 
     Args:
-        streams: What else is asked of streams, theirs does.
-        groups: Whose values are worthless from the first dummy on.
-        which: For the warning.
+        streams: Streams that do everything else.
+        groups: Groups whose values are worthless from the first dummy on.
+        which: Name of the collectives, for the warning.
     """
 
     def __init__(self, streams: CommStreams, groups: Sequence[ParamGroup], which: str) -> None:
@@ -134,13 +134,7 @@ class DummyStreams:
 
 
 class MemoryReport:
-    """Prints what exists of the unsharded parameters when that changes.
-
-    Args:
-        message: In front of each line.
-        gathers: Of the root.
-        reductions: Of the root.
-    """
+    """Prints what exists of the unsharded parameters when that changes."""
 
     def __init__(self, message: str, gathers: Gathers, reductions: Reductions) -> None:
         self._message = message

@@ -38,8 +38,8 @@ class WatchedGroup(Protocol):
     """What a record needs of its group.
 
     Attributes:
-        index: Its number in the root of now.
-        listener: That of the root of now: another one if a larger root ran since the forward.
+        index: Number of the group in the root of now.
+        listener: Listener of the root of now: another one if a larger root ran since the forward.
     """
 
     index: int
@@ -55,12 +55,12 @@ class ForwardRecord:
 
     Attributes:
         group: The group.
-        in_pass: The schedule's number of the pass; None for one that runs inside backward.
-        versions: Of the shards, when the forward used them.
-        has_input_grads: Backward will tell when the gradients of the inputs have come.
-        active: Backward is inside.
-        is_first: No forward had entered the group since the last backward.
-        may_lack_outputs: That it returns nothing to differentiate is no mistake.
+        in_pass: Number of the pass in the schedule; None for one that runs inside backward.
+        versions: Versions of the shards when the forward used them.
+        has_input_grads: Whether backward reports when the gradients of the inputs have come.
+        active: Whether backward is inside.
+        is_first: Whether no forward had entered the group since the last backward.
+        may_lack_outputs: Whether it may return nothing to differentiate.
     """
 
     __slots__ = (

@@ -46,10 +46,10 @@ def check_gradients(
     """Raise, on every rank, if gradients of any rank are not finite.
 
     Args:
-        groups: Whose.
-        notes: Of this rank's gradients before they were averaged; may be empty.
+        groups: Groups of the gradients.
+        notes: Notes about this rank's gradients before they were averaged; may be empty.
         axes: Every mesh axis in use.
-        rank: This one.
+        rank: Number of this rank.
 
     Raises:
         NonFiniteGradientError: On every rank.
@@ -91,7 +91,7 @@ def _describe(found: Sequence[tuple[int, list[_Key], list[_Key]]]) -> str | None
     """Return the error's text.
 
     Args:
-        found: By rank: its number, what was not finite before the average, and after it.
+        found: Findings by rank: its number, what was not finite before the average, and after it.
     """
     began = [(rank, local) for rank, local, _ in found if local]
     averaged = list(dict.fromkeys(key for _, _, keys in found for key in keys))

@@ -27,8 +27,8 @@ def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
     """Take what was written to unsharded parameters of a group over into the shards.
 
     Args:
-        group: It has memory.
-        streams: Compare what ranks wrote.
+        group: Group that has memory.
+        streams: Streams that compare what ranks wrote.
 
     Raises:
         RankMismatchError: On all ranks that wrote, if they wrote different values.

@@ -27,16 +27,16 @@ class Gathers:
 
     Args:
         groups: All groups of the root, by number.
-        schedule: Whose actions these are.
-        streams: Where gathers run.
-        slots: Memory.
+        schedule: Schedule of the actions.
+        streams: Streams of the gathers.
+        slots: Pool of the memory.
 
     Attributes:
-        nbytes: Of the unsharded memory that exists now.
-        peak_nbytes: The most that ever existed.
-        in_trained_layer: Backward is inside a layer whose gradients come now.
-        report: Told of gathers and of what is freed, if there is one.
-        make_room: Called before a late prefetch of a group, so that memory is free.
+        nbytes: Size of the unsharded memory that exists now in bytes.
+        peak_nbytes: Largest size that ever existed.
+        in_trained_layer: Whether backward is inside a layer whose gradients come now.
+        report: Report of gathers and of what is freed, if there is one.
+        make_room: Function called before a late prefetch of a group, so that memory is free.
     """
 
     def __init__(
@@ -65,11 +65,7 @@ class Gathers:
         self._followed: list[tuple[int, ...]] = [() for _ in groups]
 
     def follow_writes(self, versions: Sequence[tuple[int, ...]]) -> None:
-        """Let gathers come after all writes to shards so far.
-
-        Args:
-            versions: Versions of the shards of each group, as they are now.
-        """
+        """Let gathers come after all writes to shards so far."""
         self._streams.follow_compute()
         self._followed = [*versions]
 

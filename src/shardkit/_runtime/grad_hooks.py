@@ -37,12 +37,9 @@ class GradHooks:
     and next to nothing runs for each of them until then.
 
     Args:
-        taker: Who gets the gradients.
-        buckets: The gradients of its buckets.
-        at_once: Take gradients when they come.
-
-    Attributes:
-        at_once: Gradients are taken when they come.
+        taker: Receiver of the gradients.
+        buckets: Gradients of its buckets.
+        at_once: Whether to take gradients when they come.
     """
 
     def __init__(

@@ -45,20 +45,22 @@ class ParamGroup:
     It is the same from step to step: where it is in a step is in the schedule's `GroupState`.
 
     Attributes:
-        modules: Those that were given to `fully_shard`, one or a list.
+        modules: Modules that were given to `fully_shard`, one or a list.
         name: Names of the modules, for errors.
-        buckets: All parameters.
-        gradients: Of the trainable buckets.
-        grad_hooks: Where they come from.
-        shard_axis: All-gathers and reduce-scatters go over it.
-        replicate_axis: All-reduces go over it; None: there are none.
-        kept_axis: Backward gathers over it, with `reshard_after_forward=n`; None: over all ranks.
+        buckets: Buckets of all parameters.
+        gradients: Gradients of the trainable buckets.
+        grad_hooks: Hooks that bring the gradients.
+        shard_axis: Axis of all-gathers and reduce-scatters.
+        replicate_axis: Axis of all-reduces; None: there are none.
+        kept_axis: Axis over which backward gathers, with `reshard_after_forward=n`; None: over all
+            ranks.
         index: Position among the groups of the root; its number in schedules.
-        listener: Who follows its backwards: that of the root.
-        is_root: The module is the root: with `reshard_after_forward=None` it is not resharded.
-        is_innermost: No other group's modules are inside this one's.
-        summoned: The user has the whole parameters: what `_module.full_params` shows.
-        settings: What the user chose.
+        listener: Listener to its backwards: that of the root.
+        is_root: Whether the module is the root: with `reshard_after_forward=None` it is not
+            resharded.
+        is_innermost: Whether no other group's modules are inside this one's.
+        summoned: Whether the user has the whole parameters, as `_module.full_params` shows them.
+        settings: Settings that the user chose.
     """
 
     summoned: Any = None
@@ -543,9 +545,9 @@ class KnownValue:
     """What ranks compare of a parameter.
 
     Attributes:
-        number: Of its values; 0 if nothing is known of them.
-        is_written: It was written on this rank since ranks compared.
-        is_empty: It was not, and this rank has no piece that could be.
+        number: Number of the parameter's values; 0 if nothing is known of them.
+        is_written: Whether it was written on this rank since ranks compared.
+        is_empty: Whether it was not written, and this rank has no piece that could be.
     """
 
     number: int

@@ -45,8 +45,8 @@ class Steps(NamedTuple):
     Attributes:
         kind: Name of its class.
         num_taken: Number of its steps since ranks compared.
-        settings: For each of its parameter groups: the name of its first sharded parameter, and
-            settings in words.
+        settings: Settings of its parameter groups: for each the name of its first sharded
+            parameter, and settings in words.
     """
 
     kind: str
@@ -55,11 +55,7 @@ class Steps(NamedTuple):
 
 
 class OwnActions:
-    """What this rank did since it was last asked.
-
-    Args:
-        groups: Whose parameters optimizers are looked at for.
-    """
+    """What this rank did since it was last asked."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups

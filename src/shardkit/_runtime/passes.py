@@ -46,10 +46,10 @@ def shared_input(tensor: Tensor) -> Tensor:
     the batch by chance. Elsewhere it has no effect: there each rank passes what it has.
 
     Args:
-        tensor: Any.
+        tensor: Tensor to mark.
 
     Returns:
-        `tensor`, marked.
+        The same `tensor`, marked.
     """
     setattr(tensor, _SHARED, True)
     return tensor
@@ -59,9 +59,6 @@ class Passes:
     """What is done around a root's forwards and backwards besides gathering and reducing.
 
     Where operators are not traced, that is next to nothing: inputs go to the parameters' device.
-
-    Args:
-        device: Of the parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,16 +104,7 @@ class Passes:
 
 
 class TracedPasses(Passes):
-    """What is done besides where operators are traced into a graph.
-
-    Args:
-        region: The ranks'.
-        groups: All groups of the root.
-        settings: Of the root.
-
-    Attributes:
-        region: As given.
-    """
+    """What is done besides where operators are traced into a graph."""
 
     def __init__(
         self, region: Region, groups: Sequence[ParamGroup], settings: RootSettings
@@ -161,8 +149,8 @@ class TracedPasses(Passes):
         """Take outputs out of the region.
 
         Args:
-            output: Of the root's forward.
-            in_use: Whether the user holds a group unsharded, by its index.
+            output: Output of the root's forward.
+            in_use: Function that says whether the user holds a group unsharded, by its index.
 
         Raises:
             StateError: All tensors of the output are hidden in objects.

@@ -25,16 +25,17 @@ class Reductions:
 
     Args:
         groups: All groups, by number.
-        streams: Where reductions run.
+        streams: Streams of the reductions.
         slots: Memory of send and receive buffers.
-        used: Which parameters any rank used.
-        batch_nbytes: Neighbours that are smaller than this together are sent together.
-        before_start: Called before reductions are started.
+        used: Record of the parameters that any rank used.
+        batch_nbytes: Limit in bytes: neighbours that are smaller than this together are sent
+            together.
+        before_start: Function called before reductions are started.
 
     Attributes:
-        order: In which groups are reduced.
-        report: Told of what is reduced, if there is one.
-        peak_nbytes: The most that buffers of reductions ever took.
+        order: Order in which groups are reduced.
+        report: Report of what is reduced, if there is one.
+        peak_nbytes: Largest size that buffers of reductions ever took in bytes.
     """
 
     def __init__(

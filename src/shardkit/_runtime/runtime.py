@@ -41,19 +41,19 @@ class Runtime:
 
     Args:
         groups: All groups, in module order.
-        settings: Of the root; `update_options` tells that they changed.
-        share: Another root's runtime, whose streams and memory are to be used.
+        settings: Settings of the root; call `update_options` after a change.
+        share: Runtime of another root, whose streams and memory are to be used.
 
     Attributes:
-        groups: By number.
+        groups: Groups by number.
         axes: Every mesh axis in use.
-        schedule: Decides which groups have memory.
-        gathers: Carries that out.
-        reductions: Reduces gradients.
-        backward: Follows backwards.
-        passes: What is done besides where operators are traced.
-        used: Which parameters any rank used.
-        pass_root: The module whose forward is under way as a root; None: there is none.
+        schedule: Schedule that decides which groups have memory.
+        gathers: Gathers that carry out its actions.
+        reductions: Reductions of gradients.
+        backward: Follower of backwards.
+        passes: Passes: what else is to be done where operators are traced.
+        used: Record of the parameters that any rank used.
+        pass_root: Module whose forward is under way as a root; None: there is none.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Runtime:
         """Give way to the runtime of a root around this one: forwards so far may still go backward.
 
         Returns:
-            The groups that they entered, in order.
+            Groups that they entered, in order.
         """
         if self._ended_in_exception:
             self.reset()
@@ -142,8 +142,8 @@ class Runtime:
         """Read the settings of the root and all groups anew.
 
         Args:
-            has_all: Modules that have had no forward are none of this root's; else its next one may
-                take them in.
+            has_all: Whether modules that have had no forward are none of this root's; else its next
+                one may take them in.
         """
         apply_debug(self.settings, self.groups, self.streams, self.gathers, self.reductions)
         options, groups = self.schedule.options, self.groups

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
-    """Raise if the modules of a group hold whole parameters for the user.
-
-    Args:
-        groups: Those that `what` is about.
-        what: Cannot be done now.
+    """Raise that `what` cannot be done, if modules of a group hold whole parameters for the user.
 
     Raises:
         StateError: Inside of `summon_full_params`.

@@ -12,15 +12,16 @@ class ScheduleOptions:
     """What users chose, by group number; may change between passes.
 
     Attributes:
-        no_reshard_after_forward: Not resharded after forward.
-        several_modules: Of more than one module: not given back between them in backward either.
-        no_reshard_after_backward: Not resharded after backward.
-        no_unshard_in_backward: Backward does not need their parameters.
+        no_reshard_after_forward: Groups that are not resharded after forward.
+        several_modules: Groups of more than one module: not given back between them in backward
+            either.
+        no_reshard_after_backward: Groups that are not resharded after backward.
+        no_unshard_in_backward: Groups whose parameters backward does not need.
         prefetch_in_forward: Whether forward gathers ahead.
-        prefetch_in_backward: When backward gathers ahead.
-        next_in_forward: What to gather when a group is entered, instead of what came next in the
+        prefetch_in_backward: Moment when backward gathers ahead.
+        next_in_forward: Groups to gather when a group is entered, instead of what came next in the
             last pass.
-        next_in_backward: The same in backward.
+        next_in_backward: Groups to gather when a group is entered in backward.
     """
 
     no_reshard_after_forward: set[int] = field(default_factory=set)

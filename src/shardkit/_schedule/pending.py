@@ -30,7 +30,7 @@ class PendingBackwards:
     A wrong prediction costs at most one extra gather or reduction, identically on all ranks.
 
     Attributes:
-        number: Of the pass that began last.
+        number: Number of the pass that began last.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class PendingBackwards:
 
         Args:
             group: The group.
-            in_pass: Of that forward. None: not known, the last one that it is on.
+            in_pass: Pass of that forward. None: not known, the last one that it is on.
         """
         number = self._number_of(group) if in_pass is None else in_pass
         if number is not None:
@@ -116,8 +116,9 @@ class PendingBackwards:
         """Yield the groups whose forwards ended before the group's last one, nearest first.
 
         Args:
-            group: The group; nothing comes if it is not on the pass.
-            in_pass: As in `reach`. Earlier passes follow: one backward may go through several.
+            group: Group to look for; nothing comes if it is not on the pass.
+            in_pass: Pass, as in `reach`. Earlier passes follow: one backward may go through
+                several.
         """
         found = False
         for number in reversed(self._passes):

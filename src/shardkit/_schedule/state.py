@@ -22,20 +22,20 @@ class GroupState:
     """Where one group is in a step; its `repr` is what to print first when a step goes wrong.
 
     Attributes:
-        number: Of the group.
+        number: Number of the group.
         memory: Whether it has unsharded memory.
-        num_forwards: Forwards that are under way, one within another.
-        in_recompute: A forward runs again inside backward.
-        in_backward: Backward is inside one of its forwards.
-        is_user_held: The user called `unshard`.
-        has_unseen_backward: A forward ended whose backward nobody will tell of.
-        awaits_other_modules: Others of its modules have not run in this pass.
-        rests_after_backward: It stays after backward, as the user chose.
-        num_expected: Gradients that come if this backward uses every parameter.
-        num_arrived: Gradients that came in this backward.
-        num_watched: Forwards that backward is inside of, and that tell when it leaves.
-        is_complete: This backward brings no more gradients.
-        modules_run: Those of its modules that ran in this pass, by position.
+        num_forwards: Number of forwards that are under way, one within another.
+        in_recompute: Whether a forward runs again inside backward.
+        in_backward: Whether backward is inside one of its forwards.
+        is_user_held: Whether the user called `unshard`.
+        has_unseen_backward: Whether a forward ended whose backward nobody will report.
+        awaits_other_modules: Whether others of its modules have not run in this pass.
+        rests_after_backward: Whether it stays after backward, as the user chose.
+        num_expected: Number of gradients that come if this backward uses every parameter.
+        num_arrived: Number of gradients that came in this backward.
+        num_watched: Number of forwards that backward is inside of, and that report when it leaves.
+        is_complete: Whether this backward brings no more gradients.
+        modules_run: Modules of the group that ran in this pass, by position.
     """
 
     number: int

@@ -63,14 +63,14 @@ class UnshardSchedule:
     Groups are numbers.
 
     Args:
-        prefetch_depth: Groups gathered ahead of use; 0 gathers each when it is entered.
+        prefetch_depth: Number of groups gathered ahead of use; 0 gathers each when it is entered.
         nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
             `BATCH_NBYTES`. Empty: none is small.
-        is_idle: No group needs memory of its own (one rank, no casts): uses are noted, and there
-            is nothing to do.
+        is_idle: Whether no group needs memory of its own (one rank, no casts): uses are noted, and
+            there is nothing to do.
 
     Attributes:
-        options: What users chose.
+        options: Options that users chose.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class UnshardSchedule:
         """A root forward starts.
 
         Args:
-            has_changed: Shards were written to since the last one.
-            root: Which module's: what comes next is taken from the last pass of the same one.
+            has_changed: Whether shards were written to since the last one.
+            root: Key of the root module: what comes next is taken from its last pass.
         """
         self._order.begin_pass(root)
         for state in self._states.values():
@@ -162,9 +162,11 @@ class UnshardSchedule:
 
         Args:
             group: The group.
-            needs_backward: A backward of it will be told of.
-            is_watched: False: there may be one that nobody tells of; keep the memory for it.
-            is_unfinished: Other modules of the group have not run in this pass; keep it for them.
+            needs_backward: Whether a backward of it will be reported.
+            is_watched: Whether every backward of it is reported. If not, keep the memory for the
+                others.
+            is_unfinished: Whether other modules of the group have not run in this pass; keep it for
+                them.
         """
         state = self.state(group)
         state.leave_forward()
@@ -215,7 +217,7 @@ class UnshardSchedule:
 
         Args:
             group: The group.
-            in_pass: Of its forward. None: not known, the last one that it is on.
+            in_pass: Pass of its forward. None: not known, the last one that it is on.
         """
         self._pending.reach(group, in_pass)
         state = self.state(group)
@@ -236,9 +238,9 @@ class UnshardSchedule:
 
         Args:
             group: The group.
-            in_pass: As in `enter_backward`.
-            is_last: No other forward of it has its backward in this run of the engine. False: not
-                known; one that may have stays if there is room.
+            in_pass: Pass, as in `enter_backward`.
+            is_last: Whether no other forward of it has its backward in this run of the engine.
+                False: not known; one that may have stays if there is room.
         """
         state = self.state(group)
         state.leave_backward()

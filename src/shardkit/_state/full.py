@@ -46,9 +46,9 @@ def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
     """Return a sharded tensor as a plain one of the whole, others as a copy. Collective.
 
     Args:
-        tensor: Sharded by shardkit or a DTensor, or plain.
+        tensor: Tensor sharded by shardkit, DTensor, or plain tensor.
         keep: Whether this rank wants it; a rank that does not takes part and gets None.
-        to_cpu: On the host.
+        to_cpu: Whether to put it on the host.
     """
     device = torch.device("cpu") if to_cpu else tensor.device
     detached: Any = tensor.detach()

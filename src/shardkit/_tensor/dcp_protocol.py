@@ -56,11 +56,11 @@ def create_write_items(
     DCP drops items that several ranks offer (the replicate axis) but for one of them.
 
     Args:
-        fqn: Under which name.
-        piece: This rank's.
-        shape: Of the whole.
-        boxes: What is written of the piece, see `boxes_to_write`.
-        name: Of the parameter, for errors.
+        fqn: Name in the checkpoint.
+        piece: Piece of this rank.
+        shape: Shape of the whole.
+        boxes: Boxes of the piece to write, see `boxes_to_write`.
+        name: Name of the parameter, for errors.
 
     Raises:
         ShardedTensorError: The tensor is on the meta device, so there is nothing to write.

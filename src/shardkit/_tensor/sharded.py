@@ -43,8 +43,9 @@ def set_dispatcher(dispatcher: Dispatcher, of_mixed: Dispatcher) -> None:
     """Say who runs operators (`_tensor.ops` does, when it is imported).
 
     Args:
-        dispatcher: On sharded tensors.
-        of_mixed: On those together with tensors of other classes, such as views of them.
+        dispatcher: Function that runs operators on sharded tensors.
+        of_mixed: Function that runs operators on those together with tensors of other classes, such
+            as views of them.
     """
     global _dispatcher, _dispatcher_of_mixed
     _dispatcher, _dispatcher_of_mixed = dispatcher, of_mixed
@@ -82,10 +83,11 @@ class ShardedTensor(HostValues):
         """Wrap a piece, not copied.
 
         Args:
-            local: 1-D, ``spec.stop - spec.start`` elements.
-            spec: How the tensor is cut.
-            flat: 1-D, what `local` is a view of together with the pieces of other parameters of
-                the bucket, laid out as in the shard; lets list operators run on all at once.
+            local: Piece of this rank, 1-D, ``spec.stop - spec.start`` elements.
+            spec: Cut of the tensor.
+            flat: Tensor that `local` is a view of, 1-D, together with the pieces of other
+                parameters of the bucket, laid out as in the shard; lets list operators run on all
+                at once.
             flat_start: Position in the shard of the flat's first element.
         """
         self: Self = _compat.make_wrapper(cls, local, spec.shape)
@@ -103,7 +105,7 @@ class ShardedTensor(HostValues):
         plain tensor is whole, and other on each rank.
 
         Args:
-            is_gathered: The whole is used, beside what may be each rank's own.
+            is_gathered: Whether the whole is used, beside what may be each rank's own.
         """
         if not self.requires_grad:
             return
@@ -244,10 +246,11 @@ class ShardedTensor(HostValues):
         """Return the tensor with other placements, as DTensor's method does.
 
         Args:
-            device_mesh: The tensor's own, or None.
-            placements: `Replicate` for each mesh axis, ours or torch's: the whole on every rank,
-                differentiable, with ``to_local()``. Or the tensor's own, or None: the tensor.
-            **options: DTensor's ``async_op`` and the like, which change nothing here.
+            device_mesh: Mesh of the tensor, or None.
+            placements: Placements: `Replicate` for each mesh axis, ours or torch's: the whole on
+                every rank, differentiable, with ``to_local()``. Or the tensor's own, or None: the
+                tensor.
+            **options: Options such as DTensor's ``async_op``, which change nothing here.
 
         Raises:
             ShardedTensorError: Others. Flat ranges cannot become rows.
@@ -385,9 +388,10 @@ class _GradientCut(OwnHook):
     """Turns whatever arrives as a sharded tensor's gradient into a sharded one: a hook.
 
     Args:
-        spec: Of the tensor.
-        may_be_number: A number expanded to the shape is one on every rank: the tensor was reduced.
-            Where its whole met data, it is one on those ranks only whose batch is of one sample.
+        spec: Cut of the tensor.
+        may_be_number: Whether a number expanded to the shape is one on every rank, because the
+            tensor was reduced. Where its whole met data, it is one on those ranks only whose batch
+            is of one sample.
     """
 
     def __init__(self, spec: ShardSpec, *, may_be_number: bool = True) -> None:

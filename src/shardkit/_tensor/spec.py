@@ -100,27 +100,29 @@ class ShardSpec:
     """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
 
     Attributes:
-        layout: The bucket's layout.
-        index: The parameter's position in it.
-        mesh: The mesh.
+        layout: Layout of the bucket.
+        index: Position of the parameter in it.
+        mesh: Mesh of the parameter.
         axis: The shard axis.
-        name: The parameter's name, for errors; the root's first forward sets the full one.
+        name: Name of the parameter, for errors; the root's first forward sets the full one.
         start: First owned element of the flattened tensor on this rank.
-        stop: Its end; equal to `start` where this rank owns nothing.
-        piece_range: [start, stop) of this rank's piece in its shard.
-        state_allocator: Lays optimizer state of the bucket end to end; None: each apart.
+        stop: End of the owned elements; equal to `start` where this rank owns nothing.
+        piece_range: Range [start, stop) of this rank's piece in its shard.
+        state_allocator: Allocator that lays optimizer state of the bucket end to end; None: each
+            apart.
         shard_device: Device of the pieces; None: the device of the mesh.
-        subclass: The parameter's class, if that gathers itself.
-        packing: How the parameter's tensors lie in bytes, if it lies over several: then the cut
-            tensor is these bytes. Set by the store.
-        tensor_parallel: How it is split over another mesh before it is cut here: then the layout,
-            `start` and `stop` are those of this rank's part. None: not at all.
-        axes: The axes over which ranks hold different elements.
+        subclass: Class of the parameter, if that gathers itself.
+        packing: Bytes of the parameter's tensors, if it lies over several: then the cut tensor is
+            these bytes. Set by the store.
+        tensor_parallel: Split of the parameter over another mesh before it is cut here: then the
+            layout, `start` and `stop` are those of this rank's part. None: not at all.
+        axes: Axes over which ranks hold different elements.
         is_written_here: Whether this rank offers its piece to checkpoints. Where several ranks hold
             the same elements, cut in different ways, one of them does.
-        is_worthless: A step ran with dummy collectives (`set_debug`): nothing here is to be saved.
-        entry: Weak: the parameter, and where its group found it.
-        unsharded: Weak: what modules hold in its place while it is unsharded.
+        is_worthless: Whether a step ran with dummy collectives (`set_debug`): nothing here is to be
+            saved.
+        entry: Weak reference to the parameter and where its group found it.
+        unsharded: Weak reference to what modules hold in its place while it is unsharded.
     """
 
     layout: FlatLayout

@@ -26,9 +26,9 @@ class WholeSpec(ShardSpec):
     To operators it is the only rank, and owns everything.
 
     Args:
-        shape: Of the parameter.
-        piece_numel: Elements of its piece, padding included.
-        **rest: As of `ShardSpec`.
+        shape: Shape of the parameter.
+        piece_numel: Number of elements of its piece, padding included.
+        **rest: Arguments of `ShardSpec`.
     """
 
     __slots__ = ("_padded_numel",)

@@ -29,7 +29,8 @@ class _Relay:
     """Runs hooks as torch would; one that was removed has left their list.
 
     Args:
-        hooks: As torch keeps them on the sharded parameter. Held weakly: a hook may hold the model.
+        hooks: Hooks as torch keeps them on the sharded parameter. Held weakly: a hook may hold the
+            model.
     """
 
     def __init__(self, hooks: Any) -> None:

@@ -33,8 +33,8 @@ class WriteLog:
     """Writes of the pieces in one memory.
 
     Attributes:
-        num_seen: How often the version counter was raised by writes that are counted here.
-        counts: By the index of a parameter in its bucket, how often it was written.
+        num_seen: Number of times that counted writes raised the version counter.
+        counts: Number of writes by the index of the parameter in its bucket.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,7 @@ class WriteLog:
 
 
 class Mark:
-    """A point in the history of one parameter's piece.
-
-    Args:
-        piece: Of which a log is kept from now on.
-    """
+    """A point in the history of one parameter's piece."""
 
     def __init__(self, piece: Piece) -> None:
         memory = memory_of(piece)

@@ -44,7 +44,7 @@ def fingerprint(
     tensors that differ in one of the elements looked at.
 
     Args:
-        tensor: Any shape and dtype, with memory.
+        tensor: Tensor of any shape and dtype, with memory.
         max_samples: Number of elements that are looked at; 0: all of them.
         dtype: Dtype to cast to before; None: as it is.
     """
@@ -128,9 +128,9 @@ def note_written(
 
     Args:
         target: The parameter, or a tensor of its memory. Nothing is noted of gradients and state.
-        wholes: Returns values that were written, equal on all ranks.
-        part_by: The operator, if it has written a part; None: all of it was overwritten.
-        max_samples: As for `fingerprint`.
+        wholes: Function that returns the written values, equal on all ranks.
+        part_by: Operator that has written a part; None: all of it was overwritten.
+        max_samples: Number of elements, as for `fingerprint`.
     """
     spec = target.spec
     entry = _entry_of(target)

@@ -46,10 +46,10 @@ def note_write(
     """Raise the version counters, which say that a shard is stale: a dispatch does not do it.
 
     Args:
-        *targets: What was written; of pieces written as one, the first.
-        pieces: All that were written, where those are more.
-        is_followed: What ranks wrote before is updated, or this write is noted as well; see
-            `written_values`.
+        *targets: Tensors that were written; of pieces written as one, the first.
+        pieces: Tensors that were written, all of them, where those are more.
+        is_followed: Whether the record of earlier writes is updated, or this write is noted as
+            well; see `written_values`.
     """
     written = {id(t.flat): t.flat for t in targets if t.flat is not None}
     written |= {id(t.local_piece): t.local_piece for t in targets if t.flat is None}
@@ -66,7 +66,7 @@ def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     XLA's operators end the process where they fill a tensor inside of a dispatch (torch_xla 2.9.0).
 
     Returns:
-        What is to be filled in, in the order of the schema.
+        Tensors to be filled in, in the order of the schema.
     """
     _, names = _compat.written_arguments(func)
     others = {key: value for key, value in kwargs.items() if key not in names}

@@ -21,9 +21,9 @@ class PieceRun:
     """Entries of all lists whose pieces lie end to end, at [start, stop) of their shards.
 
     Attributes:
-        positions: Which entries; none of them is empty.
-        start: Where the first piece begins.
-        stop: Where the last one ends.
+        positions: Positions of the entries; none of them is empty.
+        start: Position where the first piece begins.
+        stop: Position where the last one ends.
     """
 
     positions: list[int]

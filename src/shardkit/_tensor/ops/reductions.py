@@ -42,9 +42,9 @@ def reduction(fn: Handler, *, dims_at: int = 1, takes_complex: bool = False) -> 
     """Return a handler: `fn` where no dimension is left, else the operator on wholes.
 
     Args:
-        fn: Gives a number.
+        fn: Function that gives a number.
         dims_at: Position of the operator's (dim, keepdim).
-        takes_complex: `fn` can sum complex numbers over the ranks.
+        takes_complex: Whether `fn` can sum complex numbers over the ranks.
     """
 
     @functools.wraps(fn)

@@ -31,7 +31,8 @@ class ShardedView(HostValues):
 
     Attributes:
         base: The sharded tensor.
-        geometry: On the meta device: shape, strides, offset and dtype in the whole of `base`.
+        geometry: Tensor on the meta device: shape, strides, offset and dtype in the whole of
+            `base`.
     """
 
     base: ShardedTensor

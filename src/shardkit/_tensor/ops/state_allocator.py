@@ -38,12 +38,12 @@ class StateAllocator:
         """Return zeros for one parameter of the bucket: (flat, piece of it); None: make it apart.
 
         Args:
-            spec: Of the parameter.
-            dtype: Of the new tensor.
-            device: Of the new tensor.
+            spec: Cut of the parameter.
+            dtype: Dtype of the new tensor.
+            device: Device of the new tensor.
 
         Returns:
-            1-D tensors: the flat has `shard_numel` elements, and the piece is a view of it.
+            Tensors in 1-D: the flat has `shard_numel` elements, and the piece is a view of it.
         """
         layout, index = spec.layout, spec.index
         if self._is_off or len(layout.shapes) == 1 or spec.start == spec.stop:
