@@ -14,10 +14,9 @@ from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import (
     PART_NBYTES,
-    Checkpoint,
+    Source,
     TensorInfo,
     check_saved_dtype,
     info_nbytes,
@@ -27,6 +26,7 @@ from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
 from shardkit.checkpoint._state.sections import nested
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os
@@ -40,19 +40,6 @@ DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
 _OPTIMIZERS = ("optim", "optimizer")
-
-
-class WholeFile(FullFile):
-    """A file of whole tensors as a checkpoint, to convert it."""
-
-    @property
-    def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """See `Checkpoint`."""
-        return {name: (name,) for name in (*self.infos, *self.others)}
-
-    def read_other(self, key: str) -> Any:
-        """See `Checkpoint`."""
-        return self.others[key]
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     return Path(out)
 
 
-def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Checkpoint:
+def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Source:
     """Open whatever there is under a path or prefix.
 
     Raises:
@@ -163,15 +150,15 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
         return _open(source, suffix)
 
 
-def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
+def _open(source: str | os.PathLike[str], suffix: str) -> Source:
     path = Path(source)
     if (path / METADATA_FILE).exists():
-        return DcpFiles(path)
+        return DistributedCheckpoint(path)
     files = local_files(source, suffix)
     if files:
         return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
     if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
-        return DcpFiles(path)  # Which says what is missing.
+        return DistributedCheckpoint(path)  # Which says what is missing.
     if not path.exists():
         msg = (
             f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
@@ -187,7 +174,7 @@ def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
             f"{named}. Give one of them: {inside[0]}"
         )
         raise CheckpointError(msg)
-    return WholeFile(path)
+    return FullFile(path)
 
 
 def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[Path]:
@@ -205,10 +192,10 @@ class _Parts:
         keys: All tensors that will be.
     """
 
-    def __init__(self, checkpoint: Checkpoint, keys: list[str]) -> None:
+    def __init__(self, checkpoint: Source, keys: list[str]) -> None:
         self._checkpoint = checkpoint
         largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
-        is_whole = isinstance(checkpoint, DcpFiles)
+        is_whole = isinstance(checkpoint, DistributedCheckpoint)
         self._room = torch.empty(
             largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8
         )
@@ -235,7 +222,7 @@ def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
 
 
 def _plan(
-    checkpoint: Checkpoint, source: object, *, model_key: str | None, optimizer: bool
+    checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
 ) -> _FilePlan:
     root = model_root(checkpoint, source, model_key)
     keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
@@ -270,7 +257,7 @@ def _plan(
 
 
 def model_root(
-    checkpoint: Checkpoint, source: object, model_key: str | None = None
+    checkpoint: Source, source: object, model_key: str | None = None
 ) -> tuple[str | int, ...]:
     """Return where in a checkpoint the model's state dict is.
 

@@ -12,7 +12,7 @@ import torch
 
 from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
-from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
+from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, open_checkpoint
 from shardkit.checkpoint._dcp.directory import (
     DAMAGED_FILE,
     again_if_replaced,
@@ -22,7 +22,6 @@ from shardkit.checkpoint._dcp.directory import (
 from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import (
     PART_NBYTES,
     dtype_name,
@@ -30,12 +29,13 @@ from shardkit.checkpoint._files.bytes_io import (
     open_regular,
     reading,
 )
-from shardkit.checkpoint._files.local import LocalFiles
-from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles
+from shardkit.checkpoint._files.full import FullFile
+from shardkit.checkpoint._files.local import RankFiles
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     from shardkit.checkpoint._dcp.manifest import Manifest
-    from shardkit.checkpoint._files.bytes_io import Checkpoint
+    from shardkit.checkpoint._files.bytes_io import Source
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,17 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
 def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
     checkpoint = open_checkpoint(source, suffix)
     step, world_size = None, None
-    if isinstance(checkpoint, DcpFiles):
+    if isinstance(checkpoint, DistributedCheckpoint):
         kind = "checkpoint directory"
         files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file()]
         manifest = checkpoint.reader.manifest
         if manifest is not None:
             step, world_size = manifest.header.step, manifest.header.world_size
-    elif isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
+    elif isinstance(checkpoint, RankFiles):
         kind, files = "per-rank files", checkpoint.files
         world_size = checkpoint.world_size
     else:
-        assert isinstance(checkpoint, WholeFile)
+        assert isinstance(checkpoint, FullFile)
         kind, files = "whole tensors", sorted(set(checkpoint.parts.values()))
     entries = [
         TensorSummary(
@@ -120,21 +120,21 @@ def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
     ]
     sizes = {path.name: path.stat().st_size for path in files}
     has_checksums = all(map(zipfile.is_zipfile, files))  # As torch.save writes them.
-    if isinstance(checkpoint, DcpFiles):
+    if isinstance(checkpoint, DistributedCheckpoint):
         has_checksums = checkpoint.reader.manifest is not None
     others = list(checkpoint.others)
     return Description(kind, step, world_size, has_checksums, entries, others, sizes)
 
 
-def _chunks(checkpoint: Checkpoint, name: str) -> list[dict[str, Any]]:
-    if isinstance(checkpoint, DcpFiles):
+def _chunks(checkpoint: Source, name: str) -> list[dict[str, Any]]:
+    if isinstance(checkpoint, DistributedCheckpoint):
         return [
             {"file": file, "offsets": list(offsets), "sizes": list(sizes)}
             for offsets, sizes, file in checkpoint.chunks(name)
         ]
-    if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
+    if isinstance(checkpoint, RankFiles):
         return [{"file": path.name, "range": piece} for path, piece in checkpoint.owners[name]]
-    assert isinstance(checkpoint, WholeFile)
+    assert isinstance(checkpoint, FullFile)
     return [{"file": checkpoint.parts[name].name}]
 
 
@@ -174,7 +174,7 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Veri
 
 def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) -> None:
     checkpoint = open_checkpoint(source, suffix)
-    if isinstance(checkpoint, DcpFiles):
+    if isinstance(checkpoint, DistributedCheckpoint):
         checkpoint.reader.check_files()
         if checkpoint.reader.manifest is not None:
             _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
@@ -182,16 +182,18 @@ def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) ->
             _verify_archives(checkpoint, found)
         _verify_others(checkpoint, found)
         return
-    if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
+    if isinstance(checkpoint, RankFiles):
         paths = checkpoint.files
     else:
-        assert isinstance(checkpoint, WholeFile)
+        assert isinstance(checkpoint, FullFile)
         paths = sorted(set(checkpoint.parts.values()))
     for path in paths:
         _verify_file(path, found)
 
 
-def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Verification) -> None:
+def _verify_manifest(
+    checkpoint: DistributedCheckpoint, manifest: Manifest, found: Verification
+) -> None:
     tensors = checkpoint.reader.tensors_by_place()
     with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
         meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
@@ -212,7 +214,7 @@ def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Verificati
         )
 
 
-def _verify_archives(checkpoint: DcpFiles, found: Verification) -> None:
+def _verify_archives(checkpoint: DistributedCheckpoint, found: Verification) -> None:
     """Compare the checksums in the archives that a checkpoint without a manifest consists of."""
     without = []
     for index, where in checkpoint.reader.storage_data.items():
@@ -267,7 +269,7 @@ def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     return True
 
 
-def _verify_others(checkpoint: DcpFiles, found: Verification) -> None:
+def _verify_others(checkpoint: DistributedCheckpoint, found: Verification) -> None:
     for name in checkpoint.others:
         try:
             checkpoint.read_other(name)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._progress import Progress
-    from shardkit.checkpoint._state.sources import Source
 
 _logger = logging.getLogger("shardkit")
 T = TypeVar("T")
@@ -96,8 +95,8 @@ def load(
         def plan() -> _LoadPlan:
             source = DistributedCheckpoint(target, meter)
             if rank == 0:
-                source.check_files()
-            return _LoadPlan(source, source.identity, model, optimizer, extra)
+                source.reader.check_files()
+            return _LoadPlan(source, model, optimizer, extra)
 
         def attempt() -> dict[str, Any]:
             together = _Together(target, what, process_group)
@@ -196,91 +195,62 @@ def _look(path: pathlib.Path) -> None:
 
 
 class _LoadPlan:
-    """What is read where, for all parts."""
+    """What is read where, for all parts.
+
+    Raises:
+        CheckpointError: An argument cannot be meant.
+    """
 
     def __init__(
         self,
-        source: Source,
-        identity: int,
+        source: DistributedCheckpoint,
         model: nn.Module | None,
         optimizers: Any,
         objects: Mapping[str, Any],
     ) -> None:
-        """Look for everything.
-
-        Raises:
-            CheckpointError: An argument cannot be meant.
-        """
+        """Look for everything."""
         _check_arguments(model, optimizers, objects)
         self.findings = findings = Findings()
+        self.identity = source.identity
         self._source = source
         self._loaded: Mapping[str, Any] = {}
-        self.identity = identity
         self._model: ModelPart | None = None
         self._optimizers: OptimizerPart | None = None
-        if model is not None:
+        claimed = of_optimizers = entries_of_optimizers(source.entries)
+        if model is None:
+            claimed = claimed | entries_of_models(source.entries)
+        else:
             self._model = ModelPart(source, model, findings)
+            claimed = claimed | self._model.claimed
             if optimizers is not None:
                 self._optimizers = OptimizerPart(source, self._model, optimizers, findings)
-        claimed = entries_of_optimizers(source.infos)
-        if self._model is None:
-            claimed |= entries_of_models(source.infos)
-        else:
-            claimed |= self._model.claimed
+        self.leaves_optimizers_out = model is not None and optimizers is None and of_optimizers
         self._extras = ExtrasPart(source, claimed, objects, findings)
-
-    @property
-    def leaves_optimizers_out(self) -> bool:
-        """Whether state of an optimizer was saved beside a model, and none was given to get it."""
-        has_state = bool(entries_of_optimizers(self._source.infos))
-        return self._model is not None and self._optimizers is None and has_state
-
-    @property
-    def has_optimizers(self) -> bool:
-        """Whether optimizers are loaded."""
-        return self._optimizers is not None
 
     def carry_out(self, together: _Together) -> dict[str, Any]:
         """Read all, and give it to its objects; return the extras."""
-        if not self.has_optimizers:
-            return together(self.load_all)
-        together(self.load_model)
+        optimizers = self._optimizers
+        if optimizers is None:
+            return together(self._load_all)
+        together(self._load_model)
         # Optimizers of whole matrices communicate where they show their state, and where they get
         # it. No rank does so before all have read what they need.
-        room = self.make_room()
-        self.put_optimizers(together(lambda: self.read(room)))
-        return together(self.put_extras)
+        room = optimizers.make_room()
+        optimizers.put(together(lambda: self._source.fill(room)))
+        return together(self._put_extras)
 
-    def load_all(self) -> dict[str, Any]:
-        """Read the model's and the extras' entries, and give them to their objects."""
-        self.load_model()
-        return self.put_extras()
-
-    def load_model(self) -> None:
+    def _load_model(self) -> None:
         """Read the model's and the extras' entries; give the model its own."""
-        targets = dict(self._extras.targets)
-        if self._model is not None:
-            targets |= self._model.targets
-        self._loaded = self.read(targets)
+        of_model = {} if self._model is None else self._model.targets
+        self._loaded = self._source.fill({**self._extras.targets, **of_model})
         if self._model is not None:
             self._model.put(self._loaded)
 
-    def make_room(self) -> dict[str, Any]:
-        """Return what is read of optimizers. May communicate."""
-        assert self._optimizers is not None
-        return self._optimizers.make_room()
+    def _load_all(self) -> dict[str, Any]:
+        self._load_model()
+        return self._put_extras()
 
-    def read(self, targets: dict[str, Any]) -> Mapping[str, Any]:
-        """Read entries."""
-        return self._source.read(targets)
-
-    def put_optimizers(self, loaded: Mapping[str, Any]) -> None:
-        """Give optimizers their state. May communicate."""
-        assert self._optimizers is not None
-        self._optimizers.put(loaded)
-
-    def put_extras(self) -> dict[str, Any]:
-        """Give the extras to their objects; return the others."""
+    def _put_extras(self) -> dict[str, Any]:
         return self._extras.put(self._loaded)
 
 

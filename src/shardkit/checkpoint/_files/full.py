@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from shardkit._errors import CheckpointError, listed
 from shardkit.checkpoint._files.asides import INCOMPLETE, asides_in, new_aside
 from shardkit.checkpoint._files.bytes_io import (
+    Source,
     fsync_directory,
     info_nbytes,
     is_plain_name,
     read_index,
-    read_new,
 )
 from shardkit.checkpoint._files.safetensors import SafetensorsFile, SafetensorsWriter
 from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
@@ -42,8 +42,8 @@ _FOREIGN_SUFFIXES = {"torch": (_SUFFIX,), "safetensors": (".pt", ".pth", ".bin",
 """By these readers, torch.load among them, choose how to read."""
 
 
-class FullFile:
-    """A file or directory of whole tensors, to read parts of: a `TensorSource`.
+class FullFile(Source):
+    """A file or directory of whole tensors, to read parts of.
 
     Args:
         path: A file of torch.save with a state dict (or one under the key ``"model"``), a
@@ -62,8 +62,7 @@ class FullFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.infos: dict[str, TensorInfo] = {}
-        self.tied: dict[str, str] = {}
+        self.infos, self.tied = {}, {}
         self.others: dict[str, Any] = {}
         self.parts: dict[str, Path] = {}
         self._files: dict[str, SafetensorsFile | TorchFile] = {}
@@ -76,12 +75,8 @@ class FullFile:
         else:
             self._add(_open(file))
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`."""
+        """Fill `out` from `start` on."""
         self._files[name].read_into(name, start, out)
 
     def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str] | None = None) -> None:

@@ -27,12 +27,12 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError, listed
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._files.bytes_io import (
+    Source,
     TensorInfo,
     bytes_of,
     info_nbytes,
     open_regular,
     read_at,
-    read_new,
     write_at,
 )
 
@@ -60,8 +60,8 @@ class _ZipEntry:
     is_neg: bool
 
 
-class TorchFile:
-    """A saved state dict to read from: a `TensorSource`.
+class TorchFile(Source):
+    """A saved state dict to read from.
 
     Loaded once with ``weights_only=True, mmap=True``, by which nothing is executed and no tensor is
     read, to learn where each one lies. Then the mapping is dropped: its pages would count as this
@@ -72,7 +72,6 @@ class TorchFile:
         key: Where in it the state dict is; None: itself, or under one of the usual names.
 
     Attributes:
-        others: Entries that are no tensors.
         beside: What the file has beside the state dict, if that is under a key.
 
     Raises:
@@ -90,22 +89,18 @@ class TorchFile:
             msg = f"{path} has tensors under {unnamed[0]!r}, which is no name. Save a state dict."
             raise CheckpointError(msg)
         tensors = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor)}
-        self.others = {name: v for name, v in entries.items() if not isinstance(v, Tensor)}
+        self.others: dict[str, Any] = {n: v for n, v in entries.items() if n not in tensors}
         self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
         self._places = self._locate(tensors)
-        self.tied: dict[str, str] = {}
+        self.tied = {}
         first: dict[tuple[_ZipEntry, TensorInfo], str] = {}
         for name, place in self._places.items():
             of = first.setdefault((place, self.infos[name]), name)
             if of != name:
                 self.tied[name] = of
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`. Of a tensor that is not contiguous, rows are read."""
+        """Fill `out` from `start` on. Of a tensor that is not contiguous, rows are read."""
         if out.numel() == 0:
             return
         place, info = self._places[name], self.infos[name]

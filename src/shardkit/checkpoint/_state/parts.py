@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from shardkit.checkpoint._state.sections import Path
-    from shardkit.checkpoint._state.sources import Source
+    from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 _HOST = torch.device("cpu")
 _NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.
@@ -66,13 +66,13 @@ class ModelPart:
         of_others: Names of what a pipeline's other stages saved, which are no fault.
     """
 
-    def __init__(self, source: Source, model: nn.Module, findings: Findings) -> None:
+    def __init__(self, source: DistributedCheckpoint, model: nn.Module, findings: Findings) -> None:
         """Find the model's entries."""
         self._model = model
         self._state = get_model_state_dict(model)
         self._in_place: set[str] = set()
         self._nested: dict[str, dict[str, Path]] = {}
-        infos = source.infos
+        infos = source.entries
         prefix = model_prefix(infos, self._state)
         self.entries = {name: prefix + name for name in self._state}
         self.targets: dict[str, Any] = {}
@@ -100,16 +100,16 @@ class ModelPart:
                 line = f"model: {entry.removeprefix(prefix)!r}: found {described(infos[entry])}"
                 findings.left_over(line, is_of_others=entry in of_others)
 
-    def _find_extra_state(self, source: Source, name: str) -> bool:
+    def _find_extra_state(self, source: DistributedCheckpoint, name: str) -> bool:
         """Find a module's extra state, of whatever shape: as one entry, or as DCP flattens dicts.
 
         It is the module that made it that knows what fits.
         """
         entry = self.entries[name]
         whole: dict[str, Path] = {entry: ()}
-        found = whole if entry in source.infos else paths_below(source.paths, entry)
+        found = whole if entry in source.entries else paths_below(source.paths, entry)
         self._nested[name] = found
-        self.targets |= {one: room(source.infos[one]) for one in found}
+        self.targets |= {one: room(source.entries[one]) for one in found}
         return bool(found)
 
     def put(self, loaded: Mapping[str, Any]) -> None:
@@ -172,23 +172,27 @@ class OptimizerPart:
     """
 
     def __init__(
-        self, source: Source, model_part: ModelPart, optimizers: Any, findings: Findings
+        self,
+        source: DistributedCheckpoint,
+        model_part: ModelPart,
+        optimizers: Any,
+        findings: Findings,
     ) -> None:
         """Find the optimizers' entries; reads the saved groups, which say what else to expect."""
         self._model = model = model_part._model  # noqa: SLF001 - of the same file
         self._optimizers = optimizers
         self.targets: dict[str, Any] = {}
         self.claimed: set[str] = set()
-        self._infos = source.infos
+        self._infos = source.entries
         self._places: dict[str, tuple[str, Path]] = {}
         self._saved: dict[str, dict[str, TensorInfo | None]] = {}
         self._groups: list[dict[str, Any]] = []
         self._state: dict[str, Any] = {}
-        prefix = optimizer_prefix(source.infos)
+        prefix = optimizer_prefix(source.entries)
         if prefix is None:
             findings.missing.append("optimizer: all of its state")
             return
-        self.claimed = entries_of_optimizers(source.infos) - set(model_part.entries.values())
+        self.claimed = entries_of_optimizers(source.entries) - set(model_part.entries.values())
         first_name = {
             alias: names[0] for names, _ in parameters_by_name(model, optimizers) for alias in names
         }
@@ -196,7 +200,7 @@ class OptimizerPart:
         saved: dict[str, dict[str, TensorInfo | None]] = {}
         known = first_name.keys() | model_part.entries.keys()
         for found in optimizer_entries(source.paths, prefix, known):
-            name, keys, info = found.parameter, found.keys, source.infos[found.entry]
+            name, keys, info = found.parameter, found.keys, source.entries[found.entry]
             if name not in first_name:
                 where = ".".join(map(str, (name, *keys)))
                 line = f"optimizer: {where!r}: found {described(info)}"
@@ -251,12 +255,12 @@ class OptimizerPart:
             self.targets[entry] = room(self._infos[entry]) if target is None else target
         return self.targets
 
-    def _read_groups(self, source: Source, prefix: str) -> list[dict[str, Any]]:
+    def _read_groups(self, source: DistributedCheckpoint, prefix: str) -> list[dict[str, Any]]:
         """Return the saved parameter groups; empty if there are none."""
         head = f"{prefix}param_groups"
-        entries = [e for e in source.infos if e == head or e.startswith(f"{head}.")]
-        values = {entry: room(source.infos[entry]) for entry in entries}
-        values |= source.read(values)
+        entries = [e for e in source.entries if e == head or e.startswith(f"{head}.")]
+        values = {entry: room(source.entries[entry]) for entry in entries}
+        values |= source.fill(values)
         depth = prefix.count(".") + 1
         paths = {entry: source.paths[entry] for entry in entries}
         if all(len(path) >= depth for path in paths.values()):
@@ -361,7 +365,7 @@ class ExtrasPart:
 
     def __init__(
         self,
-        source: Source,
+        source: DistributedCheckpoint,
         claimed: Collection[str],
         objects: Mapping[str, Any],
         findings: Findings,
@@ -387,7 +391,7 @@ class ExtrasPart:
         states: dict[str | int, Any] = {}
         self.targets: dict[str, Any] = {}
         for entry, path in self._paths.items():
-            info = source.infos[entry]
+            info = source.entries[entry]
             target = None
             if info is not None and path[0] in objects:
                 # Sharded tensors of the object are read into; others are too.
