@@ -17,8 +17,8 @@ from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files.bytes_io import (
     PART_NBYTES,
     Source,
-    TensorInfo,
     check_saved_dtype,
+    converted,
     info_nbytes,
     reading,
 )
@@ -48,7 +48,7 @@ class _FilePlan:
 
     Attributes:
         names: Key in the checkpoint by name in the file.
-        arrange: Makes the content of one torch file; None: it is flat.
+        arrange: Function that makes the content of one torch file; None: it is flat.
     """
 
     names: dict[str, str]
@@ -79,14 +79,14 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         out: A file; or a directory, see `FullWriter`.
         format: ``"torch"`` or ``"safetensors"``.
         max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `out` is a directory.
-        dtype: Of floating-point tensors of the model in the file; None: their own.
-        optimizer: Write ``{"model": ..., "optim": ...}`` with the optimizer's state by parameter
-            names. Default: the model's state dict alone.
-        model_key: Where in a checkpoint directory the model is, e.g. ``"app.model"``; None: under a
+        dtype: Dtype of floating-point tensors of the model in the file; None: their own.
+        optimizer: Option to write ``{"model": ..., "optim": ...}`` with the optimizer's state by
+            parameter names. Default: the model's state dict alone.
+        model_key: Place of the model in a checkpoint directory, e.g. ``"app.model"``; None: under a
             key ``model``, or all of it.
         suffix: Pattern of what follows the prefix of per-rank files.
-        progress: By default a bar on the terminal if it takes longer than a second and rich is
-            installed; False: none; or a function of the bytes done and of all.
+        progress: Way to show progress: by default a bar on the terminal if it takes longer than a
+            second and rich is installed; False: none; or a function of the bytes done and of all.
 
     Returns:
         `out`.
@@ -110,7 +110,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
             f"torch file only, without max_shard_size."
         )
         raise CheckpointError(msg)
-    infos = {name: _converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
+    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
     by_key = {key: name for name, key in reversed(plan.names.items())}
     tied = {
         name: by_key[checkpoint.tied[key]]
@@ -134,9 +134,9 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         reader = _Parts(checkpoint, [plan.names[name] for name in kept])
         for name in kept:
             for part in reader.of(plan.names[name]):
-                converted = part.to(infos[name].dtype)
-                writer.append(name, converted)
-                meter.add(converted.nbytes)
+                saved = part.to(infos[name].dtype)
+                writer.append(name, saved)
+                meter.add(saved.nbytes)
     return Path(out)
 
 
@@ -188,8 +188,8 @@ class _Parts:
     From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
 
     Args:
-        checkpoint: What is read.
-        keys: All tensors that will be.
+        checkpoint: Source to read.
+        keys: Names of all tensors that will be read.
     """
 
     def __init__(self, checkpoint: Source, keys: list[str]) -> None:
@@ -211,11 +211,6 @@ class _Parts:
             with reading(f"{key!r} of the checkpoint"):
                 self._checkpoint.read_into(key, start, read)
             yield from read.split(PART_NBYTES // info.dtype.itemsize)
-
-
-def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
-    keep = dtype is None or not info.dtype.is_floating_point
-    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
 
 
 # --- which entries --------------------------------------------------------------------------------

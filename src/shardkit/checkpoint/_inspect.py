@@ -17,7 +17,6 @@ from shardkit.checkpoint._dcp.directory import (
     DAMAGED_FILE,
     again_if_replaced,
     noted_damage,
-    unless_replaced,
 )
 from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
@@ -43,11 +42,11 @@ class TensorSummary:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: Its key.
-        shape: Of the whole.
-        dtype: As torch names it.
-        nbytes: Of the whole.
-        chunks: Where its parts are: offsets and sizes, or a range of the flattened whole, by file.
+        name: Key of it.
+        shape: Shape of the whole.
+        dtype: Dtype, as torch names it.
+        nbytes: Size of the whole.
+        chunks: Places of its parts: offsets and sizes, or a range of the flattened whole, by file.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Description:
         step: Training step that was saved with it, or None.
         world_size: Ranks that wrote it, or None where that is not recorded.
         has_checksums: Whether there are checksums of all of its content.
-        entries: Its tensors, sorted by name.
+        entries: Tensors of it, sorted by name.
         others: Names of entries that are no tensors.
         files: Sizes of the files in bytes, by name.
     """
@@ -143,8 +142,8 @@ class Verification:
     """What `verify` found.
 
     Attributes:
-        problems: What is wrong.
-        unverified: What has no checksums, and what was compared in their place.
+        problems: Faults.
+        unverified: Parts that have no checksums, and what was compared in their place.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -169,7 +168,7 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Veri
             found.problems.append(str(error))
         return found
 
-    return unless_replaced(Path(source), find, lambda found: not found.problems)
+    return again_if_replaced(Path(source), find, lambda found: not found.problems)
 
 
 def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) -> None:

@@ -10,7 +10,7 @@ from shardkit._progress import Meter
 from shardkit.backends.groups import exchange
 from shardkit.checkpoint._agreement import agreed, any_rank, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.manifest import DAMAGED
+from shardkit.checkpoint._dcp.manifest import DAMAGED, MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import check_is_checkpoint
 from shardkit.checkpoint._files.asides import asides_in
@@ -54,12 +54,13 @@ def load(
 
     Args:
         path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
-        model: Gets its parameters and buffers in place; those on the meta device get memory.
-        optimizer: One or several; they need not have been stepped.
-        strict: Raise if entries are missing, or left over on all ranks. Entries of another shape
+        model: Module that gets its parameters and buffers in place; those on the meta device get
+            memory.
+        optimizer: One optimizer or several; they need not have been stepped.
+        strict: Error if entries are missing, or left over on all ranks. Entries of another shape
             are always an error.
         process_group: The ranks that load; default: all.
-        progress: As for `save`, of bytes read.
+        progress: Same as for `save`, of bytes read.
         **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
             saved under.
 
@@ -130,7 +131,7 @@ class _Together:
 
     Args:
         target: Directory of the checkpoint.
-        what: What was not done, for errors.
+        what: Text of what was not done, for errors.
         group: Process group of the ranks that load.
     """
 
@@ -144,8 +145,8 @@ class _Together:
         """Run something that does not communicate; return its result.
 
         Args:
-            act: What is run.
-            same: Of the result: what must be the same on all ranks.
+            act: Function to run.
+            same: Function of the result: what must be the same on all ranks.
 
         Raises:
             CheckpointError: On all ranks.
@@ -170,7 +171,7 @@ class _Together:
         try:
             return act()
         except CheckpointError as error:
-            if DAMAGED not in str(error) or not directory.manifest_path(self._target).exists():
+            if DAMAGED not in str(error) or not (self._target / MANIFEST_FILE).exists():
                 raise
             # Another job may have put another one in its place.
             if not directory.note_damage(self._target, str(error), self._before):

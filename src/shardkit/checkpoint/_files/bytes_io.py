@@ -31,8 +31,8 @@ class TensorInfo:
     """What is known of a saved tensor before it is read.
 
     Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
+        shape: Shape of the whole.
+        dtype: Dtype of its elements.
     """
 
     shape: tuple[int, ...]
@@ -93,6 +93,20 @@ class Source:
             part = out[first : first + room.numel()]
             self.read_into(name, start + first, room[: part.numel()])
             copy_from_scratch(part, room[: part.numel()])
+
+
+def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    """Return what is saved of a tensor: floating-point ones in another dtype; None: their own."""
+    keep = dtype is None or not info.dtype.is_floating_point
+    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
+
+
+def without_memory(info: TensorInfo) -> Tensor:
+    """Return a contiguous tensor whose memory is not touched, so that the system gives it none."""
+    # Not torch.empty, which fills it where deterministic algorithms are asked for.
+    storage = torch.UntypedStorage(info_nbytes(info))
+    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
+    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
 
 
 def info_nbytes(info: TensorInfo) -> int:
@@ -191,7 +205,7 @@ def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES)
 
     Args:
         path: The file.
-        max_nbytes: Its size at most.
+        max_nbytes: Largest size.
 
     Raises:
         CheckpointError: It is no regular file, or larger.
@@ -213,6 +227,14 @@ def is_plain_name(name: object) -> bool:
     if not isinstance(name, str) or "\0" in name or "/" in name or os.sep in name:
         return False
     return bool(name.strip("."))
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file and have it on the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fsync_directory(path: Path) -> None:

@@ -20,12 +20,12 @@ from shardkit.checkpoint._files.bytes_io import (
     info_nbytes,
     is_plain_name,
     read_index,
+    write_synced,
 )
 from shardkit.checkpoint._files.safetensors import SafetensorsFile, SafetensorsWriter
 from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
@@ -54,7 +54,7 @@ class FullFile(Source):
         infos: Shape and dtype of every tensor.
         tied: Names whose tensor is that of an earlier name, with that name.
         others: Entries that are no tensors.
-        parts: Which file holds which tensor.
+        parts: File that holds each tensor.
 
     Raises:
         CheckpointError: It is none of these, was damaged, or a file of the index is missing.
@@ -150,12 +150,13 @@ class FullWriter:
     Args:
         path: A file; or, with `max_shard_size`, or for safetensors without their suffix, a
             directory that has no weights yet and gets names as Hugging Face's libraries expect.
-        infos: Every tensor that will come, and the names of `tied`, in their order in the file.
+        infos: Shape and dtype of every tensor that will come, and the names of `tied`, in their
+            order in the file.
         format: ``"torch"``: what torch.load reads; ``"safetensors"``.
         max_shard_size: Bytes of a file at most, unless one tensor is larger; ``"5GB"`` means 5e9.
         tied: Names that are another tensor again, which do not come themselves. A torch file holds
             them as tied, a safetensors file under that tensor's name only, as its libraries do.
-        arrange: For one torch file: gets all tensors, empty, by name, and returns what to save.
+        arrange: Function, for one torch file, of all tensors, empty, by name: what to save.
 
     Raises:
         CheckpointError: Weights are there, or the format cannot hold something.
@@ -220,12 +221,7 @@ class FullWriter:
         self._missing[name] -= flat.numel()
         self._writers[name].append(name, flat.detach().cpu().contiguous())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()
@@ -291,7 +287,10 @@ class FullWriter:
         if self._index is not None:
             # Last: without it the directory is no model.
             stem, suffix = _STEMS[self._format]
-            self._write_text(self.path / f"{stem}{suffix}{_INDEX_SUFFIX}", self._index)
+            index = self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"
+            aside = new_aside(index, INCOMPLETE)
+            write_synced(aside, f"{json.dumps(self._index, indent=2)}\n".encode())
+            aside.replace(index)
         fsync_directory(next(iter(self._asides)).parent)
 
     def _give_names(self) -> None:
@@ -315,16 +314,6 @@ class FullWriter:
                 f"and files of two models would be mixed. Give each job a directory of its own."
             )
             raise CheckpointError(msg) from error
-
-    @staticmethod
-    def _write_text(path: Path, content: dict[str, Any]) -> None:
-        aside = new_aside(path, INCOMPLETE)
-        with aside.open("w") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
 
     def _abandon(self) -> None:
         for writer in dict.fromkeys(self._writers.values()):

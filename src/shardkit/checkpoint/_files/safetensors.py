@@ -142,7 +142,7 @@ class SafetensorsWriter:
 
     Args:
         path: The file, overwritten.
-        infos: Every tensor that will come.
+        infos: Shape and dtype of every tensor that will come.
         metadata: Text by name, for the header.
 
     Raises:

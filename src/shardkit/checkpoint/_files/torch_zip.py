@@ -33,6 +33,7 @@ from shardkit.checkpoint._files.bytes_io import (
     info_nbytes,
     open_regular,
     read_at,
+    without_memory,
     write_at,
 )
 
@@ -48,8 +49,8 @@ class _ZipEntry:
     """Where a tensor lies in a file.
 
     Attributes:
-        offset: Of its first element, in bytes.
-        strides: In elements; None: contiguous.
+        offset: Offset of its first element, in bytes.
+        strides: Strides in elements; None: contiguous.
         is_conj: The numbers in the file are the conjugates of its own.
         is_neg: The numbers in the file are the negatives of its own.
     """
@@ -69,10 +70,10 @@ class TorchFile(Source):
 
     Args:
         path: The file.
-        key: Where in it the state dict is; None: itself, or under one of the usual names.
+        key: Key of the state dict in it; None: itself, or under one of the usual names.
 
     Attributes:
-        beside: What the file has beside the state dict, if that is under a key.
+        beside: Entries of the file beside the state dict, if that is under a key.
 
     Raises:
         CheckpointError: It is no such file, or holds no state dict there.
@@ -249,9 +250,9 @@ class _Entry:
     """An entry of the archive that holds a storage.
 
     Attributes:
-        begin: Where its bytes begin in the file.
-        nbytes: How many there are.
-        crc_places: Where its checksum is written, behind the bytes and in the directory.
+        begin: Offset of its bytes in the file.
+        nbytes: Number of them.
+        crc_places: Offsets of its checksum, behind the bytes and in the directory.
         written: Bytes that have come.
         crc: Their checksum.
     """
@@ -271,9 +272,9 @@ class TorchWriter:
 
     Args:
         path: The file, overwritten.
-        infos: Every tensor that will come.
-        arrange: Gets empty tensors by name, returns what is to be saved: dicts and lists of them
-            and of plain values.
+        infos: Shape and dtype of every tensor that will come.
+        arrange: Function of the empty tensors by name, which returns what is to be saved: dicts
+            and lists of them and of plain values.
 
     Cost: a header's worth of writes, and address space for the tensors, but no memory.
     """
@@ -289,7 +290,7 @@ class TorchWriter:
                 msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
                 raise CheckpointError(msg)
         path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
-        empties = {name: _without_memory(info) for name, info in infos.items()}
+        empties = {name: without_memory(info) for name, info in infos.items()}
         tree = arrange(empties)
         with torch.serialization.skip_data():
             torch.save(tree, path)
@@ -323,14 +324,6 @@ class TorchWriter:
     def abandon(self) -> None:
         """Close the file."""
         self._close()
-
-
-def _without_memory(info: TensorInfo) -> Tensor:
-    """Return a tensor whose memory is not touched, so that the system gives it none."""
-    # Not torch.empty, which fills it where deterministic algorithms are asked for.
-    storage = torch.UntypedStorage(info_nbytes(info))
-    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
-    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
 
 
 def _storage_address(tensor: Tensor) -> int:

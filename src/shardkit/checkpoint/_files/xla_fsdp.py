@@ -109,11 +109,11 @@ class XlaFsdpFiles(RankFiles):
         """Note of which pieces a tensor consists.
 
         Args:
-            name: Its name in the model.
+            name: Name in the model.
             info: Shape and dtype of it.
             files: Those that hold it: the first one alone if it is no shard.
             saved: Name in each file.
-            start: Its first element in what the files hold, end to end.
+            start: Offset of its first element in what the files hold, end to end.
         """
         plain = _plain(name)
         key = f"{MODEL}.{plain}"

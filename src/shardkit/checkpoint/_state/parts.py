@@ -17,11 +17,11 @@ from shardkit.checkpoint._dcp.staging import memory_of
 from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.findings import Findings, described
 from shardkit.checkpoint._state.model_and_optimizer import (
-    device_of,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from shardkit.checkpoint._state.model_tensors import device_of
 from shardkit.checkpoint._state.names import EXTRA_STATE, as_optimizers, names_of_parameters
 from shardkit.checkpoint._state.optimizer import (
     optimizer_template,
@@ -60,7 +60,7 @@ class ModelPart:
     """A model, whose tensors are read into in place.
 
     Attributes:
-        targets: What is read where, by entry.
+        targets: Tensors to fill, by entry.
         entries: Names of entries by those of the model's state.
         claimed: Entries that are the model's, or would be.
         of_others: Names of what a pipeline's other stages saved, which are no fault.
@@ -148,8 +148,8 @@ def _with_memory(value: Any, device: torch.device) -> Any:
     """Return a tensor to read into: the model's own, or if it is on meta a new one.
 
     Args:
-        value: Of a state dict.
-        device: Where tensors on meta belong that no mesh gives a place.
+        value: Value of a state dict.
+        device: Device of tensors on meta that no mesh gives a place.
     """
     if not isinstance(value, Tensor):
         return None
@@ -167,7 +167,7 @@ class OptimizerPart:
     """Optimizers, which get new tensors.
 
     Attributes:
-        targets: What is read where, by entry, once there is room.
+        targets: Tensors to fill, by entry, once there is room.
         claimed: Entries that are optimizers'.
     """
 
@@ -375,8 +375,8 @@ class ExtrasPart:
         Args:
             source: The saved state.
             claimed: Entries of model and optimizers.
-            objects: What is to be loaded in place.
-            findings: Gets what does not fit.
+            objects: Objects to be loaded in place.
+            findings: List of what does not fit.
         """
         self._objects = objects
         self._paths = {

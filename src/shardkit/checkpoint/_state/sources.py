@@ -65,7 +65,7 @@ class DistributedCheckpoint(Source):
         """Fill tensors, whole or sharded; return what is not a tensor. Communicates nothing.
 
         Args:
-            targets: By name: a tensor of the saved shape, or None for what is not a tensor.
+            targets: Tensor of the saved shape by name; None for what is not a tensor.
 
         Raises:
             CheckpointError: What is read is damaged.
