@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable
 
     Progress = bool | Callable[[int, int], None] | None
@@ -71,12 +70,7 @@ class Meter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()

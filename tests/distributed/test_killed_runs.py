@@ -65,8 +65,8 @@ def content(folder: pathlib.Path) -> dict[str, typing.Any]:
     """Return all entries of the last checkpoint, tensors whole."""
     path = folder / "checkpoints" / "end"
     source = DistributedCheckpoint(path, Meter(progress=False, what="", rank=0))
-    targets = {name: room(info) for name, info in source.infos.items()}
-    return targets | source.read(targets)
+    targets = {name: room(info) for name, info in source.entries.items()}
+    return targets | source.fill(targets)
 
 
 @pytest.mark.parametrize(("world_size", "kills", "steps"), [(1, 14, 90), (2, 6, 42)])

@@ -195,9 +195,9 @@ def test_state_belongs_to_owners(spawn: Spawn) -> None:
 def load_where_one_rank_cannot_read(folder: str, when: int) -> None:
     """Load into an optimizer that has stepped; one read of rank 1 fails."""
     model, by = train_both("muon", (2,), batch_bytes=8000)[1::2]
-    real, calls = DistributedCheckpoint.read, []
+    real, calls = DistributedCheckpoint.fill, []
 
-    def read(self: DistributedCheckpoint, targets: typing.Any) -> typing.Any:
+    def fill(self: DistributedCheckpoint, targets: typing.Any) -> typing.Any:
         if targets:
             calls.append(0)
         if dist.get_rank() == 1 and len(calls) == when:
@@ -206,7 +206,7 @@ def load_where_one_rank_cannot_read(folder: str, when: int) -> None:
         return real(self, targets)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistributedCheckpoint, "read", read)
+        patch.setattr(DistributedCheckpoint, "fill", fill)
         checkpoint.load(f"{folder}/checkpoint", model, by)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from shardkit.backends.groups import exchange
 from shardkit.backends.world import group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint import api
@@ -42,9 +43,9 @@ def agreed(
 
     Args:
         group: Process group; None: the default one, if there is any.
-        what: What was not done, for the error.
-        act: Must not communicate.
-        identity: Of its result: what must be the same on all ranks.
+        what: Text of what was not done, for the error.
+        act: Function that must not communicate.
+        identity: Function of its result: what must be the same on all ranks.
 
     Raises:
         CheckpointError: On all ranks, with the reason of each rank that failed, or because they
@@ -91,13 +92,40 @@ def any_rank(group: Any, condition: bool) -> bool:  # noqa: FBT001 - it is all t
     return any(exchange(condition, group, "a checkpoint")) if dist.is_initialized() else condition
 
 
-def raise_on_all(mesh: DeviceMesh, error: Exception | None, what: str) -> None:
-    """Raise on all ranks of a mesh if its first one met an error. Cost: an exchange per axis."""
-    reason = None if error is None else f"{type(error).__name__}: {error}"
-    reason = first_of_all(reason, [mesh.backend.axis(axis) for axis in range(mesh.ndim)])
-    if reason is not None:
-        msg = f"rank {mesh.ranks[0]} {what}: {reason}"
-        raise CheckpointError(msg) from error
+class FirstRank:
+    """What only the first rank of a mesh does, while the others wait for it.
+
+    Args:
+        mesh: Mesh whose ranks all hear of an error.
+        what: Text of what could not be done, for errors.
+
+    Attributes:
+        is_this: Whether it is this rank.
+        error: First error of what was tried here.
+    """
+
+    def __init__(self, mesh: DeviceMesh, what: str) -> None:
+        self.is_this = mesh.rank == mesh.ranks[0]
+        self.error: Exception | None = None
+        self._mesh = mesh
+        self._what = what
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Keep an error until `raise_error`: the other ranks must not wait for what comes."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self.error = self.error or error
+
+    def raise_error(self) -> None:
+        """Raise on all ranks what the first one met. Cost: an exchange per axis."""
+        error, mesh = self.error, self._mesh
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        reason = first_of_all(reason, [mesh.backend.axis(axis) for axis in range(mesh.ndim)])
+        if reason is not None:
+            msg = f"rank {mesh.ranks[0]} {self._what}: {reason}"
+            raise CheckpointError(msg) from error
 
 
 def error_of(what: str, exception: api.CheckpointException) -> BaseException:

@@ -110,7 +110,7 @@ class SaveHandle:
         """Wait until the checkpoint is complete and return its path.
 
         Args:
-            timeout: In seconds; None: as long as it takes.
+            timeout: Limit in seconds; None: as long as it takes.
 
         Raises:
             CheckpointError: It was not saved; the same on all ranks.
@@ -132,8 +132,8 @@ class SaveHandle:
         """Wait until it is done, at most so many seconds; tell if it takes longer.
 
         Args:
-            limit_s: How long.
-            what: What waits, for the log.
+            limit_s: Limit in seconds.
+            what: Name of what waits, for the log.
         """
         if self._is_given_up:
             return

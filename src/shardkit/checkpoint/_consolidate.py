@@ -14,12 +14,11 @@ from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import (
     PART_NBYTES,
-    Checkpoint,
-    TensorInfo,
+    Source,
     check_saved_dtype,
+    converted,
     info_nbytes,
     reading,
 )
@@ -27,6 +26,7 @@ from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles
 from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
 from shardkit.checkpoint._state.sections import nested
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os
@@ -42,26 +42,13 @@ DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 _OPTIMIZERS = ("optim", "optimizer")
 
 
-class WholeFile(FullFile):
-    """A file of whole tensors as a checkpoint, to convert it."""
-
-    @property
-    def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """See `Checkpoint`."""
-        return {name: (name,) for name in (*self.infos, *self.others)}
-
-    def read_other(self, key: str) -> Any:
-        """See `Checkpoint`."""
-        return self.others[key]
-
-
 @dataclass(frozen=True)
 class _FilePlan:
     """What is written where.
 
     Attributes:
         names: Key in the checkpoint by name in the file.
-        arrange: Makes the content of one torch file; None: it is flat.
+        arrange: Function that makes the content of one torch file; None: it is flat.
     """
 
     names: dict[str, str]
@@ -92,14 +79,14 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         out: A file; or a directory, see `FullWriter`.
         format: ``"torch"`` or ``"safetensors"``.
         max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `out` is a directory.
-        dtype: Of floating-point tensors of the model in the file; None: their own.
-        optimizer: Write ``{"model": ..., "optim": ...}`` with the optimizer's state by parameter
-            names. Default: the model's state dict alone.
-        model_key: Where in a checkpoint directory the model is, e.g. ``"app.model"``; None: under a
+        dtype: Dtype of floating-point tensors of the model in the file; None: their own.
+        optimizer: Option to write ``{"model": ..., "optim": ...}`` with the optimizer's state by
+            parameter names. Default: the model's state dict alone.
+        model_key: Place of the model in a checkpoint directory, e.g. ``"app.model"``; None: under a
             key ``model``, or all of it.
         suffix: Pattern of what follows the prefix of per-rank files.
-        progress: By default a bar on the terminal if it takes longer than a second and rich is
-            installed; False: none; or a function of the bytes done and of all.
+        progress: Way to show progress: by default a bar on the terminal if it takes longer than a
+            second and rich is installed; False: none; or a function of the bytes done and of all.
 
     Returns:
         `out`.
@@ -123,7 +110,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
             f"torch file only, without max_shard_size."
         )
         raise CheckpointError(msg)
-    infos = {name: _converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
+    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
     by_key = {key: name for name, key in reversed(plan.names.items())}
     tied = {
         name: by_key[checkpoint.tied[key]]
@@ -147,13 +134,13 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         reader = _Parts(checkpoint, [plan.names[name] for name in kept])
         for name in kept:
             for part in reader.of(plan.names[name]):
-                converted = part.to(infos[name].dtype)
-                writer.append(name, converted)
-                meter.add(converted.nbytes)
+                saved = part.to(infos[name].dtype)
+                writer.append(name, saved)
+                meter.add(saved.nbytes)
     return Path(out)
 
 
-def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Checkpoint:
+def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Source:
     """Open whatever there is under a path or prefix.
 
     Raises:
@@ -163,15 +150,15 @@ def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
         return _open(source, suffix)
 
 
-def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
+def _open(source: str | os.PathLike[str], suffix: str) -> Source:
     path = Path(source)
     if (path / METADATA_FILE).exists():
-        return DcpFiles(path)
+        return DistributedCheckpoint(path)
     files = local_files(source, suffix)
     if files:
         return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
     if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
-        return DcpFiles(path)  # Which says what is missing.
+        return DistributedCheckpoint(path)  # Which says what is missing.
     if not path.exists():
         msg = (
             f"there is nothing at {path}, and there are no per-rank files {path}{suffix}. Give a "
@@ -187,7 +174,7 @@ def _open(source: str | os.PathLike[str], suffix: str) -> Checkpoint:
             f"{named}. Give one of them: {inside[0]}"
         )
         raise CheckpointError(msg)
-    return WholeFile(path)
+    return FullFile(path)
 
 
 def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[Path]:
@@ -201,14 +188,14 @@ class _Parts:
     From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
 
     Args:
-        checkpoint: What is read.
-        keys: All tensors that will be.
+        checkpoint: Source to read.
+        keys: Names of all tensors that will be read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, keys: list[str]) -> None:
+    def __init__(self, checkpoint: Source, keys: list[str]) -> None:
         self._checkpoint = checkpoint
         largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
-        is_whole = isinstance(checkpoint, DcpFiles)
+        is_whole = isinstance(checkpoint, DistributedCheckpoint)
         self._room = torch.empty(
             largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8
         )
@@ -226,16 +213,11 @@ class _Parts:
             yield from read.split(PART_NBYTES // info.dtype.itemsize)
 
 
-def _converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
-    keep = dtype is None or not info.dtype.is_floating_point
-    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
-
-
 # --- which entries --------------------------------------------------------------------------------
 
 
 def _plan(
-    checkpoint: Checkpoint, source: object, *, model_key: str | None, optimizer: bool
+    checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
 ) -> _FilePlan:
     root = model_root(checkpoint, source, model_key)
     keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
@@ -270,7 +252,7 @@ def _plan(
 
 
 def model_root(
-    checkpoint: Checkpoint, source: object, model_key: str | None = None
+    checkpoint: Source, source: object, model_key: str | None = None
 ) -> tuple[str | int, ...]:
     """Return where in a checkpoint the model's state dict is.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -15,13 +16,19 @@ from shardkit._module.rebuilt import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
-from shardkit.checkpoint._agreement import raise_on_all, rank_of
+from shardkit.checkpoint._agreement import FirstRank, rank_of
 from shardkit.checkpoint._files import bytes_io
-from shardkit.checkpoint._files.bytes_io import copy_from_scratch, dtype_name, kind_of
+from shardkit.checkpoint._files.bytes_io import Source, copy_from_scratch, dtype_name, kind_of
 from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._files.in_memory import StateInMemory
-from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
-from shardkit.checkpoint._state.names import EXTRA_STATE, plain_name
+from shardkit.checkpoint._state.model_tensors import (
+    by_identity,
+    device_of,
+    give_memory,
+    mesh_of,
+    set_extra_state,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -70,15 +77,17 @@ def load_full(
     computed by their modules, as `materialize` has it done; what was loaded stays as it is.
 
     Args:
-        path: What `FullFile` reads: a file of torch.save, of safetensors, or a Hugging Face
-            directory; or a state dict of plain tensors, on any device. All ranks must see or have
-            it, unless `broadcast_from_rank0`: then the others may pass None, {} or anything.
-        model: Where to. Parameters on meta get memory for this rank's pieces only.
-        strict: Refuse missing and unexpected names.
-        broadcast_from_rank0: Only the first rank of the mesh reads, and sends to the others part
-            after part. These take memory for their pieces and one part.
-        progress: By default a bar on rank 0's terminal, if it takes longer than a second and rich
-            is installed; False: none; or a function of the bytes that this rank has done and will.
+        path: File or directory that `FullFile` reads: a file of torch.save, of safetensors, or a
+            Hugging Face directory; or a state dict of plain tensors, on any device. All ranks must
+            see or have it, unless `broadcast_from_rank0`: then the others may pass None, {} or
+            anything.
+        model: Module to load into. Parameters on meta get memory for this rank's pieces only.
+        strict: Error if names are missing or unexpected.
+        broadcast_from_rank0: Mode in which only the first rank of the mesh reads, and sends to the
+            others part after part. These take memory for their pieces and one part.
+        progress: Way to show progress: by default a bar on rank 0's terminal, if it takes longer
+            than a second and rich is installed; False: none; or a function of the bytes that this
+            rank has done and will.
 
     Raises:
         CheckpointError: Before anything is loaded, on all ranks alike: for all names that are
@@ -106,183 +115,136 @@ def load_full(
     if complaints:
         raise _refused(what, complaints)
     with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:
-        loader = _Loader(file, _device_of(entries), meter)
-        loader.fill_all(entries)
+        _fill_all(file, entries, meter)
     if isinstance(file, _FirstRanksFile):
-        file.raise_errors()
-    for name, module in model.named_modules():
-        key = f"{plain_name(model, name)}.{EXTRA_STATE}".removeprefix(".")
-        if key in extra and key in file.others:
-            module.set_extra_state(file.others[key])
+        file.first.raise_error()
+    set_extra_state(model, {name: file.read_other(name) for name in extra if name in file.others})
     saved = {id(tensor) for tensor in state.values()}
     rebuild_buffers(model, [buffer for buffer in model.buffers() if id(buffer) not in saved])
-    return LoadedNames(missing, unexpected, _on_meta(model))
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return LoadedNames(missing, unexpected, [name for name, tensor in named if tensor.is_meta])
 
 
-def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> FullFile | StateInMemory:
+def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
     return FullFile(path) if isinstance(path, (str, os.PathLike)) else StateInMemory(path)
 
 
-class _FirstRanksFile:
+class _FirstRanksFile(Source):
     """What only the first rank of a mesh has; all get all of it, part after part.
 
     Args:
-        path: On the first rank: a file, or a state dict. Not looked at on others.
-        what: Its name in errors.
-        mesh: All of its ranks make this object, and read the same tensors in the same order.
+        path: File, or state dict, on the first rank. Not looked at on others.
+        what: Name in errors.
+        mesh: Mesh whose ranks all make this object, and read the same tensors in the same order.
 
     Raises:
         CheckpointError: On all ranks, if the first one cannot open it.
     """
 
     def __init__(self, path: Any, what: str, mesh: DeviceMesh) -> None:
-        self._what = what
         self._mesh = mesh
-        self._file: FullFile | StateInMemory | None = None
-        self._error: Exception | None = None
-        if mesh.rank == mesh.ranks[0]:
-            try:
+        self._file: Source | None = None
+        self.first = FirstRank(mesh, f"could not read {what}")
+        if self.first.is_this:
+            with self.first.trying():
                 self._file = _open(path)
-            except Exception as error:  # noqa: BLE001 - raised on all ranks
-                self._error = error
-        self.raise_errors()
+        self.first.raise_error()
         found: Any = self._file and (self._file.infos, self._file.others)
         for axis in range(mesh.ndim):
             found = mesh.backend.axis(axis).exchange(found)[0]
-        self.infos: dict[str, TensorInfo] = found[0]
-        self.others: dict[str, Any] = found[1]
-        self._room = torch.empty(
+        self.infos, self.others = found
+        self._parts = torch.empty(
             bytes_io.PART_NBYTES, dtype=torch.uint8, device=mesh.backend.device
         )
 
-    def parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield a flattened tensor's parts with where they begin. Collective."""
-        info = self.infos[name]
-        numel, room = math.prod(info.shape), self._room.view(info.dtype)
-        for start in range(0, numel, room.numel()):
-            part = room[: min(room.numel(), numel - start)]
-            if self._file is not None and self._error is None:
-                try:
-                    part.copy_(self._file.read(name, start, start + part.numel()))
-                except Exception as error:  # noqa: BLE001 - others wait for what comes
-                    self._error = error
+    def copy_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on. Collective: all ranks get all parts of the tensor."""
+        info, stop = self.infos[name], start + out.numel()
+        numel, room = math.prod(info.shape), self._parts.view(info.dtype)
+        for begin in range(0, numel, room.numel()):
+            part = room[: min(room.numel(), numel - begin)]
+            if self._file is not None and self.first.error is None:
+                with self.first.trying():
+                    part.copy_(self._file.read(name, begin, begin + part.numel()))
             for axis in range(self._mesh.ndim):
                 self._mesh.backend.axis(axis).broadcast(part.view(torch.uint8), src=0)
-            yield start, part
-
-    def raise_errors(self) -> None:
-        """Raise on all ranks what the first one met. Collective."""
-        raise_on_all(self._mesh, self._error, f"could not read {self._what}")
+            low, high = max(begin, start), min(begin + part.numel(), stop)
+            if low < high:
+                copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
 
 
-class _Loader:
-    """Reads a file into tensors of a model.
+def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
+    """Fill those tensors of the model that the source has under one of their names."""
+    infos, device = source.infos, device_of(entry.tensor for entry in entries)
+    wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
+    # The last name is what torch's load_state_dict would leave in a tied tensor.
+    jobs = [
+        (tensor, names[-1], _nbytes_read(tensor, infos[names[-1]]))
+        for tensor, names in wanted
+        if names
+    ]
+    meter.expect(sum(nbytes for *_, nbytes in jobs))
+    for tensor, name, nbytes in jobs:
+        _fill(source, name, tensor, device)
+        meter.add(nbytes)
+    for tensor, name, _ in jobs:  # Pieces share memory, and so the version that a note is for.
+        if isinstance(tensor, ShardedTensor):
+            note_written(tensor, functools.partial(_first_elements, source, name))
 
-    Straight into their memory; where dtype or device differ, through one buffer of 16 MiB. Memory
-    taken and freed between pieces that stay would leave holes in the heap as large as the shard.
+
+def _first_elements(source: Source, name: str) -> list[Tensor]:
+    """Return what ranks compare of a tensor that they have loaded."""
+    if isinstance(source, _FirstRanksFile):
+        return [torch.zeros(1)]  # All have got the same.
+    return [source.read(name, 0, min(math.prod(source.infos[name].shape), _NUM_COMPARED))]
+
+
+def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
+    numel = target.numel()
+    if isinstance(target, ShardedTensor) and target.spec.tensor_parallel is None:
+        numel = target.spec.stop - target.spec.start
+    return numel * info.dtype.itemsize
+
+
+def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> None:
+    """Fill a tensor of the model, or this rank's piece of it.
 
     Args:
-        file: What is read.
-        device: Where tensors on meta belong that are not sharded.
+        source: Source to read.
+        name: Name of the tensor in it.
+        target: Tensor of the model.
+        device: Device of tensors on meta that are not sharded.
     """
-
-    def __init__(
-        self, file: FullFile | StateInMemory | _FirstRanksFile, device: torch.device, meter: Meter
-    ) -> None:
-        self._file = file
-        self._device = device
-        self._meter = meter
-        self._buffer: Tensor | None = None
-
-    def fill_all(self, entries: list[NamedTensor]) -> None:
-        """Fill those tensors of the model that the file has under one of their names."""
-        infos = self._file.infos
-        wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
-        # The last name is what torch's load_state_dict would leave in a tied tensor.
-        jobs = [(tensor, names[-1]) for tensor, names in wanted if names]
-        for tensor, name in jobs:
-            numel = tensor.numel()
-            if isinstance(tensor, ShardedTensor) and tensor.spec.tensor_parallel is None:
-                numel = tensor.spec.stop - tensor.spec.start
-            self._meter.expect(numel * infos[name].dtype.itemsize)
-        for tensor, name in jobs:
-            self.fill(tensor, name)
-        for tensor, name in jobs:  # Pieces share memory, and so the version that a note is for.
-            if isinstance(tensor, ShardedTensor):
-                self._note(tensor, name)
-
-    def _note(self, target: ShardedTensor, name: str) -> None:
-        """Have ranks compare what they loaded, by the first elements of the whole."""
-        if isinstance(self._file, _FirstRanksFile):
-            sample = torch.zeros(1)  # All have the same.
-        else:
-            numel = math.prod(self._file.infos[name].shape)
-            sample = self._file.read(name, 0, min(numel, _NUM_COMPARED))
-        note_written(target, lambda: [sample])
-
-    def fill(self, target: Tensor, name: str) -> None:
-        """Fill a tensor of the model, or this rank's piece of it."""
-        if not isinstance(target, ShardedTensor):
-            self._fill_whole(target, name)
-            return
-        spec = target.spec
-        if spec.tensor_parallel is not None:
-            whole = self._read_whole(name)
-            target.copy_values(ShardedTensor(spec.slice_full(whole).to(target.dtype), spec))
-        elif spec.is_traced:
-            target.copy_values(self._read_whole(name).to(target.dtype))
-        elif target.is_meta:
-            piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
-            self._fill_flat(piece, name, spec.start)
-            target.replace_piece(piece)
-        else:
-            # The piece is a view of the shard, whose version tells who has gathered it before.
-            self._fill_flat(target.to_local(), name, spec.start)
-
-    def _fill_whole(self, target: Tensor, name: str) -> None:
+    if not isinstance(target, ShardedTensor):
         if target.is_meta:
-            new = torch.empty(target.shape, dtype=target.dtype, device=self._device)
-            self._fill_flat(new.view(-1), name, 0)
-            if isinstance(target, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=target.requires_grad)
-            torch.utils.swap_tensors(target, new)
+            new = torch.empty(target.shape, dtype=target.dtype, device=device)
+            source.copy_into(name, 0, new.view(-1))
+            give_memory(target, new)
         elif target.is_contiguous():
-            self._fill_flat(target.detach().view(-1), name, 0)
+            source.copy_into(name, 0, target.detach().view(-1))
         else:
-            target.copy_(self._read_whole(name))
+            target.copy_(_whole(source, name))
+        return
+    spec = target.spec
+    if spec.tensor_parallel is not None:
+        cut = spec.slice_full(_whole(source, name))
+        target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
+    elif spec.is_traced:
+        target.copy_values(_whole(source, name).to(target.dtype))
+    elif target.is_meta:
+        piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
+        source.copy_into(name, spec.start, piece)
+        target.replace_piece(piece)
+    else:
+        # The piece is a view of the shard, whose version tells who has gathered it before.
+        source.copy_into(name, spec.start, target.to_local())
 
-    def _read_whole(self, name: str) -> Tensor:
-        info = self._file.infos[name]
-        whole = torch.empty(info.shape, dtype=info.dtype)
-        self._fill_flat(whole.view(-1), name, 0)
-        return whole
 
-    def _fill_flat(self, flat: Tensor, name: str, start: int) -> None:
-        dtype = self._file.infos[name].dtype
-        if isinstance(self._file, _FirstRanksFile):
-            stop = start + flat.numel()
-            for begin, part in self._file.parts(name):
-                low, high = max(begin, start), min(begin + part.numel(), stop)
-                if low < high:
-                    copy_from_scratch(
-                        flat[low - start : high - start], part[low - begin : high - begin]
-                    )
-        elif flat.dtype == dtype and flat.device.type == "cpu":
-            self._file.read_into(name, start, flat)
-            # Reading wrote past torch's back.
-            torch.autograd.graph.increment_version(flat)
-        else:
-            self._convert(flat, self._file, name, start)
-        self._meter.add(flat.numel() * dtype.itemsize)
-
-    def _convert(self, flat: Tensor, file: FullFile | StateInMemory, name: str, start: int) -> None:
-        if self._buffer is None:
-            self._buffer = torch.empty(bytes_io.PART_NBYTES, dtype=torch.uint8)
-        typed = self._buffer.view(file.infos[name].dtype)
-        for first in range(0, flat.numel(), typed.numel()):
-            part = flat[first : first + typed.numel()]
-            file.read_into(name, start + first, typed[: part.numel()])
-            copy_from_scratch(part, typed[: part.numel()])
+def _whole(source: Source, name: str) -> Tensor:
+    info = source.infos[name]
+    whole = torch.empty(info.shape, dtype=info.dtype)
+    source.copy_into(name, 0, whole.view(-1))
+    return whole
 
 
 def _misfits(entries: list[NamedTensor], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -314,16 +276,3 @@ def _refused(path: object, complaints: list[str]) -> CheckpointError:
         f"{path} does not fit the model, nothing was loaded:\n  {lines}\n"
         f"Give the file of this model; strict=False leaves out what is missing or unexpected."
     )
-
-
-def _device_of(entries: list[NamedTensor]) -> torch.device:
-    """Return where tensors on meta belong that are not sharded."""
-    for entry in entries:
-        if isinstance(entry.tensor, ShardedTensor):
-            return entry.tensor.spec.device
-    return torch.device("cpu")
-
-
-def _on_meta(model: nn.Module) -> list[str]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in named if tensor.is_meta]

@@ -12,17 +12,15 @@ import torch
 
 from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
-from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, WholeFile, open_checkpoint
+from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, open_checkpoint
 from shardkit.checkpoint._dcp.directory import (
     DAMAGED_FILE,
     again_if_replaced,
     noted_damage,
-    unless_replaced,
 )
 from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._dcp.whole import DcpFiles
 from shardkit.checkpoint._files.bytes_io import (
     PART_NBYTES,
     dtype_name,
@@ -30,12 +28,13 @@ from shardkit.checkpoint._files.bytes_io import (
     open_regular,
     reading,
 )
-from shardkit.checkpoint._files.local import LocalFiles
-from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles
+from shardkit.checkpoint._files.full import FullFile
+from shardkit.checkpoint._files.local import RankFiles
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     from shardkit.checkpoint._dcp.manifest import Manifest
-    from shardkit.checkpoint._files.bytes_io import Checkpoint
+    from shardkit.checkpoint._files.bytes_io import Source
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class TensorSummary:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: Its key.
-        shape: Of the whole.
-        dtype: As torch names it.
-        nbytes: Of the whole.
-        chunks: Where its parts are: offsets and sizes, or a range of the flattened whole, by file.
+        name: Key of it.
+        shape: Shape of the whole.
+        dtype: Dtype, as torch names it.
+        nbytes: Size of the whole.
+        chunks: Places of its parts: offsets and sizes, or a range of the flattened whole, by file.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Description:
         step: Training step that was saved with it, or None.
         world_size: Ranks that wrote it, or None where that is not recorded.
         has_checksums: Whether there are checksums of all of its content.
-        entries: Its tensors, sorted by name.
+        entries: Tensors of it, sorted by name.
         others: Names of entries that are no tensors.
         files: Sizes of the files in bytes, by name.
     """
@@ -100,17 +99,17 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
 def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
     checkpoint = open_checkpoint(source, suffix)
     step, world_size = None, None
-    if isinstance(checkpoint, DcpFiles):
+    if isinstance(checkpoint, DistributedCheckpoint):
         kind = "checkpoint directory"
         files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file()]
         manifest = checkpoint.reader.manifest
         if manifest is not None:
             step, world_size = manifest.header.step, manifest.header.world_size
-    elif isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
+    elif isinstance(checkpoint, RankFiles):
         kind, files = "per-rank files", checkpoint.files
         world_size = checkpoint.world_size
     else:
-        assert isinstance(checkpoint, WholeFile)
+        assert isinstance(checkpoint, FullFile)
         kind, files = "whole tensors", sorted(set(checkpoint.parts.values()))
     entries = [
         TensorSummary(
@@ -120,21 +119,21 @@ def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
     ]
     sizes = {path.name: path.stat().st_size for path in files}
     has_checksums = all(map(zipfile.is_zipfile, files))  # As torch.save writes them.
-    if isinstance(checkpoint, DcpFiles):
+    if isinstance(checkpoint, DistributedCheckpoint):
         has_checksums = checkpoint.reader.manifest is not None
     others = list(checkpoint.others)
     return Description(kind, step, world_size, has_checksums, entries, others, sizes)
 
 
-def _chunks(checkpoint: Checkpoint, name: str) -> list[dict[str, Any]]:
-    if isinstance(checkpoint, DcpFiles):
+def _chunks(checkpoint: Source, name: str) -> list[dict[str, Any]]:
+    if isinstance(checkpoint, DistributedCheckpoint):
         return [
             {"file": file, "offsets": list(offsets), "sizes": list(sizes)}
             for offsets, sizes, file in checkpoint.chunks(name)
         ]
-    if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
+    if isinstance(checkpoint, RankFiles):
         return [{"file": path.name, "range": piece} for path, piece in checkpoint.owners[name]]
-    assert isinstance(checkpoint, WholeFile)
+    assert isinstance(checkpoint, FullFile)
     return [{"file": checkpoint.parts[name].name}]
 
 
@@ -143,8 +142,8 @@ class Verification:
     """What `verify` found.
 
     Attributes:
-        problems: What is wrong.
-        unverified: What has no checksums, and what was compared in their place.
+        problems: Faults.
+        unverified: Parts that have no checksums, and what was compared in their place.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -169,12 +168,12 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Veri
             found.problems.append(str(error))
         return found
 
-    return unless_replaced(Path(source), find, lambda found: not found.problems)
+    return again_if_replaced(Path(source), find, lambda found: not found.problems)
 
 
 def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) -> None:
     checkpoint = open_checkpoint(source, suffix)
-    if isinstance(checkpoint, DcpFiles):
+    if isinstance(checkpoint, DistributedCheckpoint):
         checkpoint.reader.check_files()
         if checkpoint.reader.manifest is not None:
             _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
@@ -182,16 +181,18 @@ def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) ->
             _verify_archives(checkpoint, found)
         _verify_others(checkpoint, found)
         return
-    if isinstance(checkpoint, (LocalFiles, XlaFsdpFiles)):
+    if isinstance(checkpoint, RankFiles):
         paths = checkpoint.files
     else:
-        assert isinstance(checkpoint, WholeFile)
+        assert isinstance(checkpoint, FullFile)
         paths = sorted(set(checkpoint.parts.values()))
     for path in paths:
         _verify_file(path, found)
 
 
-def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Verification) -> None:
+def _verify_manifest(
+    checkpoint: DistributedCheckpoint, manifest: Manifest, found: Verification
+) -> None:
     tensors = checkpoint.reader.tensors_by_place()
     with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
         meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
@@ -212,7 +213,7 @@ def _verify_manifest(checkpoint: DcpFiles, manifest: Manifest, found: Verificati
         )
 
 
-def _verify_archives(checkpoint: DcpFiles, found: Verification) -> None:
+def _verify_archives(checkpoint: DistributedCheckpoint, found: Verification) -> None:
     """Compare the checksums in the archives that a checkpoint without a manifest consists of."""
     without = []
     for index, where in checkpoint.reader.storage_data.items():
@@ -267,7 +268,7 @@ def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     return True
 
 
-def _verify_others(checkpoint: DcpFiles, found: Verification) -> None:
+def _verify_others(checkpoint: DistributedCheckpoint, found: Verification) -> None:
     for name in checkpoint.others:
         try:
             checkpoint.read_other(name)

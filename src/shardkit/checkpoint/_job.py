@@ -40,13 +40,13 @@ class Job:
     """What is to be saved, and how.
 
     Attributes:
-        path: Where.
-        model: None: no model.
-        optimizers: None: none.
+        path: Directory of the checkpoint.
+        model: Module, or None.
+        optimizers: One optimizer, several, or None.
         extra: Values, or objects with ``state_dict``.
-        keep_last: How many checkpoints stay beside each other; None: all.
-        overwrite: Whether a checkpoint of this name is replaced.
-        progress: See `save`.
+        keep_last: Number of checkpoints that stay beside each other; None: all.
+        overwrite: Permission to replace a checkpoint of this name.
+        progress: Same as for `save`.
     """
 
     path: Path
@@ -125,8 +125,8 @@ def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Me
     """Write a checkpoint; see `save`.
 
     Args:
-        job: What is saved.
-        collect: Makes the state; its errors are raised on all ranks.
+        job: Things to save.
+        collect: Function that makes the state; its errors are raised on all ranks.
         group: Process group that this thread alone uses now.
         meter: Counts.
     """
@@ -236,7 +236,7 @@ def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Describe how a model's parameters are spread over ranks, for people who look at a file.
 
     Args:
-        model: Its state dict.
+        model: State dict of it.
     """
     meshes: list[dict[str, Any]] = []
     params: dict[str, int] = {}

@@ -10,7 +10,7 @@ from shardkit._progress import Meter
 from shardkit.backends.groups import exchange
 from shardkit.checkpoint._agreement import agreed, any_rank, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.manifest import DAMAGED
+from shardkit.checkpoint._dcp.manifest import DAMAGED, MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import check_is_checkpoint
 from shardkit.checkpoint._files.asides import asides_in
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._progress import Progress
-    from shardkit.checkpoint._state.sources import Source
 
 _logger = logging.getLogger("shardkit")
 T = TypeVar("T")
@@ -55,12 +54,13 @@ def load(
 
     Args:
         path: The checkpoint's directory, see `latest`; or whole tensors, see `load_full`.
-        model: Gets its parameters and buffers in place; those on the meta device get memory.
-        optimizer: One or several; they need not have been stepped.
-        strict: Raise if entries are missing, or left over on all ranks. Entries of another shape
+        model: Module that gets its parameters and buffers in place; those on the meta device get
+            memory.
+        optimizer: One optimizer or several; they need not have been stepped.
+        strict: Error if entries are missing, or left over on all ranks. Entries of another shape
             are always an error.
         process_group: The ranks that load; default: all.
-        progress: As for `save`, of bytes read.
+        progress: Same as for `save`, of bytes read.
         **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
             saved under.
 
@@ -96,8 +96,8 @@ def load(
         def plan() -> _LoadPlan:
             source = DistributedCheckpoint(target, meter)
             if rank == 0:
-                source.check_files()
-            return _LoadPlan(source, source.identity, model, optimizer, extra)
+                source.reader.check_files()
+            return _LoadPlan(source, model, optimizer, extra)
 
         def attempt() -> dict[str, Any]:
             together = _Together(target, what, process_group)
@@ -131,7 +131,7 @@ class _Together:
 
     Args:
         target: Directory of the checkpoint.
-        what: What was not done, for errors.
+        what: Text of what was not done, for errors.
         group: Process group of the ranks that load.
     """
 
@@ -145,8 +145,8 @@ class _Together:
         """Run something that does not communicate; return its result.
 
         Args:
-            act: What is run.
-            same: Of the result: what must be the same on all ranks.
+            act: Function to run.
+            same: Function of the result: what must be the same on all ranks.
 
         Raises:
             CheckpointError: On all ranks.
@@ -171,7 +171,7 @@ class _Together:
         try:
             return act()
         except CheckpointError as error:
-            if DAMAGED not in str(error) or not directory.manifest_path(self._target).exists():
+            if DAMAGED not in str(error) or not (self._target / MANIFEST_FILE).exists():
                 raise
             # Another job may have put another one in its place.
             if not directory.note_damage(self._target, str(error), self._before):
@@ -196,91 +196,62 @@ def _look(path: pathlib.Path) -> None:
 
 
 class _LoadPlan:
-    """What is read where, for all parts."""
+    """What is read where, for all parts.
+
+    Raises:
+        CheckpointError: An argument cannot be meant.
+    """
 
     def __init__(
         self,
-        source: Source,
-        identity: int,
+        source: DistributedCheckpoint,
         model: nn.Module | None,
         optimizers: Any,
         objects: Mapping[str, Any],
     ) -> None:
-        """Look for everything.
-
-        Raises:
-            CheckpointError: An argument cannot be meant.
-        """
+        """Look for everything."""
         _check_arguments(model, optimizers, objects)
         self.findings = findings = Findings()
+        self.identity = source.identity
         self._source = source
         self._loaded: Mapping[str, Any] = {}
-        self.identity = identity
         self._model: ModelPart | None = None
         self._optimizers: OptimizerPart | None = None
-        if model is not None:
+        claimed = of_optimizers = entries_of_optimizers(source.entries)
+        if model is None:
+            claimed = claimed | entries_of_models(source.entries)
+        else:
             self._model = ModelPart(source, model, findings)
+            claimed = claimed | self._model.claimed
             if optimizers is not None:
                 self._optimizers = OptimizerPart(source, self._model, optimizers, findings)
-        claimed = entries_of_optimizers(source.infos)
-        if self._model is None:
-            claimed |= entries_of_models(source.infos)
-        else:
-            claimed |= self._model.claimed
+        self.leaves_optimizers_out = model is not None and optimizers is None and of_optimizers
         self._extras = ExtrasPart(source, claimed, objects, findings)
-
-    @property
-    def leaves_optimizers_out(self) -> bool:
-        """Whether state of an optimizer was saved beside a model, and none was given to get it."""
-        has_state = bool(entries_of_optimizers(self._source.infos))
-        return self._model is not None and self._optimizers is None and has_state
-
-    @property
-    def has_optimizers(self) -> bool:
-        """Whether optimizers are loaded."""
-        return self._optimizers is not None
 
     def carry_out(self, together: _Together) -> dict[str, Any]:
         """Read all, and give it to its objects; return the extras."""
-        if not self.has_optimizers:
-            return together(self.load_all)
-        together(self.load_model)
+        optimizers = self._optimizers
+        if optimizers is None:
+            return together(self._load_all)
+        together(self._load_model)
         # Optimizers of whole matrices communicate where they show their state, and where they get
         # it. No rank does so before all have read what they need.
-        room = self.make_room()
-        self.put_optimizers(together(lambda: self.read(room)))
-        return together(self.put_extras)
+        room = optimizers.make_room()
+        optimizers.put(together(lambda: self._source.fill(room)))
+        return together(self._put_extras)
 
-    def load_all(self) -> dict[str, Any]:
-        """Read the model's and the extras' entries, and give them to their objects."""
-        self.load_model()
-        return self.put_extras()
-
-    def load_model(self) -> None:
+    def _load_model(self) -> None:
         """Read the model's and the extras' entries; give the model its own."""
-        targets = dict(self._extras.targets)
-        if self._model is not None:
-            targets |= self._model.targets
-        self._loaded = self.read(targets)
+        of_model = {} if self._model is None else self._model.targets
+        self._loaded = self._source.fill({**self._extras.targets, **of_model})
         if self._model is not None:
             self._model.put(self._loaded)
 
-    def make_room(self) -> dict[str, Any]:
-        """Return what is read of optimizers. May communicate."""
-        assert self._optimizers is not None
-        return self._optimizers.make_room()
+    def _load_all(self) -> dict[str, Any]:
+        self._load_model()
+        return self._put_extras()
 
-    def read(self, targets: dict[str, Any]) -> Mapping[str, Any]:
-        """Read entries."""
-        return self._source.read(targets)
-
-    def put_optimizers(self, loaded: Mapping[str, Any]) -> None:
-        """Give optimizers their state. May communicate."""
-        assert self._optimizers is not None
-        self._optimizers.put(loaded)
-
-    def put_extras(self) -> dict[str, Any]:
-        """Give the extras to their objects; return the others."""
+    def _put_extras(self) -> dict[str, Any]:
         return self._extras.put(self._loaded)
 
 

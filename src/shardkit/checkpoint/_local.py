@@ -38,8 +38,13 @@ from shardkit.checkpoint._files.local import (
     is_piece,
     metadata_of,
 )
-from shardkit.checkpoint._state.model_tensors import by_identity, mesh_of, state_of
-from shardkit.checkpoint._state.names import EXTRA_STATE
+from shardkit.checkpoint._state.model_tensors import (
+    by_identity,
+    give_memory,
+    mesh_of,
+    set_extra_state,
+    state_of,
+)
 from shardkit.checkpoint._state.optimizer import (
     named_state,
     optimizer_template,
@@ -66,8 +71,8 @@ def local_state_dict(
     ``python -m shardkit consolidate --ckpt_prefix`` makes one file of these. Call it on all ranks.
 
     Args:
-        model: Sharded by `fully_shard`.
-        optimizer: One or several.
+        model: Module sharded by `fully_shard`.
+        optimizer: One optimizer or several.
 
     Returns:
         See the module's docstring. The tensors share memory with the model and the optimizer.
@@ -119,7 +124,7 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
     sharding; ``dict(model.named_parameters())`` has the parameters by the same ones.
 
     Args:
-        model: Sharded by `fully_shard`.
+        model: Module sharded by `fully_shard`.
 
     Returns:
         ``"rank"`` and ``"world_size"``: of all ranks that hold the model; ``"mesh"``:
@@ -203,9 +208,9 @@ def load_local_state_dict(
     """Load what `local_state_dict` returned on this rank, into a model that is sharded alike.
 
     Args:
-        model: Sharded over as many ranks, with the same groups; it may be on meta.
-        state: Of the same rank, e.g. ``torch.load(path, weights_only=True)``; copied.
-        optimizer: One or several, if they were saved.
+        model: Module sharded over as many ranks, with the same groups; it may be on meta.
+        state: State of the same rank, e.g. ``torch.load(path, weights_only=True)``; copied.
+        optimizer: One optimizer or several, if they were saved.
 
     Raises:
         CheckpointError: On all ranks: on one of them it is not such a state, one of another rank or
@@ -228,10 +233,8 @@ def load_local_state_dict(
     room = None if optimizer is None else _optimizer_room(model, optimizer, state, metadata)
     for entry in by_identity(mine):
         _copy(entry.tensor, state[MODEL][entry.names[-1]])
-    for name, module in model.named_modules():
-        key = f"{name}.{EXTRA_STATE}".removeprefix(".")
-        if key in mine and not isinstance(mine[key], Tensor):
-            module.set_extra_state(state[MODEL][key])
+    extra = {name: state[MODEL][name] for name, v in mine.items() if not isinstance(v, Tensor)}
+    set_extra_state(model, extra)
     if optimizer is not None and room is not None:
         put_optimizer_state(model, optimizer, room)
 
@@ -336,11 +339,7 @@ def _copy(target: Tensor, value: Tensor) -> None:
         else:
             target.to_local().copy_(value)
     elif target.is_meta:
-        new = value.to(dtype=target.dtype, copy=True)
-        is_param = isinstance(target, nn.Parameter)
-        torch.utils.swap_tensors(
-            target, nn.Parameter(new, target.requires_grad) if is_param else new
-        )
+        give_memory(target, value.to(dtype=target.dtype, copy=True))
     else:
         target.copy_(value)
 

@@ -44,18 +44,18 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
 
     Args:
         path: The checkpoint's directory, such as ``checkpoints/step-1000``.
-        model: Sharded or not.
-        optimizer: One or several.
-        keep_last: Delete, once this one is complete, all but so many of the checkpoints beside it,
-            and what killed runs left there. The directory should then be that of one run only,
-            and of one `process_group`.
-        overwrite: Replace a checkpoint of this name.
+        model: Module, sharded or not.
+        optimizer: One optimizer or several.
+        keep_last: Number of checkpoints that stay: once this one is complete, the older ones
+            beside it are deleted, and what killed runs left there. The directory should then be
+            that of one run only, and of one `process_group`.
+        overwrite: Permission to replace a checkpoint of this name.
         process_group: The ranks that save; default: all. On the first of them in rank order falls
             the work for all. Stages of a pipeline, which hold different models, save all together
             if each parameter has a name of its own; else one group and one path each.
-        progress: By default a bar on rank 0's terminal, if it takes longer than a second and
-            rich is installed; False: none; or a function of the bytes that this rank has written
-            and will write.
+        progress: Way to show progress: by default a bar on rank 0's terminal, if it takes longer
+            than a second and rich is installed; False: none; or a function of the bytes that this
+            rank has written and will write.
         **extra: Values that ``torch.load(weights_only=True)`` can load, those of the first rank; or
             objects with ``state_dict`` and ``load_state_dict``, such as schedulers. An integer
             `step` is noted in the manifest.
@@ -104,14 +104,14 @@ def async_save(  # noqa: PLR0913 - as `save`
     named in the log (`shardkit`). ``result()`` waits as long as it takes.
 
     Args:
-        path: As for `save`.
-        model: As for `save`.
-        optimizer: As for `save`.
-        keep_last: As for `save`.
-        overwrite: As for `save`.
-        process_group: As for `save`.
-        progress: As for `save`, but by default nothing is shown.
-        **extra: As for `save`.
+        path: Same as for `save`.
+        model: Same as for `save`.
+        optimizer: Same as for `save`.
+        keep_last: Same as for `save`.
+        overwrite: Same as for `save`.
+        process_group: Same as for `save`.
+        progress: Same as for `save`, but by default nothing is shown.
+        **extra: Same as for `save`.
 
     Returns:
         A handle: ``result()`` waits for the checkpoint and raises if it could not be written. If

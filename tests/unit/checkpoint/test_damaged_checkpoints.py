@@ -20,7 +20,7 @@ from torch import nn
 from shardkit import checkpoint
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import _load
-from shardkit.checkpoint._dcp import directory, manifest, metadata
+from shardkit.checkpoint._dcp import directory, manifest, metadata, writer
 from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
@@ -342,14 +342,14 @@ def test_a_checkpoint_that_another_job_gave_its_name(
 ) -> None:
     """Without exchanges: one job was killed between two renames, another recovers the name."""
     path = checkpoint.save(tmp_path / "x", step=1)
-    write = directory.write_synced
+    write = writer.write_synced
 
     def write_and_recover(manifest: pathlib.Path, content: bytes) -> None:
         write(manifest, content)
         path.rename(tmp_path / ".x.replaced")
         directory.recover(path)
 
-    monkeypatch.setattr(directory, "write_synced", write_and_recover)
+    monkeypatch.setattr(writer, "write_synced", write_and_recover)
     assert checkpoint.save(path, step=2, overwrite=True) == path
     assert checkpoint.load(path) == {"step": 2}
 

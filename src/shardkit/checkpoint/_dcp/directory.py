@@ -117,12 +117,15 @@ def _stamp_of(found: os.stat_result) -> Stamp:
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def again_if_replaced(path: Path, read: Callable[[], T]) -> T:
+def again_if_replaced(
+    path: Path, read: Callable[[], T], is_right: Callable[[T], bool] = lambda _: True
+) -> T:
     """Read a checkpoint; once more if it failed since another job has replaced the checkpoint.
 
     Args:
         path: The checkpoint.
-        read: Communicates nothing.
+        read: Function that communicates nothing.
+        is_right: Whether a result needs no second look.
 
     Raises:
         CheckpointError: As `read` does.
@@ -130,21 +133,14 @@ def again_if_replaced(path: Path, read: Callable[[], T]) -> T:
     for _ in range(READ_AGAIN):
         before = stamp(path)
         try:
-            return read()
+            found = read()
         except CheckpointError:
             if stamp(path) == before:
                 raise
+        else:
+            if is_right(found) or stamp(path) == before:
+                return found
     return read()
-
-
-def unless_replaced(path: Path, find: Callable[[], T], is_right: Callable[[T], bool]) -> T:
-    """Return what is found in a checkpoint; if it is wrong since another job replaced it, again."""
-    for _ in range(READ_AGAIN):
-        before = stamp(path)
-        found = find()
-        if is_right(found) or stamp(path) == before:
-            return found
-    return find()
 
 
 def problem(path: Path) -> str:
@@ -247,8 +243,8 @@ def headers(
     """Yield what of a directory has a manifest, also under names that are used while writing.
 
     Args:
-        directory: Where to look.
-        unreadable: Called with what has a manifest that is damaged.
+        directory: Directory to look in.
+        unreadable: Function that is called with what has a manifest that is damaged.
     """
     for entry in sorted(directory.iterdir()):
         try:
@@ -292,7 +288,7 @@ def latest(directory: os.PathLike[str] | str) -> Path | None:
     checkpoints of others only, which have no manifest, a warning says so.
 
     Args:
-        directory: Holds checkpoints; need not exist.
+        directory: Directory that holds checkpoints; need not exist.
 
     Raises:
         CheckpointError: It is a checkpoint itself: None would have a run begin anew.
@@ -402,7 +398,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     """
     if not os.path.lexists(path):
         return
-    if not overwrite and not (manifest_path(path).exists() and problem(path)):
+    if not overwrite and not ((path / MANIFEST_FILE).exists() and problem(path)):
         msg = (
             f"{path} exists. Give each checkpoint a name of its own, such as 'step-1000', or "
             f"replace it by overwrite=True."
@@ -431,9 +427,9 @@ def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp, mine: Stamp
     Warns if another job has saved under this name at the same time: the last one has it.
 
     Args:
-        new: What `prepare` returned.
-        path: The name.
-        overwrite: Whether a checkpoint of this name is replaced.
+        new: Directory that `prepare` returned.
+        path: Name that it gets.
+        overwrite: Permission to replace a checkpoint of this name.
         before: Stamp of what had the name when `prepare` was called.
         mine: Stamp of the new one, taken before it was complete: then another job may use it to
             recover the name.
@@ -565,7 +561,7 @@ def prune(path: Path, keep_last: int) -> None:
 
     Args:
         path: The checkpoint just written.
-        keep_last: How many complete checkpoints stay.
+        keep_last: Number of complete checkpoints that stay.
     """
     asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
@@ -646,16 +642,3 @@ def remove(path: Path) -> None:
             path.unlink()
         else:
             shutil.rmtree(path)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and have it on the disk."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def manifest_path(path: Path) -> Path:
-    """Return where the manifest of a checkpoint is."""
-    return path / MANIFEST_FILE

@@ -19,7 +19,6 @@ from shardkit.checkpoint._dcp.stream import raw_bytes, tensor_frame
 from shardkit.checkpoint._files.bytes_io import copy_from_scratch, open_regular
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
@@ -41,8 +40,8 @@ class ItemFile:
 
         Args:
             path: The file.
-            block_nbytes: Of the checksums of its items.
-            report: Called with the numbers of bytes that have been read.
+            block_nbytes: Size of the blocks that have a checksum.
+            report: Function that is called with the numbers of bytes that have been read.
 
         Raises:
             OSError: It cannot be opened.
@@ -57,12 +56,7 @@ class ItemFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def read(self, item: Item, name: str) -> bytearray:
@@ -79,10 +73,10 @@ class ItemFile:
         """Read bytes of an item, from `start` on, and all other bytes of their blocks.
 
         Args:
-            item: Where it is, and its checksums. Without any nothing is verified.
+            item: Place of it, and its checksums. Without any nothing is verified.
             start: Counted from the item's begin.
-            target: Gets the bytes.
-            name: Of the entry, for errors.
+            target: Memory for the bytes.
+            name: Name of the entry, for errors.
 
         Raises:
             CheckpointError: The file ends before, or the bytes are not those written.
@@ -220,10 +214,10 @@ class ItemFile:
         """Read a box of a saved chunk.
 
         Args:
-            item: Has a `data_offset`.
-            box: Which elements, of which dtype.
-            target: Gets them: of the box's shape; any dtype, device and strides.
-            name: Of the entry, for errors.
+            item: Item with a `data_offset`.
+            box: Range of elements, and their dtype.
+            target: Tensor for them: of the box's shape; any dtype, device and strides.
+            name: Name of the entry, for errors.
 
         Raises:
             CheckpointError: The file ends before, or the bytes are not those written.
@@ -249,9 +243,9 @@ class ChunkBox:
     """A box of elements in a chunk that was saved row after row.
 
     Attributes:
-        lengths: Its shape.
-        strides: Of the chunk, in elements.
-        flat_range: From its first element to after its last one, in the flattened chunk.
+        lengths: Shape of it.
+        strides: Strides of the chunk, in elements.
+        flat_range: Range from its first element to after its last one, in the flattened chunk.
     """
 
     def __init__(

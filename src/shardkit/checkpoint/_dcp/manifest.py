@@ -39,11 +39,11 @@ class Item:
     """Bytes of one entry, or of one box of a sharded tensor, in a file.
 
     Attributes:
-        offset: Where it begins in the file.
-        nbytes: Its length.
-        data_offset: Where the elements of a tensor begin in it, row after row; None if it holds
+        offset: Offset in the file.
+        nbytes: Length of it.
+        data_offset: Offset in it of a tensor's elements, row after row; None if it holds
             something else than one tensor.
-        crc32s: Of each `BLOCK_NBYTES` of it; the last block may be shorter.
+        crc32s: Checksums of each `BLOCK_NBYTES` of it; the last block may be shorter.
     """
 
     offset: int
@@ -63,8 +63,8 @@ class StoredFile:
     """A file of the checkpoint.
 
     Attributes:
-        nbytes: Its size.
-        items: What is in it.
+        nbytes: Size of it.
+        items: Entries in it.
     """
 
     nbytes: int
@@ -94,11 +94,11 @@ class Manifest:
 
     Attributes:
         header: Orders it among others.
-        files: By name, without `.metadata`.
+        files: Files by name, without `.metadata`.
         metadata_nbytes: Size of `.metadata`.
-        metadata_crc32: Its checksum.
-        layout: How parameters were spread over ranks, for people to read.
-        block_nbytes: See `BLOCK_NBYTES`.
+        metadata_crc32: Checksum of it.
+        layout: Text of how parameters were spread over ranks, for people to read.
+        block_nbytes: Value of `BLOCK_NBYTES` when it was written.
         saved_by: The process that saved it, for people to read; empty if it was not recorded.
         stages: Entries of each model, where ranks had different ones: stages of a pipeline.
     """

@@ -206,7 +206,7 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
 
     Args:
         content: The whole file.
-        path: Names it in errors.
+        path: Name in errors.
 
     Raises:
         CheckpointError: It is not a pickle, asks for anything that DCP does not write, or

@@ -235,9 +235,10 @@ def _nbytes(item: WriteItem) -> int:
 class LoadPlanner(DefaultLoadPlanner):
     """Loads by flat names; runs no code from the file."""
 
-    def __init__(self, expect: Callable[[int], None]) -> None:
-        """Take what is told how many bytes this rank will read."""
+    def __init__(self, path: object, expect: Callable[[int], None]) -> None:
+        """Take the checkpoint's name for errors, and what is told how many bytes will be read."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._path = path
         self._expect = expect
         self.loaded: dict[str, Any] = {}
 
@@ -272,7 +273,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self.loaded[name] = torch.load(value, weights_only=True, map_location="cpu")
         except Exception as error:
             msg = (
-                f"entry {name!r} is not loaded: {_reason(error)}. If you trust the file, declare "
-                f"what is in it by torch.serialization.add_safe_globals."
+                f"{self._path}: entry {name!r} is not loaded: {_reason(error)}. If you trust the "
+                f"file, declare what is in it by torch.serialization.add_safe_globals."
             )
             raise CheckpointError(msg) from error

@@ -47,7 +47,7 @@ class CheckpointReader(FileSystemReader):
     one saved chunk.
 
     Attributes:
-        manifest: None: there is none, or nothing has been read.
+        manifest: Manifest; None: there is none, or nothing has been read.
         identity: Checksum of `.metadata`, which has a random number in it.
     """
 
@@ -58,7 +58,7 @@ class CheckpointReader(FileSystemReader):
 
         Args:
             path: The checkpoint's directory.
-            report: Called with the numbers of bytes that have been read.
+            report: Function that is called with the numbers of bytes that have been read.
         """
         super().__init__(directory.normalized(path))
         self._report = report

@@ -12,19 +12,18 @@ import contextlib
 import errno
 import fcntl
 import functools
-import math
 import mmap
 import os
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from shardkit.checkpoint._dcp.manifest import BLOCK_NBYTES, Item
+from shardkit.checkpoint._files.bytes_io import TensorInfo, bytes_of, without_memory
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable
     from pathlib import Path
 
@@ -45,8 +44,9 @@ class FileStream:
         """Make the file.
 
         Args:
-            path: Must not exist.
-            report: Called with the number of bytes whenever some have been written.
+            path: New file, which must not exist.
+            report: Function that is called with the number of bytes whenever some have been
+                written.
 
         Raises:
             OSError: It cannot be made.
@@ -63,12 +63,7 @@ class FileStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Write what is left, flush the disk's cache, and close, also after an error."""
         try:
             if kind is None:
@@ -89,8 +84,8 @@ class FileStream:
         """Append one item.
 
         Args:
-            parts: Its bytes, in order.
-            data_offset: See `Item`.
+            parts: Bytes of it, in order.
+            data_offset: Offset of the elements, as in `Item`.
 
         Returns:
             Where it is, and its checksums.
@@ -221,11 +216,8 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, byt
     storage that a piece is a view of, and compute a checksum that nobody reads.
     """
     frame = _Frame()
-    # Not torch.empty of this shape, which fills it where deterministic algorithms are asked for.
-    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)
-    strides = [math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape))]
     with torch.serialization.skip_data():
-        torch.save(torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides), frame)  # type: ignore[arg-type]
+        torch.save(without_memory(TensorInfo(shape, dtype)), frame)  # type: ignore[arg-type]
     return bytes(frame.before), bytes(frame.after or b"")
 
 
@@ -236,5 +228,4 @@ def raw_bytes(tensor: Tensor) -> memoryview | None:
         return None
     if tensor.is_quantized or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return bytes_of(tensor.reshape(-1))

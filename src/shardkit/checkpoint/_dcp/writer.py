@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import io
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,13 @@ from torch.futures import Future
 from shardkit import _compat_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.manifest import Header, Item, Manifest, StoredFile
+from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.stream import FileStream, raw_bytes, tensor_frame
 from shardkit.checkpoint._files import asides
+from shardkit.checkpoint._files.bytes_io import write_synced
 
 if TYPE_CHECKING:
-    import io
     import os
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
@@ -65,9 +66,9 @@ class CheckpointWriter(FileSystemWriter):
     The directory must be one that all ranks see.
 
     Attributes:
-        target: The name that the checkpoint gets.
-        layout: Kept in the manifest: how parameters are spread, for people to read.
-        stages: Kept in the manifest: entries of each model, where ranks have different ones.
+        target: Name that the checkpoint gets.
+        layout: Text for the manifest: how parameters are spread, for people to read.
+        stages: List for the manifest: entries of each model, where ranks have different ones.
     """
 
     def __init__(  # noqa: D417 - `path` needs no more
@@ -81,9 +82,10 @@ class CheckpointWriter(FileSystemWriter):
         """Write nothing yet.
 
         Args:
-            overwrite: Replace a checkpoint that has this name.
-            step: Kept in the manifest.
-            report: Called on each rank with the numbers of bytes that it has written.
+            overwrite: Permission to replace a checkpoint that has this name.
+            step: Training step, for the manifest.
+            report: Function that is called on each rank with the numbers of bytes that it has
+                written.
         """
         self.target = directory.normalized(path)
         super().__init__(self.target, overwrite=overwrite)
@@ -193,7 +195,7 @@ class CheckpointWriter(FileSystemWriter):
             stages=self.stages,
         )
         mine = directory.stamp(folder)
-        directory.write_synced(directory.manifest_path(folder), manifest.dump())
+        write_synced(folder / MANIFEST_FILE, manifest.dump())
         self._new = None  # From now on it is for `commit` to delete it.
         directory.commit(
             folder, self.target, overwrite=self.overwrite, before=self._before, mine=mine
@@ -214,17 +216,11 @@ def _write_item(stream: FileStream, content: torch.Tensor | io.BytesIO) -> Item:
     if elements is None and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         elements = raw_bytes(tensor := tensor.contiguous().resolve_conj().resolve_neg())
     if elements is None:  # Quantized, sparse, or of a class that torch.save knows how to write.
-        return stream.append(_saved(tensor))
+        saved = io.BytesIO()
+        torch.save(tensor, saved)
+        return stream.append(saved.getbuffer())
     before, after = tensor_frame(tensor.dtype, tuple(tensor.shape))
     return stream.append(before, elements, after, data_offset=len(before))
-
-
-def _saved(tensor: torch.Tensor) -> memoryview:
-    import io
-
-    content = io.BytesIO()
-    torch.save(tensor, content)
-    return content.getbuffer()
 
 
 def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:

@@ -45,8 +45,8 @@ class Owner:
 
     Attributes:
         host: Name of its host, maybe cut.
-        pid: Its process id.
-        place: What tells apart hosts, their boots, and containers; empty if not known.
+        pid: Process id.
+        place: Checksum that tells apart hosts, their boots, and containers; empty if not known.
         start: When it began, in ticks of its host: process ids are used again.
     """
 
@@ -71,10 +71,10 @@ class Aside:
     """A directory or file under such a name.
 
     Attributes:
-        path: Where it is.
+        path: Place of it.
         name: That of the checkpoint.
         kind: ``".incomplete"``, ``".replaced"`` or ``".deleted"``.
-        owner: Who made it; None in what a release wrote whose names had no owner.
+        owner: Process that made it; None in what a release wrote whose names had no owner.
     """
 
     path: Path

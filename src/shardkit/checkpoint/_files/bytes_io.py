@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, ShardkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
 PART_NBYTES = 2**24
@@ -30,57 +31,82 @@ class TensorInfo:
     """What is known of a saved tensor before it is read.
 
     Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
+        shape: Shape of the whole.
+        dtype: Dtype of its elements.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class TensorSource(Protocol):
-    """Something that holds whole tensors by name, of which parts can be read.
+class Source:
+    """Whole tensors by name, of which ranges can be read.
+
+    Subclasses have `read_into`.
 
     Attributes:
         infos: Shape and dtype of every tensor.
-        tied: Names that are the same memory as another, earlier one: that one's name.
+        tied: Names of tensors that are the memory of an earlier one, with that one's name.
+        others: Names of entries that are no tensors; most sources have their values too.
     """
 
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """See above."""
+    infos: dict[str, TensorInfo]
+    tied: dict[str, str]
+    others: Collection[str]
+    _room: Tensor | None = None
 
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """See above."""
+    @functools.cached_property
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """The keys that lead to each entry in nested dicts and lists."""
+        return {name: (name,) for name in (*self.infos, *self.others)}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened tensor: 1-D, on the host, a copy."""
+        """Return elements [start, stop) of the flattened tensor: 1-D, on the host."""
+        flat = torch.empty(stop - start, dtype=self.infos[name].dtype)
+        self.read_into(name, start, flat)
+        return flat
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, of the tensor's dtype, 1-D, contiguous, on the host, from `start` on."""
-
-
-class Checkpoint(TensorSource, Protocol):
-    """A source of nested state dicts."""
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
-        """Where each entry stood in nested dicts and lists, by its key."""
-
-    @property
-    def others(self) -> Collection[str]:
-        """Keys of entries that are no tensors."""
+        raise NotImplementedError
 
     def read_other(self, key: str) -> Any:
         """Return an entry that is no tensor."""
+        others: Any = self.others
+        return others[key]
+
+    def copy_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, 1-D, of any dtype, on any device, from `start` on.
+
+        Straight into its memory; where dtype or device differ, through one buffer of 16 MiB. Memory
+        taken and freed between pieces that stay would leave holes in the heap.
+        """
+        dtype = self.infos[name].dtype
+        if out.dtype == dtype and out.device.type == "cpu":
+            self.read_into(name, start, out)
+            torch.autograd.graph.increment_version(out)  # Reading wrote past torch's back.
+            return
+        if self._room is None:
+            self._room = torch.empty(PART_NBYTES, dtype=torch.uint8)
+        room = self._room.view(dtype)
+        for first in range(0, out.numel(), room.numel()):
+            part = out[first : first + room.numel()]
+            self.read_into(name, start + first, room[: part.numel()])
+            copy_from_scratch(part, room[: part.numel()])
 
 
-def read_new(source: TensorSource, name: str, start: int, stop: int) -> Tensor:
-    """Read a part into memory of its own."""
-    flat = torch.empty(stop - start, dtype=source.infos[name].dtype)
-    source.read_into(name, start, flat)
-    return flat
+def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    """Return what is saved of a tensor: floating-point ones in another dtype; None: their own."""
+    keep = dtype is None or not info.dtype.is_floating_point
+    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
+
+
+def without_memory(info: TensorInfo) -> Tensor:
+    """Return a contiguous tensor whose memory is not touched, so that the system gives it none."""
+    # Not torch.empty, which fills it where deterministic algorithms are asked for.
+    storage = torch.UntypedStorage(info_nbytes(info))
+    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
+    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
 
 
 def info_nbytes(info: TensorInfo) -> int:
@@ -179,7 +205,7 @@ def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES)
 
     Args:
         path: The file.
-        max_nbytes: Its size at most.
+        max_nbytes: Largest size.
 
     Raises:
         CheckpointError: It is no regular file, or larger.
@@ -201,6 +227,14 @@ def is_plain_name(name: object) -> bool:
     if not isinstance(name, str) or "\0" in name or "/" in name or os.sep in name:
         return False
     return bool(name.strip("."))
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file and have it on the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fsync_directory(path: Path) -> None:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from shardkit._errors import CheckpointError, listed
 from shardkit.checkpoint._files.asides import INCOMPLETE, asides_in, new_aside
 from shardkit.checkpoint._files.bytes_io import (
+    Source,
     fsync_directory,
     info_nbytes,
     is_plain_name,
     read_index,
-    read_new,
+    write_synced,
 )
 from shardkit.checkpoint._files.safetensors import SafetensorsFile, SafetensorsWriter
 from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
@@ -42,8 +42,8 @@ _FOREIGN_SUFFIXES = {"torch": (_SUFFIX,), "safetensors": (".pt", ".pth", ".bin",
 """By these readers, torch.load among them, choose how to read."""
 
 
-class FullFile:
-    """A file or directory of whole tensors, to read parts of: a `TensorSource`.
+class FullFile(Source):
+    """A file or directory of whole tensors, to read parts of.
 
     Args:
         path: A file of torch.save with a state dict (or one under the key ``"model"``), a
@@ -54,7 +54,7 @@ class FullFile:
         infos: Shape and dtype of every tensor.
         tied: Names whose tensor is that of an earlier name, with that name.
         others: Entries that are no tensors.
-        parts: Which file holds which tensor.
+        parts: File that holds each tensor.
 
     Raises:
         CheckpointError: It is none of these, was damaged, or a file of the index is missing.
@@ -62,8 +62,7 @@ class FullFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.infos: dict[str, TensorInfo] = {}
-        self.tied: dict[str, str] = {}
+        self.infos, self.tied = {}, {}
         self.others: dict[str, Any] = {}
         self.parts: dict[str, Path] = {}
         self._files: dict[str, SafetensorsFile | TorchFile] = {}
@@ -76,12 +75,8 @@ class FullFile:
         else:
             self._add(_open(file))
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`."""
+        """Fill `out` from `start` on."""
         self._files[name].read_into(name, start, out)
 
     def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str] | None = None) -> None:
@@ -155,12 +150,13 @@ class FullWriter:
     Args:
         path: A file; or, with `max_shard_size`, or for safetensors without their suffix, a
             directory that has no weights yet and gets names as Hugging Face's libraries expect.
-        infos: Every tensor that will come, and the names of `tied`, in their order in the file.
+        infos: Shape and dtype of every tensor that will come, and the names of `tied`, in their
+            order in the file.
         format: ``"torch"``: what torch.load reads; ``"safetensors"``.
         max_shard_size: Bytes of a file at most, unless one tensor is larger; ``"5GB"`` means 5e9.
         tied: Names that are another tensor again, which do not come themselves. A torch file holds
             them as tied, a safetensors file under that tensor's name only, as its libraries do.
-        arrange: For one torch file: gets all tensors, empty, by name, and returns what to save.
+        arrange: Function, for one torch file, of all tensors, empty, by name: what to save.
 
     Raises:
         CheckpointError: Weights are there, or the format cannot hold something.
@@ -225,12 +221,7 @@ class FullWriter:
         self._missing[name] -= flat.numel()
         self._writers[name].append(name, flat.detach().cpu().contiguous())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()
@@ -296,7 +287,10 @@ class FullWriter:
         if self._index is not None:
             # Last: without it the directory is no model.
             stem, suffix = _STEMS[self._format]
-            self._write_text(self.path / f"{stem}{suffix}{_INDEX_SUFFIX}", self._index)
+            index = self.path / f"{stem}{suffix}{_INDEX_SUFFIX}"
+            aside = new_aside(index, INCOMPLETE)
+            write_synced(aside, f"{json.dumps(self._index, indent=2)}\n".encode())
+            aside.replace(index)
         fsync_directory(next(iter(self._asides)).parent)
 
     def _give_names(self) -> None:
@@ -320,16 +314,6 @@ class FullWriter:
                 f"and files of two models would be mixed. Give each job a directory of its own."
             )
             raise CheckpointError(msg) from error
-
-    @staticmethod
-    def _write_text(path: Path, content: dict[str, Any]) -> None:
-        aside = new_aside(path, INCOMPLETE)
-        with aside.open("w") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
 
     def _abandon(self) -> None:
         for writer in dict.fromkeys(self._writers.values()):

@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import TensorInfo
+from shardkit.checkpoint._files.bytes_io import Source, TensorInfo
 
 _MODEL = "model"
 
 
-class StateInMemory:
-    """A `TensorSource` of a state dict.
+class StateInMemory(Source):
+    """A state dict as a source.
 
     Args:
         state: Whole, plain tensors by name, on any device; or such a dict under ``"model"``.
-
-    Attributes:
-        infos: Shape and dtype of every tensor.
-        others: Entries that are no tensors.
 
     Raises:
         CheckpointError: It is no dict, or a tensor in it is not plain.
@@ -40,8 +36,8 @@ class StateInMemory:
         if isinstance(inner, Mapping) and not any(isinstance(v, Tensor) for v in state.values()):
             state = inner
         self._tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
-        self.others = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
-        self.infos: dict[str, TensorInfo] = {}
+        self.others: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+        self.infos, self.tied = {}, {}
         for name, tensor in self._tensors.items():
             if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
                 kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
@@ -51,7 +47,6 @@ class StateInMemory:
                 )
                 raise CheckpointError(msg)
             self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
-        self.tied: dict[str, str] = {}
         self._flat: tuple[str, Tensor] | None = None
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -61,5 +56,5 @@ class StateInMemory:
         return self._flat[1][start:stop]
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`."""
+        """Fill `out` from `start` on."""
         out.copy_(self.read(name, start, start + out.numel()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import TensorInfo, read_new
+from shardkit.checkpoint._files.bytes_io import Source, TensorInfo
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
@@ -100,18 +101,70 @@ def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
     return is_tensor and TensorInfo(tuple(value.shape), value.dtype) == piece_info(described)
 
 
-class LocalFiles:
-    """The files of all ranks as whole tensors: a `TensorSource`.
-
-    Args:
-        files: One per rank, each a `local_state_dict` saved by torch.save.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a whole tensor that is in one file.
 
     Attributes:
-        infos: Shape and dtype, by ``model.<name>`` and ``optim.state.<parameter>.<state>``.
-        paths: Where each entry belongs in nested dicts.
-        others: Keys of entries that are no tensors.
-        owners: Which files hold a tensor, with the range of each; None: all of it.
-        world_size: Ranks that wrote them.
+        start: First element in the flattened whole.
+        stop: End of the range.
+        file: File that holds it.
+        saved: Name in the file.
+        first: First element of the range in what is saved under this name.
+    """
+
+    start: int
+    stop: int
+    file: TorchFile
+    saved: str
+    first: int = 0
+
+
+class RankFiles(Source):
+    """Files of all ranks of one save, as whole tensors.
+
+    Attributes:
+        files: One per rank.
+        owners: Files that hold a tensor, with the range of each; None: all of it.
+        world_size: Number of ranks that wrote them.
+    """
+
+    files: list[Path]
+    world_size: int
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.infos, self.tied = {}, {}
+        self.others: dict[str, Any] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on, of whatever pieces that takes."""
+        stop = start + out.numel()
+        for piece in self._pieces[name]:
+            low, high = max(piece.start, start), min(piece.stop, stop)
+            if low >= high:
+                continue
+            part, first = out[low - start : high - start], piece.first + low - piece.start
+            if piece.file.infos[piece.saved].dtype == out.dtype:
+                piece.file.read_into(piece.saved, first, part)
+            else:
+                part.copy_(piece.file.read(piece.saved, first, first + high - low))
+
+    def _add_other(self, path: tuple[str, ...], value: Any) -> None:
+        key = ".".join(path)
+        self.paths[key], self.others[key] = path, value
+
+
+class LocalFiles(RankFiles):
+    """The files of `local_state_dict`.
+
+    Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
+
+    Args:
+        files: One per rank, each saved by torch.save.
 
     Raises:
         CheckpointError: A file is none of these, or was not written together with the others, or
@@ -119,21 +172,17 @@ class LocalFiles:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__()
         self.files = list(files)
         opened = [TorchFile(file, MODEL) for file in files]
         found = [metadata_of(file.beside, file.path) for file in opened]
         self.world_size = _check_complete(files, found)
         first = found[0]
-        self.infos: dict[str, TensorInfo] = {}
         self.tied = {f"model.{n}": f"model.{of}" for n, of in first["tied"].items()}
         for name in (*self.tied, *self.tied.values()):
             if name.removeprefix("model.") not in first[MODEL]:
                 msg = f"{opened[0].path}: {name!r} is tied, and is not there."
                 raise CheckpointError(msg)
-        self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
-        self._places: dict[str, list[tuple[int, int, TorchFile, str]]] = {}
-        self._others: dict[str, Any] = {}
         for name, value in opened[0].others.items():
             self._add_other(("model", name), value)
         for name in first[MODEL]:
@@ -141,23 +190,6 @@ class LocalFiles:
             self._add(("model", name), opened, name, described)
         if OPTIMIZER in first:
             self._add_optimizer(files, found)
-        self.others = list(self._others)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`."""
-        stop = start + out.numel()
-        for begin, end, file, saved in self._places[name]:
-            low, high = max(begin, start), min(end, stop)
-            if low < high:
-                file.read_into(saved, low - begin, out[low - start : high - start])
-
-    def read_other(self, key: str) -> Any:
-        """Return an entry that is no tensor."""
-        return self._others[key]
 
     def _add_optimizer(self, files: Sequence[Path], found: list[dict[str, Any]]) -> None:
         opened = [TorchFile(file, OPTIMIZER) for file in files]
@@ -174,10 +206,6 @@ class LocalFiles:
                     self._add(path, opened, saved, by_rank)
         self._add_other(("optim", "param_groups"), opened[0].beside.get("param_groups"))
 
-    def _add_other(self, path: tuple[str, ...], value: Any) -> None:
-        key = ".".join(path)
-        self.paths[key], self._others[key] = path, value
-
     def _add(
         self,
         path: tuple[str, ...],
@@ -192,7 +220,7 @@ class LocalFiles:
             raise CheckpointError(msg)
         info = info_of(described[0])
         numel = torch.Size(info.shape).numel()
-        pieces: dict[int, tuple[int, int, TorchFile, str]] = {}
+        pieces: dict[int, Piece] = {}
         owners: list[tuple[Path, list[int] | None]] = []
         for file, piece in zip(opened, described, strict=True):
             if piece is None or info_of(piece) != info:
@@ -203,15 +231,15 @@ class LocalFiles:
                 msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
                 raise CheckpointError(msg)
             if start < stop:
-                pieces.setdefault(start, (start, stop, file, saved))
+                pieces.setdefault(start, Piece(start, stop, file, saved))
                 owners.append((file.path, piece["range"]))
         places = [pieces[start] for start in sorted(pieces)]
-        ends = [0, *(end for _, end, _, _ in places)]
-        if ends[-1] != numel or any(p[0] != end for p, end in zip(places, ends, strict=False)):
+        ends = [0, *(place.stop for place in places)]
+        if ends[-1] != numel or any(p.start != end for p, end in zip(places, ends, strict=False)):
             msg = f"the pieces of {saved!r} in {opened[0].path} and others do not make a whole."
             raise CheckpointError(msg)
         self.infos[key], self.paths[key] = info, path
-        self._places[key], self.owners[key] = places, owners
+        self._pieces[key], self.owners[key] = places, owners
 
 
 def _check_complete(files: Sequence[Path], found: list[dict[str, Any]]) -> int:
@@ -226,29 +254,29 @@ def _check_complete(files: Sequence[Path], found: list[dict[str, Any]]) -> int:
             )
             raise CheckpointError(msg)
     world_size: int = first["world_size"]
-    by_rank: dict[int, Path] = {}
-    for file, metadata in zip(files, found, strict=True):
-        other = by_rank.setdefault(metadata["rank"], file)
-        if other != file:
-            msg = f"{file} and {other} are both of rank {metadata['rank']}. Remove one of them."
-            raise CheckpointError(msg)
-    check_complete(by_rank, world_size, files[0])
+    check_complete(files, [metadata["rank"] for metadata in found], world_size)
     return world_size
 
 
-def check_complete(by_rank: Mapping[int, object], world_size: int, file: Path) -> None:
-    """Check that each rank's file is there; `file` is one of them.
+def check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int) -> None:
+    """Check that there is one file of each rank.
 
     Raises:
-        CheckpointError: Some are missing.
+        CheckpointError: Some are missing, or two are of one rank.
     """
+    by_rank: dict[int, Path] = {}
+    for file, rank in zip(files, ranks, strict=True):
+        other = by_rank.setdefault(rank, file)
+        if other is not file:
+            msg = f"{file} and {other} are both of rank {rank}. Remove one of them."
+            raise CheckpointError(msg)
     # Not all of them: what a file says of the number of ranks may be any number.
     absent = (str(rank) for rank in range(world_size) if rank not in by_rank)
     missing = list(islice(absent, _MAX_SHOWN + 1))
     if missing:
         shown = ", ".join(missing[:_MAX_SHOWN]) + ", ..." * (len(missing) > _MAX_SHOWN)
         msg = (
-            f"of {world_size} ranks' files those of rank {shown} are missing beside {file}. Copy "
-            f"them there."
+            f"of {world_size} ranks' files those of rank {shown} are missing beside {files[0]}. "
+            f"Copy them there."
         )
         raise CheckpointError(msg)

@@ -18,11 +18,11 @@ import torch
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._files.bytes_io import (
+    Source,
     TensorInfo,
     info_nbytes,
     open_regular,
     read_at,
-    read_new,
     write_at,
 )
 
@@ -57,8 +57,8 @@ _MAX_HEADER_NBYTES = 100_000_000
 _ALIGN_NBYTES = 8
 
 
-class SafetensorsFile:
-    """A file to read from: a `TensorSource`. Only what is asked for is read; nothing is mapped.
+class SafetensorsFile(Source):
+    """A file to read from. Only what is asked for is read; nothing is mapped.
 
     Args:
         path: The file.
@@ -69,7 +69,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tied: dict[str, str] = {}
+        self.tied, self.others = {}, {}
         self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
         header, begin = self._read_header()
@@ -77,7 +77,7 @@ class SafetensorsFile:
         if not isinstance(metadata, dict):
             self._refuse(f"its __metadata__ is a {type(metadata).__name__}, not an object")
         self.metadata: dict[str, str] = metadata
-        self.infos: dict[str, TensorInfo] = {}
+        self.infos = {}
         self._offsets: dict[str, int] = {}
         room = os.fstat(self._fd).st_size - begin
         for name, entry in header.items():
@@ -90,12 +90,8 @@ class SafetensorsFile:
                 self._refuse(f"{name!r} overlaps another one at byte {offset}")
             end = max(end, offset + nbytes)
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`."""
+        """Fill `out` from `start` on."""
         read_at(self._fd, self._offsets[name] + start * out.itemsize, out, self.path)
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
@@ -146,7 +142,7 @@ class SafetensorsWriter:
 
     Args:
         path: The file, overwritten.
-        infos: Every tensor that will come.
+        infos: Shape and dtype of every tensor that will come.
         metadata: Text by name, for the header.
 
     Raises:

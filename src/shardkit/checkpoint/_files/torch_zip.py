@@ -27,12 +27,13 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError, listed
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._files.bytes_io import (
+    Source,
     TensorInfo,
     bytes_of,
     info_nbytes,
     open_regular,
     read_at,
-    read_new,
+    without_memory,
     write_at,
 )
 
@@ -48,8 +49,8 @@ class _ZipEntry:
     """Where a tensor lies in a file.
 
     Attributes:
-        offset: Of its first element, in bytes.
-        strides: In elements; None: contiguous.
+        offset: Offset of its first element, in bytes.
+        strides: Strides in elements; None: contiguous.
         is_conj: The numbers in the file are the conjugates of its own.
         is_neg: The numbers in the file are the negatives of its own.
     """
@@ -60,8 +61,8 @@ class _ZipEntry:
     is_neg: bool
 
 
-class TorchFile:
-    """A saved state dict to read from: a `TensorSource`.
+class TorchFile(Source):
+    """A saved state dict to read from.
 
     Loaded once with ``weights_only=True, mmap=True``, by which nothing is executed and no tensor is
     read, to learn where each one lies. Then the mapping is dropped: its pages would count as this
@@ -69,11 +70,10 @@ class TorchFile:
 
     Args:
         path: The file.
-        key: Where in it the state dict is; None: itself, or under one of the usual names.
+        key: Key of the state dict in it; None: itself, or under one of the usual names.
 
     Attributes:
-        others: Entries that are no tensors.
-        beside: What the file has beside the state dict, if that is under a key.
+        beside: Entries of the file beside the state dict, if that is under a key.
 
     Raises:
         CheckpointError: It is no such file, or holds no state dict there.
@@ -90,22 +90,18 @@ class TorchFile:
             msg = f"{path} has tensors under {unnamed[0]!r}, which is no name. Save a state dict."
             raise CheckpointError(msg)
         tensors = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor)}
-        self.others = {name: v for name, v in entries.items() if not isinstance(v, Tensor)}
+        self.others: dict[str, Any] = {n: v for n, v in entries.items() if n not in tensors}
         self.infos = {name: self._describe(name, v) for name, v in tensors.items()}
         self._places = self._locate(tensors)
-        self.tied: dict[str, str] = {}
+        self.tied = {}
         first: dict[tuple[_ZipEntry, TensorInfo], str] = {}
         for name, place in self._places.items():
             of = first.setdefault((place, self.infos[name]), name)
             if of != name:
                 self.tied[name] = of
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`. Of a tensor that is not contiguous, rows are read."""
+        """Fill `out` from `start` on. Of a tensor that is not contiguous, rows are read."""
         if out.numel() == 0:
             return
         place, info = self._places[name], self.infos[name]
@@ -254,9 +250,9 @@ class _Entry:
     """An entry of the archive that holds a storage.
 
     Attributes:
-        begin: Where its bytes begin in the file.
-        nbytes: How many there are.
-        crc_places: Where its checksum is written, behind the bytes and in the directory.
+        begin: Offset of its bytes in the file.
+        nbytes: Number of them.
+        crc_places: Offsets of its checksum, behind the bytes and in the directory.
         written: Bytes that have come.
         crc: Their checksum.
     """
@@ -276,9 +272,9 @@ class TorchWriter:
 
     Args:
         path: The file, overwritten.
-        infos: Every tensor that will come.
-        arrange: Gets empty tensors by name, returns what is to be saved: dicts and lists of them
-            and of plain values.
+        infos: Shape and dtype of every tensor that will come.
+        arrange: Function of the empty tensors by name, which returns what is to be saved: dicts
+            and lists of them and of plain values.
 
     Cost: a header's worth of writes, and address space for the tensors, but no memory.
     """
@@ -294,7 +290,7 @@ class TorchWriter:
                 msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
                 raise CheckpointError(msg)
         path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
-        empties = {name: _without_memory(info) for name, info in infos.items()}
+        empties = {name: without_memory(info) for name, info in infos.items()}
         tree = arrange(empties)
         with torch.serialization.skip_data():
             torch.save(tree, path)
@@ -328,14 +324,6 @@ class TorchWriter:
     def abandon(self) -> None:
         """Close the file."""
         self._close()
-
-
-def _without_memory(info: TensorInfo) -> Tensor:
-    """Return a tensor whose memory is not touched, so that the system gives it none."""
-    # Not torch.empty, which fills it where deterministic algorithms are asked for.
-    storage = torch.UntypedStorage(info_nbytes(info))
-    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
-    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
 
 
 def _storage_address(tensor: Tensor) -> int:

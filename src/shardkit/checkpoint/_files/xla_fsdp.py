@@ -13,19 +13,17 @@ torch_xla 2.9.0; source: its ``distributed/fsdp/state_dict_utils.py``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import TensorInfo, read_new
-from shardkit.checkpoint._files.local import METADATA, MODEL, check_complete
+from shardkit.checkpoint._files.bytes_io import TensorInfo
+from shardkit.checkpoint._files.local import METADATA, MODEL, Piece, RankFiles, check_complete
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-    from torch import Tensor
 
 _SHARD = "_fsdp_shard"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
@@ -38,33 +36,8 @@ def is_of_xla_fsdp(file: Path) -> bool:
     return isinstance(metadata, dict) and "shard_info" in metadata
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardPlace:
-    """Where a tensor is.
-
-    Attributes:
-        saved: Name in each file.
-        start: Of its first element in the shards of all ranks, end to end.
-        files: Those that hold it: the first one alone if it is no shard.
-    """
-
-    saved: str
-    start: int
-    files: tuple[TorchFile, ...]
-
-    def overlaps(self, start: int, stop: int) -> Iterator[tuple[TorchFile, int, int]]:
-        """Yield the files that hold [start, stop) of the tensor, and the range in each."""
-        begin = 0
-        for file in self.files:
-            end = begin + math.prod(file.infos[self.saved].shape)
-            low, high = max(begin, self.start + start), min(end, self.start + stop)
-            if low < high:
-                yield file, low - begin, high - begin
-            begin = end
-
-
-class XlaFsdpFiles:
-    """The files of all ranks as whole tensors: a `Checkpoint`.
+class XlaFsdpFiles(RankFiles):
+    """The files of all ranks; names are ``model.<name>``, as in the model as it was.
 
     A tied weight is in them under its first name only, and stays so: they do not say which others
     it had.
@@ -72,33 +45,18 @@ class XlaFsdpFiles:
     Args:
         files: One per rank.
 
-    Attributes:
-        files: As given, in the order of ranks.
-        infos: Shape and dtype, by ``model.<name>``, a name being that of the model as it was.
-        tied: Nothing.
-        paths: Where each entry belongs in nested dicts.
-        others: Keys of entries that are no tensors.
-        owners: Which files hold a tensor, with the range of each; None: all of it.
-        world_size: Ranks that wrote them.
-
     Raises:
         CheckpointError: A file is none of these, or files of ranks are missing or of other runs.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__()
         opened = _in_order([TorchFile(file, MODEL) for file in files])
         first: dict[str, Any] = opened[0].beside[METADATA]
         self.files = [file.path for file in opened]
         self.world_size: int = first["world_size"]
-        self.infos: dict[str, TensorInfo] = {}
-        self.tied: dict[str, str] = {}
-        self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
-        self._places: dict[str, _ShardPlace] = {}
-        self._others: dict[str, Any] = {}
         for name, value in opened[0].others.items():
-            key = f"{MODEL}.{_plain(name)}"
-            self.paths[key], self._others[key] = (MODEL, _plain(name)), value
+            self._add_other((MODEL, _plain(name)), value)
         dtypes = {
             _plain(name): info["_orig_dtype"] for name, info in first.get("buffer_info", {}).items()
         }
@@ -106,7 +64,7 @@ class XlaFsdpFiles:
             prefix, found, suffix = _split(name)
             if not found:
                 dtype = dtypes.get(_plain(name), info.dtype)
-                self._add(name, TensorInfo(info.shape, dtype), _ShardPlace(name, 0, (opened[0],)))
+                self._add(name, TensorInfo(info.shape, dtype), opened[:1], name)
                 continue
             try:
                 shard = first["shard_info"][prefix][suffix]
@@ -114,26 +72,6 @@ class XlaFsdpFiles:
                 msg = f"{opened[0].path} has a shard {name!r} that its metadata does not describe."
                 raise CheckpointError(msg) from None
             self._add_shards(_join(prefix, shard["_orig_name"]), name, shard, opened)
-        self.others = list(self._others)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return read_new(self, name, start, stop)
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """See `TensorSource.read_into`; buffers were cast when the model was wrapped."""
-        place, done = self._places[name], 0
-        for file, low, high in place.overlaps(start, start + out.numel()):
-            part = out[done : done + high - low]
-            if file.infos[place.saved].dtype == out.dtype:
-                file.read_into(place.saved, low, part)
-            else:
-                part.copy_(file.read(place.saved, low, high))
-            done += high - low
-
-    def read_other(self, key: str) -> Any:
-        """Return an entry that is no tensor."""
-        return self._others[key]
 
     def _add_shards(
         self, whole: str, saved: str, shard: dict[str, Any], opened: list[TorchFile]
@@ -155,38 +93,51 @@ class XlaFsdpFiles:
             raise CheckpointError(msg)
         if _FLAT not in whole:
             info = TensorInfo(tuple(shard["_orig_size"]), dtype)
-            self._add(whole, info, _ShardPlace(saved, 0, tuple(opened)))
+            self._add(whole, info, opened, saved)
             return
         metadata: dict[str, Any] = opened[0].beside[METADATA]
         names, shapes, numels = metadata["flatten_info"][whole]
         module, start = whole.rpartition(".")[0], 0
         for name, shape, size in zip(names, shapes, numels, strict=True):
-            place = _ShardPlace(saved, start, tuple(opened))
-            self._add(_join(module, name), TensorInfo(tuple(shape), dtype), place)
+            info = TensorInfo(tuple(shape), dtype)
+            self._add(_join(module, name), info, opened, saved, start)
             start += size
 
-    def _add(self, name: str, info: TensorInfo, place: _ShardPlace) -> None:
+    def _add(
+        self, name: str, info: TensorInfo, files: list[TorchFile], saved: str, start: int = 0
+    ) -> None:
+        """Note of which pieces a tensor consists.
+
+        Args:
+            name: Name in the model.
+            info: Shape and dtype of it.
+            files: Those that hold it: the first one alone if it is no shard.
+            saved: Name in each file.
+            start: Offset of its first element in what the files hold, end to end.
+        """
         plain = _plain(name)
         key = f"{MODEL}.{plain}"
         if key in self.infos:
             msg = f"{self.files[0]} and others hold {plain!r} twice. Were modules wrapped twice?"
             raise CheckpointError(msg)
-        self.infos[key], self.paths[key], self._places[key] = info, (MODEL, plain), place
-        if len(place.files) == 1:
-            self.owners[key] = [(place.files[0].path, None)]
-            return
-        done = 0
-        owners: list[tuple[Path, list[int] | None]] = []
-        for file, low, high in place.overlaps(0, math.prod(info.shape)):
-            owners.append((file.path, [done, done + high - low]))
-            done += high - low
-        self.owners[key] = owners
+        self.infos[key], self.paths[key], self._pieces[key] = info, (MODEL, plain), []
+        begin = -start
+        for file in files:
+            end = begin + math.prod(file.infos[saved].shape)
+            low, high = max(begin, 0), min(end, math.prod(info.shape))
+            if low < high:
+                self._pieces[key].append(Piece(low, high, file, saved, low - begin))
+            begin = end
+        self.owners[key] = (
+            [(files[0].path, None)]
+            if len(files) == 1
+            else [(piece.file.path, [piece.start, piece.stop]) for piece in self._pieces[key]]
+        )
 
 
 def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
     """Return the files by rank, if there is one of each."""
-    by_rank: dict[int, TorchFile] = {}
-    sizes = set()
+    described = []
     for file in opened:
         metadata = file.beside.get(METADATA)
         if not isinstance(metadata, dict) or "shard_info" not in metadata:
@@ -195,11 +146,8 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
                 f"{METADATA!r} of get_shard_metadata(). Keep the files of one save together."
             )
             raise CheckpointError(msg)
-        other = by_rank.setdefault(metadata["rank"], file)
-        if other is not file:
-            msg = f"{file.path} and {other.path} are both of rank {metadata['rank']}. Remove one."
-            raise CheckpointError(msg)
-        sizes.add(metadata["world_size"])
+        described.append(metadata)
+    sizes = {metadata["world_size"] for metadata in described}
     if len(sizes) > 1:
         msg = (
             f"{opened[0].path} and the other files were written by different numbers of ranks "
@@ -207,8 +155,9 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
         )
         raise CheckpointError(msg)
     [world_size] = sizes
-    check_complete(by_rank, world_size, opened[0].path)
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    ranks = [metadata["rank"] for metadata in described]
+    check_complete([file.path for file in opened], ranks, world_size)
+    return [file for _, file in sorted(zip(ranks, opened, strict=True), key=itemgetter(0))]
 
 
 def _split(name: str) -> tuple[str, bool, str]:

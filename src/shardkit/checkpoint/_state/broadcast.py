@@ -20,11 +20,12 @@ class FromRank0:
     """Entries that rank 0 has; made on all ranks of the default process group together.
 
     Args:
-        entries: On rank 0, by any keys; not looked at on others. Tensors are plain and whole.
-        device: Where tensors are sent and received.
+        entries: Values on rank 0, by any keys; not looked at on others. Tensors are plain and
+            whole.
+        device: Device on which tensors are sent.
 
     Attributes:
-        shapes: Of every tensor with dimensions, on every rank: what may be checked before any is
+        shapes: Shape of every tensor with dimensions, on every rank: may be checked before any is
             sent.
 
     Raises:

@@ -19,10 +19,10 @@ class Findings:
     """What does not fit.
 
     Attributes:
-        missing: Wanted, and not there.
-        unexpected: There, and not wanted.
-        misfits: Of another shape or kind.
-        of_others: What of `unexpected` another stage of a pipeline has saved.
+        missing: Entries that are wanted, and not there.
+        unexpected: Entries that are there, and not wanted.
+        misfits: Entries of another shape or kind.
+        of_others: Part of `unexpected` that another stage of a pipeline has saved.
     """
 
     missing: list[str] = field(default_factory=list)

@@ -21,6 +21,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.world import group_rank
 from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.broadcast import FromRank0
+from shardkit.checkpoint._state.model_tensors import device_of
 from shardkit.checkpoint._state.names import plain_name
 from shardkit.checkpoint._state.optimizer import (
     flatten,
@@ -28,11 +29,12 @@ from shardkit.checkpoint._state.optimizer import (
     parameters_by_name,
     put_optimizer_state,
     room_for,
+    saved_parameters,
     unflatten,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -48,9 +50,9 @@ def get_model_state_dict(
     """Return a model's state dict, by names without those of wrappers.
 
     Args:
-        model: Sharded or not; all ranks must call it with ``full_state_dict``.
-        options: As torch's: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``. With
-            the first two, rank 0 gets the state and the others an empty dict.
+        model: Module, sharded or not; all ranks must call it with ``full_state_dict``.
+        options: Options of torch: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``.
+            With the first two, rank 0 gets the state and the others an empty dict.
 
     Cost: with ``full_state_dict`` one gather for each tensor (`ShardedTensor.full_tensor`), one
     tensor at a time where ``cpu_offload`` moves it away.
@@ -70,9 +72,10 @@ def get_optimizer_state_dict(
     """Return the state of one or several optimizers, by parameter names.
 
     Args:
-        model: Holds all of their parameters.
-        optimizers: One or several.
-        options: As torch's: ``full_state_dict``, ``cpu_offload``, ``flatten_optimizer_state_dict``.
+        model: Module that holds all of their parameters.
+        optimizers: One optimizer or several.
+        options: Options of torch: ``full_state_dict``, ``cpu_offload``,
+            ``flatten_optimizer_state_dict``.
 
     Raises:
         CheckpointError: An optimizer holds a parameter that the model does not.
@@ -99,17 +102,20 @@ def get_state_dict(
 def _as_wanted(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     if options.full_state_dict:
         keep = not options.cpu_offload or group_rank(None) == 0
-        state = map_leaves(state, lambda leaf: _whole(leaf, options, keep=keep))
-        return state if keep else {}
+        return whole_state(state, keep=keep, to_cpu=options.cpu_offload)
     if options.cpu_offload:
         return map_leaves(state, lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf)  # type: ignore[no-any-return]
     return state
 
 
-def _whole(leaf: Any, options: StateDictOptions, *, keep: bool) -> Any:
-    if isinstance(leaf, Tensor):
-        return whole_tensor(leaf, keep=keep, to_cpu=options.cpu_offload)
-    return leaf
+def whole_state(state: dict[str, Any], *, keep: bool, to_cpu: bool) -> dict[str, Any]:
+    """Return a state with whole tensors; an empty one on ranks that do not keep it. Collective."""
+
+    def whole(leaf: Any) -> Any:
+        return whole_tensor(leaf, keep=keep, to_cpu=to_cpu) if isinstance(leaf, Tensor) else leaf
+
+    state = map_leaves(state, whole)
+    return state if keep else {}
 
 
 # --- set ------------------------------------------------------------------------------------------
@@ -124,10 +130,11 @@ def set_model_state_dict(
     """Load a model's state dict, of pieces or of whole tensors.
 
     Args:
-        model: Sharded or not. Parameters on the meta device get memory for their pieces.
-        model_state_dict: By names without those of wrappers. Whole tensors are cut by each rank.
-        options: As torch's: ``strict``; with ``broadcast_from_rank0`` rank 0 has whole tensors and
-            sends them one at a time, what other ranks pass is not looked at.
+        model: Module, sharded or not. Parameters on the meta device get memory for their pieces.
+        model_state_dict: State by names without those of wrappers. Whole tensors are cut by each
+            rank.
+        options: Options of torch: ``strict``; with ``broadcast_from_rank0`` rank 0 has whole
+            tensors and sends them one at a time, what other ranks pass is not looked at.
 
     Raises:
         CheckpointError: With ``broadcast_from_rank0``, on all ranks: a shape differs.
@@ -158,10 +165,11 @@ def set_optimizer_state_dict(
     """Load the state of one or several optimizers, of pieces or of whole tensors.
 
     Args:
-        model: Holds all of their parameters.
-        optimizers: One or several; they need not have been stepped.
-        optim_state_dict: By parameter names, nested or flat.
-        options: As torch's: ``strict``, ``broadcast_from_rank0`` as in `set_model_state_dict`.
+        model: Module that holds all of their parameters.
+        optimizers: One optimizer or several; they need not have been stepped.
+        optim_state_dict: State by parameter names, nested or flat.
+        options: Options of torch: ``strict``, ``broadcast_from_rank0`` as in
+            `set_model_state_dict`.
 
     Raises:
         CheckpointError: Parameters are missing (unless ``strict=False``), or a sharded tensor is
@@ -177,7 +185,7 @@ def set_optimizer_state_dict(
             optim_state_dict = unflatten(model, optimizers, optim_state_dict)
         saved = _infos(optim_state_dict["state"])
         state = dict(optim_state_dict["state"])
-        for name, param in _saved_parameters(model, optimizers, saved):
+        for name, param in saved_parameters(model, optimizers, saved):
             state[name] = {
                 key: _placed(value, param, key, name, saved) for key, value in state[name].items()
             }
@@ -196,17 +204,6 @@ def set_state_dict(
     """Load the state of a model and of its optimizers; see the functions for each."""
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)
-
-
-def _saved_parameters(
-    model: nn.Module, optimizers: Optimizers, saved: Mapping[str, Any]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of which something was saved, and under which of their names."""
-    for aliases, param in parameters_by_name(model, optimizers):
-        for name in aliases:
-            if name in saved:
-                yield name, param
-                break
 
 
 def _infos(state: Mapping[str, Any]) -> dict[str, dict[str, TensorInfo | None]]:
@@ -297,12 +294,3 @@ def _received_optimizer(
             entry = _placed(value, named[name], keys[0], name, saved)
         received["state"].setdefault(name, {})[keys[0]] = entry
     return received
-
-
-def device_of(values: Iterable[Any]) -> torch.device:
-    """Return where the ranks of a state exchange tensors."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    for tensor in tensors:
-        if isinstance(tensor, ShardedTensor):
-            return tensor.spec.device
-    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._state.names import plain_name
+from shardkit.checkpoint._state.names import EXTRA_STATE, plain_name
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Iterable, Mapping
 
     from shardkit._mesh import DeviceMesh
 
@@ -38,6 +39,30 @@ def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
         if isinstance(value, Tensor):
             entries.setdefault(id(value), NamedTensor([], value)).names.append(name)
     return list(entries.values())
+
+
+def give_memory(target: Tensor, new: Tensor) -> None:
+    """Make a plain tensor on meta the one that has these values; it stays the object that it is."""
+    if isinstance(target, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=target.requires_grad)
+    torch.utils.swap_tensors(target, new)
+
+
+def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give modules the state of their own, by its names in the state dict."""
+    for name, module in model.named_modules():
+        key = f"{plain_name(model, name)}.{EXTRA_STATE}".removeprefix(".")
+        if key in values:
+            module.set_extra_state(values[key])
+
+
+def device_of(values: Iterable[Any]) -> torch.device:
+    """Return where the ranks of a state exchange tensors, and where those on meta belong."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    for tensor in tensors:
+        if isinstance(tensor, ShardedTensor):
+            return tensor.spec.device
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
 
 def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) -> DeviceMesh:

@@ -21,7 +21,7 @@ from shardkit.checkpoint._state.names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -64,6 +64,16 @@ def parameters_by_name(
             yield from zip(aliases, group["params"], strict=True)
 
 
+def saved_parameters(
+    model: nn.Module, optimizers: Optimizers, saved: Container[str]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of which something was saved, and under which of their names."""
+    for aliases, param in parameters_by_name(model, optimizers):
+        name = next((alias for alias in aliases if alias in saved), None)
+        if name is not None:
+            yield name, param
+
+
 def optimizer_template(
     model: nn.Module,
     optimizers: Optimizers,
@@ -72,9 +82,9 @@ def optimizer_template(
     """Return room for a saved optimizer state, made without stepping the optimizers.
 
     Args:
-        model: Holds the parameters.
-        optimizers: One or several.
-        saved: What was saved of which parameter; None for what is not a tensor.
+        model: Module that holds the parameters.
+        optimizers: One optimizer or several.
+        saved: Shapes and dtypes saved of each parameter; None for what is not a tensor.
 
     Returns:
         ``state``: by parameter and state name a tensor to load into: sharded like the parameter if
@@ -84,15 +94,13 @@ def optimizer_template(
 
     Cost: memory of this rank's pieces; no collective.
     """
-    state: dict[str, dict[str, Any]] = {}
-    for aliases, param in parameters_by_name(model, optimizers):
-        for name in aliases:
-            if name in saved:
-                state[name] = {
-                    key: None if info is None else room_for(param, key, info, saved)
-                    for key, info in saved[name].items()
-                }
-                break
+    state = {
+        name: {
+            key: None if info is None else room_for(param, key, info, saved)
+            for key, info in saved[name].items()
+        }
+        for name, param in saved_parameters(model, optimizers, saved)
+    }
     return {"state": state, "param_groups": named_state(model, optimizers)["param_groups"]}
 
 
@@ -139,8 +147,8 @@ def put_optimizer_state(
     not saved stay.
 
     Args:
-        model: Holds the parameters.
-        optimizers: One or several.
+        model: Module that holds the parameters.
+        optimizers: One optimizer or several.
         state: ``state`` and ``param_groups``, as `named_state` and `optimizer_template` return.
         strict: Whether every parameter must be in a saved group.
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
-from shardkit._state.full import map_leaves, whole_tensor
 from shardkit.backends.groups import exchange
 from shardkit.backends.world import current_world_size, group_rank
-from shardkit.checkpoint._state.model_and_optimizer import set_optimizer_state_dict
+from shardkit.checkpoint._state.model_and_optimizer import (
+    set_optimizer_state_dict,
+    whole_state,
+)
 from shardkit.checkpoint._state.names import as_optimizers, names_in_groups, names_of_parameters
 from shardkit.checkpoint._state.optimizer import named_state, numbered_states
 
@@ -42,13 +43,13 @@ def gather_optimizer_state(
     """Return the whole state of an optimizer: plain tensors of global shapes. Call it on all ranks.
 
     Args:
-        model: Holds all of the optimizer's parameters.
-        optimizer: Of the sharded parameters.
+        model: Module that holds all of the optimizer's parameters.
+        optimizer: Optimizer of the sharded parameters.
         rank0_only: The other ranks get an empty dict.
         layout: ``"names"``: by parameter names; a tied one's first. ``"ids"``: by numbers, in the
             order of the optimizer's parameter groups, which an optimizer of the plain model's
             parameters in the same groups loads.
-        to_cpu: In the memory of the host.
+        to_cpu: Whether it is kept in the memory of the host.
 
     Returns:
         ``state`` and ``param_groups``. Parameters that were never stepped have no state.
@@ -62,14 +63,8 @@ def gather_optimizer_state(
     """
     _check_layout(layout)
     keep = not rank0_only or group_rank(None) == 0
-
-    def whole(leaf: Any) -> Any:
-        return whole_tensor(leaf, keep=keep, to_cpu=to_cpu) if isinstance(leaf, Tensor) else leaf
-
-    state = map_leaves(named_state(model, optimizer), whole)
-    if not keep:
-        return {}
-    return rekey_optimizer_state(state, model, optimizer, layout=layout)
+    state = whole_state(named_state(model, optimizer), keep=keep, to_cpu=to_cpu)
+    return rekey_optimizer_state(state, model, optimizer, layout=layout) if keep else {}
 
 
 def scatter_optimizer_state(
@@ -87,8 +82,8 @@ def scatter_optimizer_state(
     Args:
         state: ``state`` and ``param_groups``, by names or by numbers in the order of the
             optimizer's parameter groups; what else is in it is not looked at. It is not kept.
-        model: Holds all of the optimizer's parameters.
-        optimizer: Need not have been stepped.
+        model: Module that holds all of the optimizer's parameters.
+        optimizer: Optimizer, which need not have been stepped.
         from_rank0: Rank 0 has the state and sends it, tensor by tensor; what other ranks pass is
             not looked at. Else each rank has it and cuts out its pieces.
         strict: Whether each parameter must be in the state or its groups; else parameters that are
@@ -135,8 +130,8 @@ def rekey_optimizer_state(
 
     Args:
         state: ``state`` and ``param_groups``, in either layout.
-        model: Sharded or plain; its parameters have the names.
-        optimizer: Sharded or plain; its parameter groups have the order.
+        model: Module, sharded or plain; its parameters have the names.
+        optimizer: Optimizer, sharded or plain; its parameter groups have the order.
         layout: The wanted one, see `gather_optimizer_state`.
         names: The parameters' names by the numbers in `state`, if these are not the optimizer's:
             fairscale numbers the parameters of each wrapper one after the other.

@@ -17,11 +17,11 @@ from shardkit.checkpoint._dcp.staging import memory_of
 from shardkit.checkpoint._files.bytes_io import TensorInfo
 from shardkit.checkpoint._state.findings import Findings, described
 from shardkit.checkpoint._state.model_and_optimizer import (
-    device_of,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from shardkit.checkpoint._state.model_tensors import device_of
 from shardkit.checkpoint._state.names import EXTRA_STATE, as_optimizers, names_of_parameters
 from shardkit.checkpoint._state.optimizer import (
     optimizer_template,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from shardkit.checkpoint._state.sections import Path
-    from shardkit.checkpoint._state.sources import Source
+    from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 _HOST = torch.device("cpu")
 _NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.
@@ -60,19 +60,19 @@ class ModelPart:
     """A model, whose tensors are read into in place.
 
     Attributes:
-        targets: What is read where, by entry.
+        targets: Tensors to fill, by entry.
         entries: Names of entries by those of the model's state.
         claimed: Entries that are the model's, or would be.
         of_others: Names of what a pipeline's other stages saved, which are no fault.
     """
 
-    def __init__(self, source: Source, model: nn.Module, findings: Findings) -> None:
+    def __init__(self, source: DistributedCheckpoint, model: nn.Module, findings: Findings) -> None:
         """Find the model's entries."""
         self._model = model
         self._state = get_model_state_dict(model)
         self._in_place: set[str] = set()
         self._nested: dict[str, dict[str, Path]] = {}
-        infos = source.infos
+        infos = source.entries
         prefix = model_prefix(infos, self._state)
         self.entries = {name: prefix + name for name in self._state}
         self.targets: dict[str, Any] = {}
@@ -100,16 +100,16 @@ class ModelPart:
                 line = f"model: {entry.removeprefix(prefix)!r}: found {described(infos[entry])}"
                 findings.left_over(line, is_of_others=entry in of_others)
 
-    def _find_extra_state(self, source: Source, name: str) -> bool:
+    def _find_extra_state(self, source: DistributedCheckpoint, name: str) -> bool:
         """Find a module's extra state, of whatever shape: as one entry, or as DCP flattens dicts.
 
         It is the module that made it that knows what fits.
         """
         entry = self.entries[name]
         whole: dict[str, Path] = {entry: ()}
-        found = whole if entry in source.infos else paths_below(source.paths, entry)
+        found = whole if entry in source.entries else paths_below(source.paths, entry)
         self._nested[name] = found
-        self.targets |= {one: room(source.infos[one]) for one in found}
+        self.targets |= {one: room(source.entries[one]) for one in found}
         return bool(found)
 
     def put(self, loaded: Mapping[str, Any]) -> None:
@@ -148,8 +148,8 @@ def _with_memory(value: Any, device: torch.device) -> Any:
     """Return a tensor to read into: the model's own, or if it is on meta a new one.
 
     Args:
-        value: Of a state dict.
-        device: Where tensors on meta belong that no mesh gives a place.
+        value: Value of a state dict.
+        device: Device of tensors on meta that no mesh gives a place.
     """
     if not isinstance(value, Tensor):
         return None
@@ -167,28 +167,32 @@ class OptimizerPart:
     """Optimizers, which get new tensors.
 
     Attributes:
-        targets: What is read where, by entry, once there is room.
+        targets: Tensors to fill, by entry, once there is room.
         claimed: Entries that are optimizers'.
     """
 
     def __init__(
-        self, source: Source, model_part: ModelPart, optimizers: Any, findings: Findings
+        self,
+        source: DistributedCheckpoint,
+        model_part: ModelPart,
+        optimizers: Any,
+        findings: Findings,
     ) -> None:
         """Find the optimizers' entries; reads the saved groups, which say what else to expect."""
         self._model = model = model_part._model  # noqa: SLF001 - of the same file
         self._optimizers = optimizers
         self.targets: dict[str, Any] = {}
         self.claimed: set[str] = set()
-        self._infos = source.infos
+        self._infos = source.entries
         self._places: dict[str, tuple[str, Path]] = {}
         self._saved: dict[str, dict[str, TensorInfo | None]] = {}
         self._groups: list[dict[str, Any]] = []
         self._state: dict[str, Any] = {}
-        prefix = optimizer_prefix(source.infos)
+        prefix = optimizer_prefix(source.entries)
         if prefix is None:
             findings.missing.append("optimizer: all of its state")
             return
-        self.claimed = entries_of_optimizers(source.infos) - set(model_part.entries.values())
+        self.claimed = entries_of_optimizers(source.entries) - set(model_part.entries.values())
         first_name = {
             alias: names[0] for names, _ in parameters_by_name(model, optimizers) for alias in names
         }
@@ -196,7 +200,7 @@ class OptimizerPart:
         saved: dict[str, dict[str, TensorInfo | None]] = {}
         known = first_name.keys() | model_part.entries.keys()
         for found in optimizer_entries(source.paths, prefix, known):
-            name, keys, info = found.parameter, found.keys, source.infos[found.entry]
+            name, keys, info = found.parameter, found.keys, source.entries[found.entry]
             if name not in first_name:
                 where = ".".join(map(str, (name, *keys)))
                 line = f"optimizer: {where!r}: found {described(info)}"
@@ -251,12 +255,12 @@ class OptimizerPart:
             self.targets[entry] = room(self._infos[entry]) if target is None else target
         return self.targets
 
-    def _read_groups(self, source: Source, prefix: str) -> list[dict[str, Any]]:
+    def _read_groups(self, source: DistributedCheckpoint, prefix: str) -> list[dict[str, Any]]:
         """Return the saved parameter groups; empty if there are none."""
         head = f"{prefix}param_groups"
-        entries = [e for e in source.infos if e == head or e.startswith(f"{head}.")]
-        values = {entry: room(source.infos[entry]) for entry in entries}
-        values |= source.read(values)
+        entries = [e for e in source.entries if e == head or e.startswith(f"{head}.")]
+        values = {entry: room(source.entries[entry]) for entry in entries}
+        values |= source.fill(values)
         depth = prefix.count(".") + 1
         paths = {entry: source.paths[entry] for entry in entries}
         if all(len(path) >= depth for path in paths.values()):
@@ -361,7 +365,7 @@ class ExtrasPart:
 
     def __init__(
         self,
-        source: Source,
+        source: DistributedCheckpoint,
         claimed: Collection[str],
         objects: Mapping[str, Any],
         findings: Findings,
@@ -371,8 +375,8 @@ class ExtrasPart:
         Args:
             source: The saved state.
             claimed: Entries of model and optimizers.
-            objects: What is to be loaded in place.
-            findings: Gets what does not fit.
+            objects: Objects to be loaded in place.
+            findings: List of what does not fit.
         """
         self._objects = objects
         self._paths = {
@@ -387,7 +391,7 @@ class ExtrasPart:
         states: dict[str | int, Any] = {}
         self.targets: dict[str, Any] = {}
         for entry, path in self._paths.items():
-            info = source.infos[entry]
+            info = source.entries[entry]
             target = None
             if info is not None and path[0] in objects:
                 # Sharded tensors of the object are read into; others are too.

@@ -34,9 +34,9 @@ class OptimizerEntry:
     """An entry of an optimizer's state.
 
     Attributes:
-        entry: Its name in the checkpoint.
+        entry: Name in the checkpoint.
         parameter: The parameter's name.
-        keys: Which part of its state.
+        keys: Keys of the part of its state.
     """
 
     entry: str
@@ -96,8 +96,8 @@ def optimizer_entries(
     """Return what there is of parameters' state.
 
     Args:
-        paths: Of all entries: where they were in the nested state.
-        prefix: See `optimizer_prefix`.
+        paths: Keys that led to each entry in the nested state.
+        prefix: Prefix that `optimizer_prefix` returned.
         known: Names of parameters, which have dots in them as what is behind them may have.
     """
     head = f"{prefix}state."
