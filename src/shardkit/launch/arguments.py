@@ -18,7 +18,7 @@ from torch.distributed.run import (
 )
 
 from shardkit._errors import LaunchError, nearest
-from shardkit._kinds import Kind, NotOfKindError, Number, Seconds
+from shardkit._kinds import Kind, NotOfKindError, number, seconds
 from shardkit.config._fields import MAX_RANKS, TOP
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ _OF_TORCHRUN = {
 }
 # Torchrun's options of which no field is the same, and which it does not check.
 _ALONE: dict[str, Kind] = {
-    "max_restarts": Number(0),
-    "monitor_interval": Seconds(),
-    "shutdown_timeout": Number(0),
+    "max_restarts": number(0),
+    "monitor_interval": seconds,
+    "shutdown_timeout": number(0),
 }
 
 
@@ -246,7 +246,7 @@ def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
             continue
         kind = TOP[name].kind
         if name == "machine_rank" and "num_machines" in result:  # Else --nnodes says how many.
-            kind = Number(0, result["num_machines"] - 1)
+            kind = number(0, result["num_machines"] - 1)
         result[name] = _read(kind, name, fields[name])
     return result
 
@@ -254,7 +254,7 @@ def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _read(kind: Kind, name: str, value: object) -> Any:
     """Return the value of an option; None if it is not given."""
     try:
-        return None if value is None else kind.parse(value)
+        return None if value is None else kind(value)
     except NotOfKindError as error:
         raise LaunchError(error.sentence(name, value)) from None
 
