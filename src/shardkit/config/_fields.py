@@ -22,7 +22,7 @@ STRATEGIES = {
 """FSDP1's names, in the order of their numbers, and ours."""
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-PREFETCHES: dict[str | None, Literal["pre", "post", "none"]] = {
+PREFETCHES: dict[str, Literal["pre", "post", "none"]] = {
     "BACKWARD_PRE": "pre",
     "BACKWARD_POST": "post",
     "NO_PREFETCH": "none",

@@ -194,7 +194,7 @@ def settings_of(found: Found) -> Settings:
         min_num_params=found.value("fsdp_min_num_params", _MIN_NUM_PARAMS),
         forward_prefetch=found.value("fsdp_forward_prefetch", False if is_fsdp_1 else None),
         backward_prefetch=PREFETCHES.get(
-            found.value("fsdp_backward_prefetch", "NO_PREFETCH" if is_fsdp_1 else None)
+            found.value("fsdp_backward_prefetch", "NO_PREFETCH" if is_fsdp_1 else "")
         ),
         state_dict_type=found.value(
             "fsdp_state_dict_type",
