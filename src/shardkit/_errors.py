@@ -37,8 +37,8 @@ def warn_user(message: str, *, is_first_rank: bool = True) -> None:
     """Warn at the line of the user that led here, past those of shardkit and torch.
 
     Args:
-        message: What to say.
-        is_first_rank: Of several ranks that would say the same, one does.
+        message: Text of the warning.
+        is_first_rank: Whether this rank speaks for several that would say the same.
     """
     if not is_first_rank:
         return

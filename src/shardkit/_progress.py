@@ -25,7 +25,7 @@ class Meter:
         Args:
             progress: A function of the bytes done and of all, called on each rank about its own;
                 False: nothing; else a bar on rank 0's terminal, if rich is installed.
-            what: What is done, for the bar.
+            what: Title of the bar.
             rank: This process'.
         """
         self._call = progress if callable(progress) else None

@@ -28,9 +28,9 @@ class Report:
     """What is known of a run.
 
     Attributes:
-        title: Which run it is.
-        verdict: Who waits for whom; None: nobody waits.
-        answers: Of its ranks, in their order.
+        title: Line that says which run it is.
+        verdict: Text on who waits for whom; None: nobody waits.
+        answers: Answers of its ranks, in their order.
     """
 
     title: str

@@ -133,10 +133,10 @@ class Session:
     Args:
         machine: Its machine.
         place: Its place.
-        store: By which ranks meet.
-        timeout_s: How long a step waits for ranks.
-        device: Where collectives are timed; None: on the accelerator, if all ranks have one.
-        times_collectives: False: leave them out.
+        store: Store by which ranks meet.
+        timeout_s: Time in seconds that a step waits for ranks.
+        device: Device type of timed collectives; None: the accelerator, if all ranks have one.
+        times_collectives: Whether collectives are timed.
     """
 
     def __init__(
@@ -306,8 +306,8 @@ def limited(seconds: float, expired: Callable[[], None]) -> Iterator[None]:
     A backend may wait in a place where no error reaches it.
 
     Args:
-        seconds: How long.
-        expired: Called then, before the process ends with 1.
+        seconds: Limit in seconds.
+        expired: Function that is called then, before the process ends with 1.
     """
 
     def end() -> None:

@@ -54,7 +54,7 @@ class Field:
 
     Attributes:
         kind: Kind of its value.
-        use: Who uses it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
+        use: User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
             ``"noted"``: nobody.
         note: Reason why it changes nothing; empty: it does something.
     """

@@ -49,7 +49,7 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
     in their error files until then counts as well.
 
     Args:
-        error: What torchrun's agent raised.
+        error: The error that torchrun's agent raised.
         logs: Folder of this launch alone, in which it keeps what ranks wrote.
     """
     rank_0 = next(rank - failure.local_rank for rank, failure in error.failures.items())
@@ -107,8 +107,8 @@ def report(failures: list[Failure], num_ranks: int) -> str:
     """Return what is shown last: the verdict, if there is one, and the first rank's traceback.
 
     Args:
-        failures: As `failures_of` gives them, at least one.
-        num_ranks: Of this host.
+        failures: Result of `failures_of`, at least one.
+        num_ranks: Number of ranks of this host.
     """
     first, *others = failures
     host, when = socket.gethostname(), time.strftime("%H:%M:%S", time.localtime(first.at))

@@ -65,9 +65,9 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
     """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour.
 
     Args:
-        variable: By which they were chosen.
+        variable: Variable by which they were chosen.
         chosen: Names, with commas between them.
-        here: How this host reaches the first one.
+        here: Address and interface by which this host reaches the first one.
 
     Raises:
         LaunchError: One of them is not there, or is for this host alone.
