@@ -17,6 +17,7 @@ import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
 from shardkit._why import report
+from shardkit._wrapping.records import shown_nbytes
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate
 from shardkit.checkpoint._inspect import describe, verify
 from shardkit.config._command import config_command
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 _NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
 _PIPE_WIDTH = 240
-_UNIT = 1024
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -139,7 +139,7 @@ def consolidate_command(  # noqa: PLR0913, PLR0917 - options of a command
         suffix=ckpt_suffix,
     )
     files = list(written.iterdir()) if written.is_dir() else [written]
-    print(f"{written}: {_size(sum(file.stat().st_size for file in files))}")
+    print(f"{written}: {shown_nbytes(sum(file.stat().st_size for file in files))}")
 
 
 @app.command(name="inspect")
@@ -162,8 +162,8 @@ def inspect_command(
         found.kind,
         f"step {found.step}" if found.step is not None else "",
         f"{found.world_size} ranks" if found.world_size is not None else "",
-        f"{len(found.entries)} tensors, {_size(found.nbytes)}",
-        f"{len(found.files)} files, {_size(sum(found.files.values()))}",
+        f"{len(found.entries)} tensors, {shown_nbytes(found.nbytes)}",
+        f"{len(found.files)} files, {shown_nbytes(sum(found.files.values()))}",
         "checksums" if found.has_checksums else "not all of it has checksums",
     ]
     console.print(Text(f"{source}: " + ", ".join(fact for fact in facts if fact)))
@@ -173,7 +173,13 @@ def inspect_command(
         table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
     table.add_column("where", overflow="fold")
     for entry in found.entries:
-        row = (entry.name, str(list(entry.shape)), entry.dtype, _size(entry.nbytes), _where(entry))
+        row = (
+            entry.name,
+            str(list(entry.shape)),
+            entry.dtype,
+            shown_nbytes(entry.nbytes),
+            _where(entry),
+        )
         table.add_row(*map(Text, row))
     console.print(table)
     if found.others:
@@ -259,14 +265,6 @@ def _dtype(name: str | None) -> torch.dtype | None:
         msg = f"--dtype must be a floating-point dtype of torch such as bfloat16, got {name!r}"
         raise typer.BadParameter(msg)
     return found
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < _UNIT:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= _UNIT
-    return f"{nbytes:.1f} TiB"
 
 
 def _where(entry: TensorSummary) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import reprlib
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
+
+Kind = Callable[[Any], Any]
+"""Reads a value, and returns what is meant, or raises `NotOfKindError`."""
 
 _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
 
@@ -14,7 +17,7 @@ class NotOfKindError(Exception):
     """A value is not what a field takes.
 
     Args:
-        expected: What is allowed; goes on from the field's name: ``"must ..."``.
+        expected: The values that are allowed; goes on from the field's name: ``"must ..."``.
         hint: A sentence that follows.
     """
 
@@ -32,77 +35,57 @@ class NotOfKindError(Exception):
         return f"{name} {self.expected}, got {got}. {self.hint}".rstrip()
 
 
-class Kind:
-    """How a value is read. `parse` raises `NotOfKindError`."""
-
-    def parse(self, value: Any) -> Any:
-        """Return the value that is meant."""
-        raise NotImplementedError
-
-
 def is_of_kind(kind: Kind, value: object) -> bool:
     """Whether a kind of field takes a value."""
     try:
-        kind.parse(value)
+        kind(value)
     except NotOfKindError:
         return False
     return True
 
 
-class Flag(Kind):
-    """Yes or no; also as words, as commands pass it."""
-
-    def parse(self, value: Any) -> bool:
-        """See `Kind.parse`."""
-        word = str(value).strip().lower()
-        if word not in {*_TRUE, *_FALSE}:
-            msg = "must be true or false (or yes, on, 1; no, off, 0)"
-            raise NotOfKindError(msg)
-        return word in _TRUE
+def flag(value: Any) -> bool:
+    """Read yes or no; also as words, as commands pass it."""
+    word = str(value).strip().lower()
+    if word not in {*_TRUE, *_FALSE}:
+        raise NotOfKindError(expected="must be true or false (or yes, on, 1; no, off, 0)")
+    return word in _TRUE
 
 
-@dataclass(frozen=True)
-class Number(Kind):
-    """An integer; also as words such as ``1e8``, which YAML takes for text.
+def number(
+    least: int = 0, most: int | None = None, *, also: tuple[int, ...] = ()
+) -> Callable[[Any], int]:
+    """Return the kind of integers; also as words such as ``1e8``, which YAML takes for text.
 
-    Attributes:
+    Args:
         least: The smallest one.
         most: The largest one; None: there is none.
         also: Other ones that are allowed.
     """
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+    expected = f"must be an integer {allowed}" + "".join(f", or {n}" for n in also)
 
-    least: int = 0
-    most: int | None = None
-    also: tuple[int, ...] = ()
+    def parse(value: Any) -> int:
+        found = _float(value)
+        is_in = least <= found <= (math.inf if most is None else most)
+        if not (is_in or found in also) or not found.is_integer():
+            raise NotOfKindError(expected)
+        return int(found)
 
-    def parse(self, value: Any) -> int:
-        """See `Kind.parse`."""
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        is_in = self.least <= number <= (math.inf if self.most is None else self.most)
-        if not (is_in or number in self.also) or not number.is_integer():
-            allowed = (
-                f"of at least {self.least}"
-                if self.most is None
-                else f"from {self.least} to {self.most}"
-            )
-            msg = f"must be an integer {allowed}" + "".join(f", or {n}" for n in self.also)
-            raise NotOfKindError(msg)
-        return int(number)
+    return parse
 
 
-class Seconds(Kind):
-    """A positive number, maybe infinite."""
+def seconds(value: Any) -> float:
+    """Read a positive number, maybe infinite."""
+    found = _float(value)
+    if not found > 0:
+        raise NotOfKindError(expected="must be a positive number of seconds (inf: never)")
+    return found
 
-    def parse(self, value: Any) -> float:
-        """See `Kind.parse`."""
-        try:
-            seconds = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            seconds = math.nan
-        if not seconds > 0:
-            msg = "must be a positive number of seconds (inf: never)"
-            raise NotOfKindError(msg)
-        return seconds
+
+def _float(value: Any) -> float:
+    """Return a number; not a number if it is none."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

@@ -175,9 +175,9 @@ class SavedPiece(Tensor):
 
         Args:
             piece: 1-D.
-            shape: Of the whole.
-            boxes: Those of the piece that this rank writes.
-            name: Of the parameter, for errors.
+            shape: Shape of the whole.
+            boxes: Boxes of the piece that this rank writes.
+            name: Name of the parameter, for errors.
         """
         self: Self = _compat.make_wrapper(cls, piece, shape)
         self.described = (piece, shape, boxes, name)
@@ -243,7 +243,7 @@ class Pickled:
         count: Number of sharded tensors.
         name: Name of the last one.
         num_pieces: Number of pieces of its whole, each on another rank.
-        is_told: It was said that other ranks have pickled nothing.
+        is_told: Whether it was said that other ranks have pickled nothing.
     """
 
     count = 0

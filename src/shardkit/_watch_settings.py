@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkit._errors import StateError
-from shardkit._kinds import Flag, NotOfKindError, Seconds
+from shardkit._kinds import NotOfKindError, flag, seconds
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ def _value(name: str, value: Any, kind: Any) -> bool | float:
         StateError: It cannot be meant.
     """
     try:
-        parsed: bool | float = (Flag() if kind == "bool" else Seconds()).parse(value)
+        parsed: bool | float = (flag if kind == "bool" else seconds)(value)
     except NotOfKindError as error:
         raise StateError(error.sentence(name, value)) from None
     return parsed

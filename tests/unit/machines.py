@@ -7,13 +7,16 @@ import socket
 import time
 import typing
 
+import torch
+
 from shardkit._doctor.facts import RankFacts
+from shardkit._doctor.machine import Machine
 
 GIB = 2**30
 
 
 @dataclasses.dataclass
-class FakeMachine:
+class FakeMachine(Machine):
     """See `shardkit._doctor.machine.Machine`; connections are real, on the loopback interface."""
 
     host: str = "node0"
@@ -29,7 +32,7 @@ class FakeMachine:
     )
     infiniband: bool = False
     cards: int = 0
-    known: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    known: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
     seen: tuple[str | None, list[str]] = (None, [])
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     product_s: float = 0.001
@@ -43,9 +46,6 @@ class FakeMachine:
     def addresses_of(self, name: str) -> list[str]:
         return self.names.get(name, ["127.0.0.1"])
 
-    def interfaces(self) -> dict[str, str]:
-        return self.faces
-
     def address_towards(self, _host: str) -> str:
         return "127.0.0.1"
 
@@ -55,45 +55,29 @@ class FakeMachine:
             raise TimeoutError(msg)
         return socket.create_connection((address, port), timeout=timeout_s)
 
-    def shared_memory(self) -> tuple[int, int] | None:
-        return self.memory
-
-    def limits(self) -> dict[str, int | None]:
-        return self.soft_limits
-
-    def has_infiniband(self) -> bool:
-        return self.infiniband
-
-    def num_cards(self) -> int:
-        return self.cards
-
-    def num_cores(self) -> int:
-        return 64
-
-    def versions(self) -> dict[str, str | None]:
-        healthy = {
-            "python": "3.11.7",
-            "torch": "2.13.0",
-            "shardkit": "0.1.0",
-            "torch_xla": None,
+    def facts(self) -> dict[str, typing.Any]:
+        device_type, devices = self.seen
+        total, free = self.memory or (None, None)
+        said = {
             "build": "cpu",
+            "backends": ["gloo"],
+            "device_type": device_type,
+            "devices": devices,
+            "num_cards": self.cards,
+            "interfaces": self.faces,
+            "shm_nbytes": total,
+            "shm_free_nbytes": free,
+            "limits": self.soft_limits,
+            "has_infiniband": self.infiniband,
+            "num_threads": torch.get_num_threads(),
+            "environment": self.variables,
+            "compute_s": self.product_s,
+            **self.known,
         }
-        return {**healthy, **self.known}
-
-    def backends(self) -> list[str]:
-        return ["gloo"]
-
-    def devices(self) -> tuple[str | None, list[str]]:
-        return self.seen
-
-    def device_ids(self) -> list[str]:
-        return []
-
-    def environment(self) -> dict[str, str]:
-        return self.variables
-
-    def compute_s(self) -> float:
-        return self.product_s
+        of_rank = {"rank", "local_rank", "local_world_size", "host", "pid"}
+        of_rank |= {"host_addresses", "address", "port"}
+        healthy = {k: v for k, v in dataclasses.asdict(HEALTHY).items() if k not in of_rank}
+        return {**healthy, **said}
 
 
 HEALTHY = RankFacts(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit._doctor.facts import Timing
+from shardkit.backends.world import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 SIZES = (4, 2**20, 2**24)
 LARGE_SIZES = (*SIZES, 2**28)
-"""Of a rank's tensor, in bytes; the last one on accelerators only."""
+"""Sizes of a rank's tensor in bytes; the last one on accelerators only."""
 
 _MOST_RANKS = 16  # From as many of the largest tensors on nothing is gathered.
 _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
@@ -28,20 +29,8 @@ _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
 
 def backends() -> list[str]:
     """Return names of torch's backends that are there."""
-    asked = {
-        "gloo": dist.is_gloo_available,
-        "nccl": dist.is_nccl_available,
-        "mpi": dist.is_mpi_available,
-        "xccl": dist.is_xccl_available,
-    }
-    return [name for name, is_there in asked.items() if is_there()]
-
-
-def backend_of(device_type: str | None) -> str:
-    """Return the backend of a device type, as training has it."""
-    return {None: "gloo", "cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}.get(
-        device_type, dist.get_default_backend_for_device(device_type or "cpu")
-    )
+    known = ("gloo", "nccl", "mpi", "xccl")
+    return [name for name in known if getattr(dist, f"is_{name}_available")()]
 
 
 def measure(
@@ -50,24 +39,23 @@ def measure(
     """Time collectives; after one that failed, the others are left out. Collective.
 
     Args:
-        place: Of this rank.
-        store: By which ranks meet, for this alone.
-        device_type: Where tensors are; None: on the host.
-        timeout_s: Of one collective.
+        place: The place of this rank.
+        store: A store by which ranks meet, for this alone.
+        device_type: Type of the device with the tensors; None: the host.
+        timeout_s: Limit of one collective in seconds.
     """
     device = _device(place, device_type)
     try:
         dist.init_process_group(
-            backend_of(device_type),
+            engine_of(device_type),
             store=store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
     except (RuntimeError, ValueError) as error:
-        yield Timing(
-            rank=place.rank, collective="start", nbytes=0, seconds=None, error=_first_line(error)
-        )
+        text = _first_line(error)
+        yield Timing(rank=place.rank, collective="start", nbytes=0, seconds=None, error=text)
         return
     sizes = SIZES if device_type in (None, "cpu") else LARGE_SIZES
     most_gathered = _MOST_RANKS * sizes[-1]
@@ -88,6 +76,7 @@ def measure(
 def _timed(
     place: LaunchPlace, name: str, nbytes: int, make: Callable[[], Callable[[], bool]]
 ) -> Timing:
+    timing = functools.partial(Timing, rank=place.rank, collective=name, nbytes=nbytes)
     times = []
     try:
         call = make()
@@ -97,15 +86,10 @@ def _timed(
             is_right = call()
             times.append(time.perf_counter() - start)
             if not is_right:
-                msg = "its result is wrong"
-                return Timing(
-                    rank=place.rank, collective=name, nbytes=nbytes, seconds=None, error=msg
-                )
+                return timing(seconds=None, error="its result is wrong")
     except (RuntimeError, ValueError) as error:
-        text = _first_line(error)
-        return Timing(rank=place.rank, collective=name, nbytes=nbytes, seconds=None, error=text)
-    seconds = statistics.median(times[1:])  # The first one makes connections.
-    return Timing(rank=place.rank, collective=name, nbytes=nbytes, seconds=seconds)
+        return timing(seconds=None, error=_first_line(error))
+    return timing(seconds=statistics.median(times[1:]))  # The first one makes connections.
 
 
 def _all_reduce(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:

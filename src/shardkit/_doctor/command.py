@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardkit._doctor.facts import Checkup, Finding, LaunchPlace
-from shardkit._doctor.machine import ThisMachine
+from shardkit._doctor.machine import Machine
 from shardkit._doctor.report import as_json, finding_lines, is_healthy, lines_of
 from shardkit._doctor.rules_group import examine
 from shardkit._doctor.session import (
@@ -96,7 +96,7 @@ def _start_ranks(timeout_s: float) -> int:
 
 def _check(place: LaunchPlace, timeout_s: float, device: str | None, *, is_json: bool) -> int:
     """Do a rank's part; return its exit status."""
-    machine = ThisMachine()
+    machine = Machine()
     session: Session | None = None
 
     def expired() -> None:

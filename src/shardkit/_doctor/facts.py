@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from shardkit._errors import listed
 
@@ -18,7 +18,7 @@ class LaunchPlace:
     Attributes:
         hosts_store: Whether this rank opens the port by which ranks meet. Under torchrun an agent
             has done so.
-        is_alone: The command started the ranks itself, as many as it needs.
+        is_alone: Whether the command started the ranks itself.
     """
 
     rank: int
@@ -36,28 +36,29 @@ class RankFacts:
     """What a rank says of itself and its machine.
 
     Attributes:
-        rank: In the group.
-        local_world_size: Ranks on its host.
+        rank: Its number in the group.
+        local_rank: Its number on its host.
+        local_world_size: Number of ranks on its host.
         host: Name of the host.
         python: Version. So are `torch`, `shardkit`, and `torch_xla`, which may be missing.
-        build: What torch is built for: ``"cpu"``, ``"cuda 13.0"``, ``"rocm 6.4"``.
+        build: Kind of torch's build: ``"cpu"``, ``"cuda 13.0"``, ``"rocm 6.4"``.
         backends: Names of torch's backends that are there.
-        device_type: Of the accelerator that torch sees; None: it sees none.
+        device_type: Type of the accelerator that torch sees; None: it sees none.
         devices: Names of those that this rank sees.
-        num_cards: Of NVIDIA or AMD, that the system has, whether torch sees them or not.
-        host_addresses: What the name of the host resolves to; empty: it does not.
+        num_cards: Number of cards (NVIDIA, AMD) that the system has, seen by torch or not.
+        host_addresses: Addresses that the name of the host resolves to.
         interfaces: Addresses (IPv4) of network interfaces that are up, by name.
-        address: Of the interface towards rank 0's host.
-        port: Where it answers others.
+        address: Address of the interface towards rank 0's host.
+        port: Port where it answers others.
         shm_nbytes: Size of shared memory; None: there is none.
-        shm_free_nbytes: What of it is free.
+        shm_free_nbytes: Free part of it.
         limits: Soft limits: ``memlock`` in bytes, ``nofile``, ``nproc``; None: no limit.
         has_infiniband: Whether there are adapters of InfiniBand or RoCE.
-        num_cores: That this process may use.
-        num_threads: That torch uses in it.
+        num_cores: Number of cores that this process may use.
+        num_threads: Number of threads that torch uses in it.
         environment: Variables that change how ranks communicate.
         compute_s: Time of a small product of matrices on the host, the best of several.
-        device_ids: What tells devices from others of the host; empty: their numbers do.
+        device_ids: Names by which devices differ from others of the host; empty: their numbers do.
     """
 
     rank: int
@@ -105,12 +106,12 @@ class Link:
     Attributes:
         source: Rank that connects.
         target: Rank that answers.
-        interface: Of the target.
-        address: Of that interface.
+        interface: Interface of the target.
+        address: Address of that interface.
         is_primary: Whether backends use it, if nothing else is said.
-        error: Why there is none; None: there is one.
-        latency_s: Of a message there and back, the best of several.
-        bytes_per_s: Of a few megabytes.
+        error: Reason why there is none; None: there is one.
+        latency_s: Time of a message there and back, the best of several.
+        bytes_per_s: Rate of a few megabytes.
         clock_offset_s: The target's clock minus the source's.
     """
 
@@ -130,9 +131,9 @@ class Timing:
     """A collective, as one rank saw it.
 
     Attributes:
-        nbytes: Of the tensor of a rank.
+        nbytes: Size of the tensor of a rank.
         seconds: The median of several; None: it failed.
-        error: Why.
+        error: Reason why it failed.
     """
 
     rank: int
@@ -151,8 +152,8 @@ class Finding:
         level: ``"error"``: training fails, or is wrong; ``"warning"``: it is slow, or may fail;
             ``"note"``.
         where: Ranks and hosts.
-        what: What is wrong.
-        remedy: What to do.
+        what: The fault.
+        remedy: The way to mend it.
     """
 
     check: str
@@ -167,14 +168,14 @@ class Checkup:
     """All that rank 0 knows of the group.
 
     Attributes:
-        world_size: Ranks that there should be.
+        world_size: Number of ranks that there should be.
         master: Host and port by which ranks meet.
-        ranks: Those that came.
-        links: Between them.
-        timings: Of collectives.
+        ranks: Facts of those that came.
+        links: Connections between them.
+        timings: Times of collectives.
         silent: Ranks that came, and did not answer in a later step, by the step.
-        backend: Of the collectives; None: none were tried.
-        is_alone: The command started the ranks itself: they may be more than there are devices.
+        backend: Engine of the collectives; None: none were tried.
+        is_alone: Whether the command started the ranks itself: there may be more than devices.
     """
 
     world_size: int
@@ -209,10 +210,6 @@ class Checkup:
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host."""
         return next((facts.host for facts in self.ranks if facts.rank == rank), "?")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for programs."""
-        return {**asdict(self), "missing": self.missing}
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -31,10 +31,10 @@ class Answerer:
     """Answers other ranks, in threads, until it is closed: the time, or that bytes have come.
 
     Args:
-        machine: Whose clock is told.
+        machine: The machine whose clock is told.
 
     Attributes:
-        port: Where, on all interfaces.
+        port: Port, on all interfaces.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -67,8 +67,10 @@ class Answerer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while (kind := connection.recv(1)) in (_CLOCK, _BYTES):
                     if kind == _BYTES:
-                        left = min(_LENGTH.unpack(_receive(connection, _LENGTH.size))[0], _NBYTES)
-                        _discard(connection, left)
+                        (nbytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+                        left = min(nbytes, _NBYTES)
+                        while left:
+                            left -= len(_receive(connection, min(left, _CHUNK)))
                     connection.sendall(_ANSWER.pack(self._machine.clock()))
             except OSError:
                 return  # The other one has gone.
@@ -79,26 +81,20 @@ def measure(machine: Machine, own: RankFacts, target: RankFacts, *, timeout_s: f
 
     Loopback and interfaces of containers count only where they are the primary one.
     """
-    links = [_measure(machine, own, target, target.address, timeout_s=timeout_s, is_primary=True)]
-    if own.host == target.host:
-        return links
-    for name, address in target.interfaces.items():
-        if address != target.address and not name.startswith(_VIRTUAL):
-            links.append(
-                _measure(machine, own, target, address, timeout_s=timeout_s, is_primary=False)
-            )
-    return links
+    addresses = [target.address]
+    if own.host != target.host:
+        addresses += [
+            address
+            for name, address in target.interfaces.items()
+            if address != target.address and not name.startswith(_VIRTUAL)
+        ]
+    return [_measure(machine, own, target, each, timeout_s=timeout_s) for each in addresses]
 
 
 def _measure(
-    machine: Machine,
-    own: RankFacts,
-    target: RankFacts,
-    address: str,
-    *,
-    timeout_s: float,
-    is_primary: bool,
+    machine: Machine, own: RankFacts, target: RankFacts, address: str, *, timeout_s: float
 ) -> Link:
+    is_primary = address == target.address
     names = [name for name, found in target.interfaces.items() if found == address]
     link = functools.partial(
         Link,
@@ -155,11 +151,3 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
             raise ConnectionError(msg)
         parts += part
     return parts
-
-
-def _discard(connection: socket.socket, nbytes: int) -> None:
-    while nbytes > 0:
-        part = connection.recv(min(nbytes, _CHUNK))
-        if not part:
-            return
-        nbytes -= len(part)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from shardkit._doctor.facts import Finding, ranks_in_words
 
@@ -23,13 +24,8 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 def as_json(checkup: Checkup, findings: Sequence[Finding]) -> str:
     """Return all that is known, for programs."""
-    found: list[dict[str, Any]] = [
-        {name: getattr(finding, name) for name in ("check", "level", "where", "what", "remedy")}
-        for finding in findings
-    ]
-    return json.dumps(
-        {"healthy": is_healthy(findings), "findings": found, **checkup.as_dict()}, indent=2
-    )
+    found = {"healthy": is_healthy(findings), "findings": [*map(asdict, findings)]}
+    return json.dumps({**found, **asdict(checkup), "missing": checkup.missing}, indent=2)
 
 
 def lines_of(checkup: Checkup, findings: Sequence[Finding]) -> list[str]:
@@ -73,14 +69,10 @@ def _host_lines(host: str, ranks: list[RankFacts]) -> list[str]:
         f"  devices: {len(facts.devices)} ({devices}), backends: {', '.join(facts.backends)}",
         f"  {facts.num_cores} cores, {facts.num_threads} threads a rank, /dev/shm {shm}, {limits}",
         f"  network: {network}; the name resolves to {addresses}",
-        f"  XLA: {_xla(facts)}",
+        "  XLA: torch_xla is not installed, so it is not checked"
+        if facts.torch_xla is None
+        else f"  XLA: torch_xla {facts.torch_xla}, whose devices are not checked",
     ]
-
-
-def _xla(facts: RankFacts) -> str:
-    if facts.torch_xla is None:
-        return "torch_xla is not installed, so it is not checked"
-    return f"torch_xla {facts.torch_xla}, whose devices are not checked"
 
 
 def _link_lines(checkup: Checkup) -> list[str]:

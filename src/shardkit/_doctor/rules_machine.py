@@ -2,274 +2,275 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from shardkit._doctor.facts import Finding, Level
+from shardkit.backends.world import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardkit._doctor.facts import Checkup, RankFacts
 
-_MIB, _GIB = 2**20, 2**30
-_LEAST_SHM = _GIB
+_MIB = 2**20
+_LEAST_SHM = 2**30
 _LEAST_FREE_SHM = 64 * _MIB
 _LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
 _OLDEST_TORCH = (2, 9)
 _GPU_BUILDS = ("cuda", "rocm")
+_ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,size=16g /dev/shm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """A finding of one rank.
+
+    Attributes:
+        check: The finding's name.
+        level: Its level.
+        applies: A function that tells whether the rank gets it.
+        what: The text, in which `_words` are put.
+        remedy: The same of what to do.
+        alone: The level where there is one host only.
+        is_of_host: Whether the first rank of a host speaks for the others.
+        names_rank: Whether the finding names the rank beside its host.
+    """
+
+    check: str
+    level: Level
+    applies: Callable[[RankFacts, Checkup], object]
+    what: str
+    remedy: str
+    alone: Level | None = None
+    is_of_host: bool = True
+    names_rank: bool = False
 
 
 def findings_of(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
     """Yield what is wrong with a rank; what is of the host, of its first rank only."""
-    for rule in _OF_RANK:
-        yield from rule(facts, checkup)
-    same_host = [other.rank for other in checkup.ranks if other.host == facts.host]
-    if facts.rank == min(same_host):
-        for rule in _OF_HOST:
-            yield from rule(facts, checkup)
-
-
-def _finding(
-    facts: RankFacts, check: str, level: Level, what: str, remedy: str, *, is_host: bool = True
-) -> Finding:
-    where = facts.host if is_host else f"rank {facts.rank} on {facts.host}"
-    return Finding(check=check, level=level, where=where, what=what, remedy=remedy)
-
-
-# --- torch and devices ----------------------------------------------------------------------------
-
-
-def _torch(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    parts = facts.torch.split("+")[0].split(".")
-    numbers = tuple(int(part) for part in parts[:2] if part.isdecimal())
-    if numbers < _OLDEST_TORCH:
-        yield _finding(
-            facts,
-            "torch-old",
-            "error",
-            f"torch is {facts.torch}, and shardkit needs 2.9 or newer",
-            "pip install 'torch>=2.9', the build for this machine's driver",
-        )
-
-
-def _cards(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    if facts.num_cards and not facts.build.startswith(_GPU_BUILDS):
-        yield _finding(
-            facts,
-            "torch-build",
-            "error",
-            f"the machine has {facts.num_cards} cards, and torch {facts.torch} is built for the "
-            f"CPU only",
-            "install the build of torch for the driver: see pytorch.org/get-started",
-        )
-    elif facts.num_cards and not facts.devices and facts.build.startswith(_GPU_BUILDS):
-        yield _finding(
-            facts,
-            "no-devices",
-            "error",
-            f"the machine has {facts.num_cards} cards, and torch ({facts.build}) sees none",
-            "look at nvidia-smi (rocm-smi) and at CUDA_VISIBLE_DEVICES; the driver must be as new "
-            "as torch's build wants; in a container pass the devices (--gpus all)",
-        )
-
-
-def _too_few_devices(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    number = len(checkup.devices_of(facts.host))
-    if number and facts.local_world_size > number and not checkup.is_alone:
-        yield _finding(
-            facts,
-            "too-few-devices",
-            "error",
-            f"{facts.local_world_size} ranks share {number} devices",
-            f"start {number} ranks on this host (torchrun --nproc-per-node), or let "
-            f"them see more devices",
-        )
-
-
-def _backend(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    wanted = {"cuda": "nccl", "xpu": "xccl"}.get(facts.device_type or "cpu", "gloo")
-    if wanted not in facts.backends:
-        yield _finding(
-            facts,
-            "no-backend",
-            "error",
-            f"torch has no {wanted}, the backend of {facts.device_type or 'cpu'} ranks; it has "
-            f"{', '.join(facts.backends) or 'none'}",
-            "install a build of torch with it",
-        )
-
-
-def _xla(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    if facts.torch_xla is None:
-        return
-    yield _finding(
-        facts,
-        "xla",
-        "note",
-        f"torch_xla {facts.torch_xla} is installed. XLA devices and their links are not checked",
-        "python -c 'import torch_xla; print(torch_xla.devices())' says whether they are seen",
-    )
-    if facts.torch_xla.split("+")[0].split(".")[:2] != facts.torch.split("+")[0].split(".")[:2]:
-        yield _finding(
-            facts,
-            "xla-version",
-            "error",
-            f"torch_xla {facts.torch_xla} is made for another torch than {facts.torch}",
-            "install both in the same version",
-        )
-
-
-# --- limits of the system -------------------------------------------------------------------------
-
-
-def _shared_memory(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    total, free = facts.shm_nbytes, facts.shm_free_nbytes
-    if total is None or free is None:
-        yield _finding(
-            facts,
-            "no-shm",
-            "warning",
-            "there is no /dev/shm: loaders with workers and NCCL within a host need it",
-            "mount it: mount -t tmpfs tmpfs /dev/shm",
-        )
-    elif free < min(_LEAST_FREE_SHM * facts.local_world_size, total // 2):
-        yield _finding(
-            facts,
-            "shm-full",
-            "error",
-            f"shared memory (/dev/shm) has {free // _MIB} MiB free of {total // _MIB} MiB, for "
-            f"{facts.local_world_size} ranks",
-            "delete what earlier runs left there (ls -l /dev/shm), or make it larger: in a "
-            "container --shm-size=16g or --ipc=host, else mount -o remount,size=16g /dev/shm",
-        )
-    elif total < _LEAST_SHM:
-        yield _finding(
-            facts,
-            "shm-small",
-            "warning",
-            f"shared memory (/dev/shm) has {total // _MIB} MiB, which loaders and NCCL soon fill",
-            "in a container --shm-size=16g or --ipc=host, else mount -o remount,size=16g /dev/shm",
-        )
-
-
-def _limits(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    locked, files = facts.limits.get("memlock"), facts.limits.get("nofile")
-    processes = facts.limits.get("nproc")
-    if facts.has_infiniband and locked is not None:
-        yield _finding(
-            facts,
-            "memlock",
-            "error",
-            f"ranks may lock {locked // 1024} KiB of memory, and InfiniBand needs all it registers",
-            "ulimit -l unlimited: in /etc/security/limits.conf '* - memlock unlimited', in a "
-            "container --ulimit memlock=-1, under slurm PropagateResourceLimitsExcept=MEMLOCK",
-        )
-    if files is not None and files < _LEAST_FILES:
-        yield _finding(
-            facts,
-            "nofile",
-            "warning",
-            f"a process may have {files} open files; each connection and each tensor of a data "
-            f"loader takes one",
-            "ulimit -n 65536 before the launcher, or LimitNOFILE of its service",
-        )
-    if processes is not None and processes < _LEAST_PROCESSES:
-        yield _finding(
-            facts,
-            "nproc",
-            "warning",
-            f"the user may have {processes} processes and threads; ranks with loaders have more",
-            "ulimit -u 65536 before the launcher, or TasksMax of its service",
-        )
-
-
-def _threads(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    wanted = facts.num_threads * facts.local_world_size
-    if facts.local_world_size > 1 and wanted > 2 * facts.num_cores:
-        yield _finding(
-            facts,
-            "threads",
-            "warning",
-            f"{facts.local_world_size} ranks with {facts.num_threads} threads each share "
-            f"{facts.num_cores} cores",
-            f"OMP_NUM_THREADS={max(1, facts.num_cores // facts.local_world_size)}",
-        )
-
-
-# --- names ----------------------------------------------------------------------------------------
-
-
-def _host_name(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    if not facts.host_addresses:
-        yield _finding(
-            facts,
-            "host-unknown",
-            "error" if checkup.num_hosts > 1 else "warning",
-            f"the host's name {facts.host!r} resolves to no address; gloo looks itself up by it",
-            f"add '{facts.address} {facts.host}' to /etc/hosts, or name the interface: "
-            f"GLOO_SOCKET_IFNAME={_interface(facts)}",
-        )
-        return
-    is_loopback = all(_is_loopback(address) for address in facts.host_addresses)
-    chosen = any(name in facts.environment for name in ("GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFADDR"))
-    if is_loopback and checkup.num_hosts > 1 and not chosen:
-        yield _finding(
-            facts,
-            "host-loopback",
-            "error",
-            f"the host's name {facts.host!r} resolves to {facts.host_addresses[0]}, where other "
-            f"hosts cannot reach it; gloo tells them this address",
-            f"in /etc/hosts put '{facts.address} {facts.host}' in the place of the line with "
-            f"{facts.host_addresses[0]}, or GLOO_SOCKET_IFNAME={_interface(facts)}",
-        )
-
-
-def _interface_names(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
-    del checkup
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        text = facts.environment.get(variable, "")
-        if not text or text.startswith("^"):
-            continue
-        # NCCL takes beginnings of names, and with "=" whole ones.
-        wanted = text.removeprefix("=").split(",")
-        if not any(name.startswith(part) for part in wanted for name in facts.interfaces):
-            yield _finding(
-                facts,
-                "interface-unknown",
-                "error",
-                f"{variable} is {text!r}, and the host has {', '.join(facts.interfaces)}",
-                f"{variable}={_interface(facts)}, the interface towards rank 0",
-                is_host=False,
+    is_first = facts.rank == min(each.rank for each in checkup.ranks if each.host == facts.host)
+    words = _words(facts, checkup)
+    for rule in _RULES:
+        if (is_first or not rule.is_of_host) and rule.applies(facts, checkup):
+            yield Finding(
+                check=rule.check,
+                level=rule.alone if rule.alone and checkup.num_hosts == 1 else rule.level,
+                where=f"rank {facts.rank} on {facts.host}" if rule.names_rank else facts.host,
+                what=rule.what.format(**words),
+                remedy=rule.remedy.format(**words),
             )
 
 
-def _interface(facts: RankFacts) -> str:
-    names = [name for name, address in facts.interfaces.items() if address == facts.address]
-    return names[0] if names else "eth0"
+def _words(facts: RankFacts, checkup: Checkup) -> dict[str, Any]:
+    """Return what texts name: `f` is the facts."""
+    return {
+        "f": facts,
+        "device_type": facts.device_type or "cpu",
+        "engine": engine_of(facts.device_type),
+        "backends": ", ".join(facts.backends) or "none",
+        "num_devices": len(checkup.devices_of(facts.host)),
+        "shm_mib": (facts.shm_nbytes or 0) // _MIB,
+        "shm_free_mib": (facts.shm_free_nbytes or 0) // _MIB,
+        "locked_kib": (facts.limits.get("memlock") or 0) // 1024,
+        "num_threads": max(1, facts.num_cores // facts.local_world_size),
+        "interfaces": ", ".join(facts.interfaces),
+        "interface": next(
+            (name for name, address in facts.interfaces.items() if address == facts.address), "eth0"
+        ),
+    }
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(
+        int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdecimal()
+    )
 
 
-_OF_RANK: tuple[Callable[[RankFacts, Checkup], Iterator[Finding]], ...] = (
-    _torch,
-    _limits,
-    _interface_names,
-)
-_OF_HOST: tuple[Callable[[RankFacts, Checkup], Iterator[Finding]], ...] = (
-    _cards,
-    _too_few_devices,
-    _backend,
-    _xla,
-    _shared_memory,
-    _threads,
-    _host_name,
+def _has_no_shm(facts: RankFacts) -> bool:
+    return facts.shm_nbytes is None or facts.shm_free_nbytes is None
+
+
+def _is_shm_full(facts: RankFacts) -> bool:
+    total, free = facts.shm_nbytes, facts.shm_free_nbytes
+    if total is None or free is None:
+        return False
+    return free < min(_LEAST_FREE_SHM * facts.local_world_size, total // 2)
+
+
+def _is_below(facts: RankFacts, name: str, least: int) -> bool:
+    limit = facts.limits.get(name)
+    return limit is not None and limit < least
+
+
+def _has_only_loopback(facts: RankFacts, checkup: Checkup) -> bool:
+    """Whether other hosts cannot reach what the host's name resolves to, which gloo tells them."""
+    chosen = {"GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFADDR"} & set(facts.environment)
+    return (
+        bool(facts.host_addresses)
+        and all(each.startswith("127.") or each == "::1" for each in facts.host_addresses)
+        and checkup.num_hosts > 1
+        and not chosen
+    )
+
+
+def _names_no_interface(variable: str, facts: RankFacts, _: Checkup) -> bool:
+    text = facts.environment.get(variable, "")
+    if not text or text.startswith("^"):
+        return False
+    # NCCL takes beginnings of names, and with "=" whole ones.
+    wanted = tuple(text.removeprefix("=").split(","))
+    return not any(name.startswith(wanted) for name in facts.interfaces)
+
+
+_RULES = (
+    # --- torch and devices ---
+    _Rule(
+        check="torch-old",
+        level="error",
+        applies=lambda f, _: _release(f.torch) < _OLDEST_TORCH,
+        what="torch is {f.torch}, and shardkit needs 2.9 or newer",
+        remedy="pip install 'torch>=2.9', the build for this machine's driver",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="torch-build",
+        level="error",
+        applies=lambda f, _: f.num_cards and not f.build.startswith(_GPU_BUILDS),
+        what="the machine has {f.num_cards} cards, and torch {f.torch} is built for the CPU only",
+        remedy="install the build of torch for the driver: see pytorch.org/get-started",
+    ),
+    _Rule(
+        check="no-devices",
+        level="error",
+        applies=lambda f, _: f.num_cards and f.build.startswith(_GPU_BUILDS) and not f.devices,
+        what="the machine has {f.num_cards} cards, and torch ({f.build}) sees none",
+        remedy="look at nvidia-smi (rocm-smi) and at CUDA_VISIBLE_DEVICES; the driver must be as "
+        "new as torch's build wants; in a container pass the devices (--gpus all)",
+    ),
+    _Rule(
+        check="too-few-devices",
+        level="error",
+        applies=lambda f, c: 0 < len(c.devices_of(f.host)) < f.local_world_size and not c.is_alone,
+        what="{f.local_world_size} ranks share {num_devices} devices",
+        remedy="start {num_devices} ranks on this host (torchrun --nproc-per-node), or let them "
+        "see more devices",
+    ),
+    _Rule(
+        check="no-backend",
+        level="error",
+        applies=lambda f, _: engine_of(f.device_type) not in f.backends,
+        what="torch has no {engine}, the backend of {device_type} ranks; it has {backends}",
+        remedy="install a build of torch with it",
+    ),
+    _Rule(
+        check="xla",
+        level="note",
+        applies=lambda f, _: f.torch_xla is not None,
+        what="torch_xla {f.torch_xla} is installed. XLA devices and their links are not checked",
+        remedy="python -c 'import torch_xla; print(torch_xla.devices())' says whether they are "
+        "seen",
+    ),
+    _Rule(
+        check="xla-version",
+        level="error",
+        applies=lambda f, _: f.torch_xla and _release(f.torch_xla) != _release(f.torch),
+        what="torch_xla {f.torch_xla} is made for another torch than {f.torch}",
+        remedy="install both in the same version",
+    ),
+    # --- limits of the system ---
+    _Rule(
+        check="no-shm",
+        level="warning",
+        applies=lambda f, _: _has_no_shm(f),
+        what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
+        remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
+    ),
+    _Rule(
+        check="shm-full",
+        level="error",
+        applies=lambda f, _: _is_shm_full(f),
+        what="shared memory (/dev/shm) has {shm_free_mib} MiB free of {shm_mib} MiB, for "
+        "{f.local_world_size} ranks",
+        remedy="delete what earlier runs left there (ls -l /dev/shm), or make it larger: in a "
+        + _ENLARGE_SHM,
+    ),
+    _Rule(
+        check="shm-small",
+        level="warning",
+        applies=lambda f, _: (
+            not _has_no_shm(f) and not _is_shm_full(f) and (f.shm_nbytes or 0) < _LEAST_SHM
+        ),
+        what="shared memory (/dev/shm) has {shm_mib} MiB, which loaders and NCCL soon fill",
+        remedy="in a " + _ENLARGE_SHM,
+    ),
+    _Rule(
+        check="memlock",
+        level="error",
+        applies=lambda f, _: f.has_infiniband and f.limits.get("memlock") is not None,
+        what="ranks may lock {locked_kib} KiB of memory, and InfiniBand needs all it registers",
+        remedy="ulimit -l unlimited: in /etc/security/limits.conf '* - memlock unlimited', in a "
+        "container --ulimit memlock=-1, under slurm PropagateResourceLimitsExcept=MEMLOCK",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="nofile",
+        level="warning",
+        applies=lambda f, _: _is_below(f, "nofile", _LEAST_FILES),
+        what="a process may have {f.limits[nofile]} open files; each connection and each tensor "
+        "of a data loader takes one",
+        remedy="ulimit -n 65536 before the launcher, or LimitNOFILE of its service",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="nproc",
+        level="warning",
+        applies=lambda f, _: _is_below(f, "nproc", _LEAST_PROCESSES),
+        what="the user may have {f.limits[nproc]} processes and threads; ranks with loaders have "
+        "more",
+        remedy="ulimit -u 65536 before the launcher, or TasksMax of its service",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="threads",
+        level="warning",
+        applies=lambda f, _: (
+            f.local_world_size > 1 and f.num_threads * f.local_world_size > 2 * f.num_cores
+        ),
+        what="{f.local_world_size} ranks with {f.num_threads} threads each share {f.num_cores} "
+        "cores",
+        remedy="OMP_NUM_THREADS={num_threads}",
+    ),
+    # --- names ---
+    _Rule(
+        check="host-unknown",
+        level="error",
+        applies=lambda f, _: not f.host_addresses,
+        what="the host's name {f.host!r} resolves to no address; gloo looks itself up by it",
+        remedy="add '{f.address} {f.host}' to /etc/hosts, or name the interface: "
+        "GLOO_SOCKET_IFNAME={interface}",
+        alone="warning",
+    ),
+    _Rule(
+        check="host-loopback",
+        level="error",
+        applies=_has_only_loopback,
+        what="the host's name {f.host!r} resolves to {f.host_addresses[0]}, where other hosts "
+        "cannot reach it; gloo tells them this address",
+        remedy="in /etc/hosts put '{f.address} {f.host}' in the place of the line with "
+        "{f.host_addresses[0]}, or GLOO_SOCKET_IFNAME={interface}",
+    ),
+    *(
+        _Rule(
+            check="interface-unknown",
+            level="error",
+            applies=functools.partial(_names_no_interface, variable),
+            what=f"{variable} is {{f.environment[{variable}]!r}}, and the host has {{interfaces}}",
+            remedy=f"{variable}={{interface}}, the interface towards rank 0",
+            is_of_host=False,
+            names_rank=True,
+        )
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    ),
 )

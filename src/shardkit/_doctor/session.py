@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardkit._doctor import collectives, links
 from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, Link, RankFacts, Timing
 from shardkit._doctor.machine import facts_of
+from shardkit.backends.world import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -38,12 +39,15 @@ class NoStoreError(Exception):
     """A rank cannot get to where ranks meet.
 
     Args:
-        finding: Why.
+        where: The rank. This and the others are those of a `Finding`.
+        check: Its name.
+        what: The fault.
+        remedy: The way to mend it.
     """
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.what)
-        self.finding = finding
+    def __init__(self, where: str, check: str, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.finding = Finding(check=check, level="error", where=where, what=what, remedy=remedy)
 
 
 def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
@@ -73,14 +77,10 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
     host = f"rank {place.rank} on {machine.host_name()}"
     if not machine.addresses_of(place.master_addr):
         raise NoStoreError(
-            Finding(
-                check="master-unknown",
-                level="error",
-                where=host,
-                what=f"MASTER_ADDR {place.master_addr!r} resolves to no address",
-                remedy="give the address of rank 0's host, or a name that all hosts know "
-                "(getent hosts NAME)",
-            )
+            host,
+            "master-unknown",
+            f"MASTER_ADDR {place.master_addr!r} resolves to no address",
+            "give the address of rank 0's host, or a name that all hosts know (getent hosts NAME)",
         )
     if not place.hosts_store:
         _wait_for_master(machine, place, timeout_s, host)
@@ -94,14 +94,11 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
         )
     except (dist.DistError, RuntimeError) as error:
         raise NoStoreError(
-            Finding(
-                check="master-port",
-                level="error",
-                where=host,
-                what=f"the port of {where} cannot be opened: {str(error).splitlines()[0]}",
-                remedy="another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
-                "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
-            )
+            host,
+            "master-port",
+            f"the port of {where} cannot be opened: {str(error).splitlines()[0]}",
+            "another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
+            "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
         ) from error
     return _prefixed(_PREFIX, store)
 
@@ -118,16 +115,13 @@ def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, hos
                 time.sleep(_POLL_S)
                 continue
             raise NoStoreError(
-                Finding(
-                    check="master-unreachable",
-                    level="error",
-                    where=host,
-                    what=f"MASTER_ADDR {place.master_addr}, port {place.master_port} (MASTER_PORT) "
-                    f"could not be reached in {timeout_s:.0f} s: {error}",
-                    remedy="is rank 0 there, and is its MASTER_ADDR the same? If so, a firewall is "
-                    "in between: open this port and those that the system chooses, between all "
-                    "hosts",
-                )
+                host,
+                "master-unreachable",
+                f"MASTER_ADDR {place.master_addr}, port {place.master_port} (MASTER_PORT) "
+                f"could not be reached in {timeout_s:.0f} s: {error}",
+                "is rank 0 there, and is its MASTER_ADDR the same? If so, a firewall is "
+                "in between: open this port and those that the system chooses, between all "
+                "hosts",
             ) from error
         else:
             return
@@ -139,10 +133,10 @@ class Session:
     Args:
         machine: Its machine.
         place: Its place.
-        store: By which ranks meet.
-        timeout_s: How long a step waits for ranks.
-        device: Where collectives are timed; None: on the accelerator, if all ranks have one.
-        times_collectives: False: leave them out.
+        store: Store by which ranks meet.
+        timeout_s: Time in seconds that a step waits for ranks.
+        device: Device type of timed collectives; None: the accelerator, if all ranks have one.
+        times_collectives: Whether collectives are timed.
     """
 
     def __init__(
@@ -239,7 +233,7 @@ class Session:
         if is_closed or checkup.silent or not self._times:
             kind = ""
         else:
-            checkup.backend = collectives.backend_of(kind)
+            checkup.backend = engine_of(kind)
         self._store.set("collectives", kind)
         return kind or None
 
@@ -295,14 +289,12 @@ class Session:
             self._store.wait([key], timedelta(seconds=timeout_s))
             word: bytes = self._store.get(key)
         except (dist.DistError, RuntimeError) as error:
+            where = f"rank {self._place.rank} on {host}"
             raise NoStoreError(
-                Finding(
-                    check="rank-0-silent",
-                    level="error",
-                    where=f"rank {self._place.rank} on {host}",
-                    what=f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
-                    remedy="look at the output of rank 0",
-                )
+                where,
+                "rank-0-silent",
+                f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
+                "look at the output of rank 0",
             ) from error
         return word
 
@@ -314,8 +306,8 @@ def limited(seconds: float, expired: Callable[[], None]) -> Iterator[None]:
     A backend may wait in a place where no error reaches it.
 
     Args:
-        seconds: How long.
-        expired: Called then, before the process ends with 1.
+        seconds: Limit in seconds.
+        expired: Function that is called then, before the process ends with 1.
     """
 
     def end() -> None:

@@ -31,6 +31,9 @@ _NOT_REACHED = (
 )
 
 
+_ENGINES = dist.Backend.default_device_backend_map
+"""Which device type has which engine; packages for other accelerators add theirs."""
+
 _started_for_host: Any = None
 """The default process group, if it was started for a mesh of the CPU."""
 
@@ -86,15 +89,19 @@ def _start(device_type: str) -> None:
     _started_for_host = dist.group.WORLD if device_type == "cpu" else None
 
 
+def engine_of(device_type: str | None) -> str:
+    """Return the engine of a device type; gloo for None, and where torch knows none."""
+    return _ENGINES.get(device_type or "cpu", "gloo")
+
+
 def _engines_for(device_type: str) -> str | None:
     """Return the engines of the default process group; None: torch's choice.
 
     An accelerator gets one for the host as well, so that small numbers need not pass the device.
     """
-    library = dist.Backend.default_device_backend_map.get(device_type)
-    if device_type == "cpu" or library is None:
+    if device_type == "cpu" or device_type not in _ENGINES:
         return None
-    return f"cpu:gloo,{device_type}:{library}"
+    return f"cpu:gloo,{device_type}:{_ENGINES[device_type]}"
 
 
 def _script() -> str:
@@ -112,13 +119,12 @@ def accelerator_of_world(device_type: str | None) -> str | None:
 
     None if the group was started here for a mesh of the CPU: torch gives that all engines it has.
     """
-    library = dist.Backend.default_device_backend_map.get(device_type or "")
-    if library is None or not dist.is_initialized():
+    if device_type not in _ENGINES or not dist.is_initialized():
         return None
     if _started_for_host is not None and _started_for_host is dist.group.WORLD:
         return None
     engines = dist.get_backend_config().split(",")
-    return device_type if f"{device_type}:{library}" in engines else None
+    return device_type if f"{device_type}:{_ENGINES[device_type]}" in engines else None
 
 
 def group_rank(group: Any) -> int:

@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from shardkit._errors import ConfigError
 from shardkit.config._config import from_config
-from shardkit.config._questions import asked_fields, default_fields
+from shardkit.config._questions import Terminal, asked_fields, default_fields
 from shardkit.config._source import import_yaml
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _DEFAULT_FILE = "fsdp.yaml"
-
-
-class _Terminal:
-    """Asks at the terminal, again until the answer will do; see `Ask`."""
-
-    def choice(self, text: str, words: Sequence[str], default: str) -> str:
-        by_word = {word.lower(): word for word in words}
-        while True:
-            answer = str(typer.prompt(f"{text} ({', '.join(words)})", default=default))
-            if answer.strip().lower() in by_word:
-                return by_word[answer.strip().lower()]
-            print(f"It is one of {', '.join(words)}.")
-
-    def number(self, text: str, default: int, least: int = 1) -> int:
-        while True:
-            answer: int = typer.prompt(text, default=default, type=int)
-            if answer >= least:
-                return answer
-            print(f"It is at least {least}.")
-
-    def yes(self, text: str, *, default: bool) -> bool:
-        return typer.confirm(text, default=default)
-
-    def text(self, text: str) -> str:
-        while True:
-            answer: str = typer.prompt(text, default="", show_default=False)
-            if answer.strip():
-                return answer.strip()
-            print("It is asked for, and there is no default: write it, or end by ctrl-C.")
 
 
 def config_command(
@@ -103,7 +71,7 @@ def config_command(
             layers=layers,
         )
     else:
-        fields = asked_fields(_Terminal(), num_processes=count or 1, use_cpu=not count)
+        fields = asked_fields(Terminal(), num_processes=count or 1, use_cpu=not count)
     try:
         config = from_config(fields)
         _write(config_file, fields)

@@ -22,7 +22,7 @@ from shardkit.config._schema import Found, Settings, settings_of
 from shardkit.config._source import read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.optim import Optimizer
 
@@ -75,11 +75,11 @@ class Config:
     Get one by `from_config`.
 
     Args:
-        fields: As they were written.
-        settings: What they mean.
+        fields: Fields as they were written.
+        settings: Meaning of the fields.
 
     Attributes:
-        settings: What the fields mean, in shardkit's terms. Not to be changed.
+        settings: Meaning of the fields, in shardkit's terms. Not to be changed.
     """
 
     def __init__(self, fields: dict[str, Any], settings: Settings) -> None:
@@ -194,7 +194,7 @@ class Config:
         model of other ranks may be on the meta device. The optimizer may be made before or after.
 
         Args:
-            model: Not sharded. On the host, on the mesh's device, or on meta.
+            model: A model that is not sharded, on the host, on the mesh's device, or on meta.
             param_init_fn: Gives values to a model that is on meta on all ranks, see `materialize`.
                 Without it such a model stays on meta: call `materialize`, or load a checkpoint.
 
@@ -226,7 +226,9 @@ class Config:
                 if not isinstance(param, ShardedTensor):
                     param.data = param.data.to(device, dtype)
             raise
-        self._set_prefetch(model)
+        chosen = {"forward": settings.forward_prefetch, "backward": settings.backward_prefetch}
+        if given := {name: each for name, each in chosen.items() if each is not None}:
+            cast("Any", model).set_prefetch_policy(**given)
         if values is not None:
             values.send(model)
         elif param_init_fn is not None:
@@ -304,16 +306,6 @@ class Config:
             return size_policy(settings.min_num_params)
         return "no_wrap"
 
-    def _set_prefetch(self, model: Any) -> None:
-        settings = self.settings
-        chosen: dict[str, Any] = {}
-        if settings.forward_prefetch is not None:
-            chosen["forward"] = settings.forward_prefetch
-        if settings.backward_prefetch is not None:
-            chosen["backward"] = settings.backward_prefetch
-        if chosen:
-            model.set_prefetch_policy(**chosen)
-
     def _check(self, model: nn.Module) -> None:
         sizes = self.settings.parallelism
         if sizes is None or sizes.tp_size == 1:
@@ -332,17 +324,14 @@ class Config:
             return set()
         modules = [m for name, m in model.named_modules() if name and re.fullmatch(pattern, name)]
         if not modules:
+            names = [repr(name) for name, _ in model.named_modules() if name]
             msg = (
                 f"fsdp_ignored_modules is {pattern!r}, which is the whole name of no module of "
                 f"this {type(model).__name__}. Its modules have names such as "
-                f"{', '.join(repr(name) for name, _ in _first(model.named_modules()))}."
+                f"{', '.join(names[:3])}."
             )
             raise ConfigError(msg)
         return {param for module in modules for param in module.parameters()}
-
-
-def _first(named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    return [item for item in named if item[0]][:3]
 
 
 def _make_masters(model: nn.Module, ignored: set[nn.Parameter]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit._kinds import Flag, NotOfKindError, is_of_kind
+from shardkit._kinds import NotOfKindError, flag, is_of_kind
 from shardkit.config._fields import DEVICES, FSDP, MAX_RANKS, STRATEGIES
 from shardkit.config._schema import (
     is_fsdp_type,
@@ -94,7 +94,7 @@ def _check_version_1(found: Found) -> None:
     try:
         name = strategy_name(found)
     except NotOfKindError:
-        if not is_of_kind(Flag(), written):
+        if not is_of_kind(flag, written):
             must = NotOfKindError(f"must be one of {', '.join(STRATEGIES)} in fsdp_version 1")
             found.refuse("fsdp_reshard_after_forward", must)
             return
@@ -162,7 +162,7 @@ def _check_wrapping(found: Found) -> None:
         ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_min_num_params", "SIZE_BASED_WRAP"),
     ):
-        if found.is_given(name) and policy != owner:
+        if found.value(name) is not None and policy != owner:
             found.complain(
                 name,
                 f"belongs to {owner}, but fsdp_auto_wrap_policy is {policy}. Write "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardkit._kinds import Flag, Number
-from shardkit.config._kinds import Anything, Choice, Empty, Names, Pattern, Text
+from shardkit._kinds import flag, number
+from shardkit.config._kinds import choice, names, pattern, text, unused
+from shardkit.config._source import plain
 
 if TYPE_CHECKING:
     from shardkit._kinds import Kind
@@ -21,7 +22,11 @@ STRATEGIES = {
 """FSDP1's names, in the order of their numbers, and ours."""
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-PREFETCHES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
+PREFETCHES: dict[str, Literal["pre", "post", "none"]] = {
+    "BACKWARD_PRE": "pre",
+    "BACKWARD_POST": "post",
+    "NO_PREFETCH": "none",
+}
 STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 DEVICES = {
     "MULTI_GPU": "cuda",
@@ -48,10 +53,10 @@ class Field:
     """One field.
 
     Attributes:
-        kind: Of its value.
-        use: ``"applied"``: to the model; ``"launcher"``: whoever starts the ranks uses it;
-            ``"noted"``: leaving it out changes nothing.
-        note: Why it changes nothing; empty: it does something.
+        kind: Kind of its value.
+        use: User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
+            ``"noted"``: nobody.
+        note: Reason why it changes nothing; empty: it does something.
     """
 
     kind: Kind
@@ -64,14 +69,16 @@ _TPU_LAUNCH = "Only accelerate launch reads it, on TPUs."
 
 TOP = {
     "compute_environment": Field(
-        Choice(
-            ("LOCAL_MACHINE",),
+        choice(
+            "LOCAL_MACHINE",
             refused={"AMAZON_SAGEMAKER": "Start the ranks by torchrun, and write LOCAL_MACHINE."},
         )
     ),
     "distributed_type": Field(
-        Choice(
-            ("FSDP", "NO", *DEVICES),
+        choice(
+            "FSDP",
+            "NO",
+            *DEVICES,
             refused={
                 "DEEPSPEED": "Write FSDP with an fsdp_config; its ZeRO stage 3 is FULL_SHARD, "
                 "stage 2 SHARD_GRAD_OP.",
@@ -80,102 +87,101 @@ TOP = {
         )
     ),
     "mixed_precision": Field(
-        Choice(
-            ("no", "fp16", "bf16"),
+        choice(
+            "no",
+            "fp16",
+            "bf16",
             refused={
                 "fp8": "Write bf16, and pass low-precision weights as tensor subclasses with "
                 "fsdp_pre_all_gather."
             },
         )
     ),
-    "use_cpu": Field(Flag()),
-    "num_processes": Field(Number(1, MAX_RANKS * MAX_RANKS, also=(-1,))),
-    "num_machines": Field(Number(1, MAX_RANKS)),
-    "machine_rank": Field(Number(0, MAX_RANKS - 1), "launcher"),
-    "gpu_ids": Field(Text(), "launcher"),
-    "main_process_ip": Field(Text(), "launcher"),
-    "main_process_port": Field(Number(0, 2**16 - 1), "launcher"),
-    "rdzv_backend": Field(Text(), "launcher"),
+    "use_cpu": Field(flag),
+    "num_processes": Field(number(1, MAX_RANKS * MAX_RANKS, also=(-1,))),
+    "num_machines": Field(number(1, MAX_RANKS)),
+    "machine_rank": Field(number(0, MAX_RANKS - 1), "launcher"),
+    "gpu_ids": Field(text, "launcher"),
+    "main_process_ip": Field(text, "launcher"),
+    "main_process_port": Field(number(0, 2**16 - 1), "launcher"),
+    "rdzv_backend": Field(text, "launcher"),
     "same_network": Field(
-        Flag(), "launcher", "Hosts meet at main_process_ip, whatever networks lead there."
+        flag, "launcher", "Hosts meet at main_process_ip, whatever networks lead there."
     ),
     "main_training_function": Field(
-        Text(), "launcher", "Ranks run the script as a whole; accelerate calls it on TPUs."
+        text, "launcher", "Ranks run the script as a whole; accelerate calls it on TPUs."
     ),
     "enable_cpu_affinity": Field(
-        Flag(), "launcher", "Ranks are not bound to cores; start the launcher by numactl for it."
+        flag, "launcher", "Ranks are not bound to cores; start the launcher by numactl for it."
     ),
     "mpirun_config": Field(
-        Anything(), "launcher", "Ranks are started by torchrun's agent, not by mpirun."
+        plain, "launcher", "Ranks are started by torchrun's agent, not by mpirun."
     ),
     "ipex_config": Field(  # Of Accelerate 1.12.
-        Anything(), "noted", "It is about Intel's extension of PyTorch, which is not used."
+        plain, "noted", "It is about Intel's extension of PyTorch, which is not used."
     ),
-    "tpu_name": Field(Text(), "launcher", _TPU_LAUNCH),
-    "tpu_zone": Field(Text(), "launcher", _TPU_LAUNCH),
-    "tpu_use_cluster": Field(Flag(), "launcher", _TPU_LAUNCH),
-    "tpu_use_sudo": Field(Flag(), "launcher", _TPU_LAUNCH),
-    "tpu_vm": Field(Anything(), "launcher", _TPU_LAUNCH),
-    "tpu_env": Field(Anything(), "launcher", _TPU_LAUNCH),
-    "command_file": Field(Text(), "noted", _TPU),
-    "commands": Field(Anything(), "noted", _TPU),
+    "tpu_name": Field(text, "launcher", _TPU_LAUNCH),
+    "tpu_zone": Field(text, "launcher", _TPU_LAUNCH),
+    "tpu_use_cluster": Field(flag, "launcher", _TPU_LAUNCH),
+    "tpu_use_sudo": Field(flag, "launcher", _TPU_LAUNCH),
+    "tpu_vm": Field(plain, "launcher", _TPU_LAUNCH),
+    "tpu_env": Field(plain, "launcher", _TPU_LAUNCH),
+    "command_file": Field(text, "noted", _TPU),
+    "commands": Field(plain, "noted", _TPU),
     "debug": Field(
-        Flag(),
+        flag,
         "noted",
         "It checks collectives of Accelerate. Those of shardkit are compared by set_watch.",
     ),
     "downcast_bf16": Field(
-        Empty("Write mixed_precision: bf16 instead.", ("no", "false")),
+        unused("Write mixed_precision: bf16 instead.", "no", "false"),
     ),
-    "fp16": Field(Empty("Write mixed_precision: fp16 instead.", ("false",))),
+    "fp16": Field(unused("Write mixed_precision: fp16 instead.", "false")),
     "dynamo_backend": Field(
-        Empty("Compile layers yourself, after apply: layer.compile().", ("no",)),
+        unused("Compile layers yourself, after apply: layer.compile().", "no"),
     ),
-    "dynamo_config": Field(Empty("Compile layers yourself, after apply: layer.compile().")),
-    "fp8_config": Field(Empty("mixed_precision may be no, fp16 or bf16.")),
-    "deepspeed_config": Field(Empty("Write distributed_type: FSDP and an fsdp_config.")),
-    "megatron_lm_config": Field(Empty("Write a parallelism_config.")),
-    "fsdp_config": Field(Anything()),
-    "parallelism_config": Field(Anything()),
+    "dynamo_config": Field(unused("Compile layers yourself, after apply: layer.compile().")),
+    "fp8_config": Field(unused("mixed_precision may be no, fp16 or bf16.")),
+    "deepspeed_config": Field(unused("Write distributed_type: FSDP and an fsdp_config.")),
+    "megatron_lm_config": Field(unused("Write a parallelism_config.")),
+    "fsdp_config": Field(plain),
+    "parallelism_config": Field(plain),
 }
 
 FSDP = {
-    "fsdp_version": Field(Choice(("1", "2"))),
-    "fsdp_sharding_strategy": Field(Choice(tuple(STRATEGIES), from_1=True)),
-    "fsdp_reshard_after_forward": Field(Text()),
-    "fsdp_offload_params": Field(Flag()),
-    "fsdp_auto_wrap_policy": Field(Choice(WRAPS)),
-    "fsdp_transformer_layer_cls_to_wrap": Field(Names()),
-    "fsdp_min_num_params": Field(Number(1)),
-    "fsdp_backward_prefetch": Field(Choice(tuple(PREFETCHES), from_1=True)),
-    "fsdp_forward_prefetch": Field(Flag()),
-    "fsdp_state_dict_type": Field(Choice(STATE_DICTS, from_1=True)),
-    "fsdp_cpu_ram_efficient_loading": Field(Flag()),
-    "fsdp_sync_module_states": Field(Flag()),
-    "fsdp_activation_checkpointing": Field(Flag()),
+    "fsdp_version": Field(choice("1", "2")),
+    "fsdp_sharding_strategy": Field(choice(*STRATEGIES, from_1=True)),
+    "fsdp_reshard_after_forward": Field(text),
+    "fsdp_offload_params": Field(flag),
+    "fsdp_auto_wrap_policy": Field(choice(*WRAPS)),
+    "fsdp_transformer_layer_cls_to_wrap": Field(names),
+    "fsdp_min_num_params": Field(number(1)),
+    "fsdp_backward_prefetch": Field(choice(*PREFETCHES, from_1=True)),
+    "fsdp_forward_prefetch": Field(flag),
+    "fsdp_state_dict_type": Field(choice(*STATE_DICTS, from_1=True)),
+    "fsdp_cpu_ram_efficient_loading": Field(flag),
+    "fsdp_sync_module_states": Field(flag),
+    "fsdp_activation_checkpointing": Field(flag),
     "fsdp_activation_checkpointing_offload": Field(
-        Empty(
-            "Run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).",
-            ("false", "no"),
-        )
+        unused("Run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).", "false", "no")
     ),
-    "fsdp_ignored_modules": Field(Pattern()),
+    "fsdp_ignored_modules": Field(pattern),
     "fsdp_use_orig_params": Field(
-        Flag(), "noted", "Parameters are always the model's own, with their own names."
+        flag, "noted", "Parameters are always the model's own, with their own names."
     ),
 }
 
 _CONTEXT = "Shard over all ranks, and split sequences in the model."
 
 PARALLELISM = {
-    "parallelism_config_dp_replicate_size": Field(Number(1, MAX_RANKS * MAX_RANKS)),
-    "parallelism_config_dp_shard_size": Field(Number(1, MAX_RANKS * MAX_RANKS)),
-    "parallelism_config_tp_size": Field(Number(1, MAX_RANKS * MAX_RANKS)),
-    "parallelism_config_cp_size": Field(Empty(_CONTEXT, ("1",))),
-    "parallelism_config_sp_size": Field(Empty(_CONTEXT, ("1",))),
+    "parallelism_config_dp_replicate_size": Field(number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_dp_shard_size": Field(number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_tp_size": Field(number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_cp_size": Field(unused(_CONTEXT, "1")),
+    "parallelism_config_sp_size": Field(unused(_CONTEXT, "1")),
     **{
         f"parallelism_config_{name}": Field(
-            Anything(), "noted", "There is no axis of this kind: its size is 1."
+            plain, "noted", "There is no axis of this kind: its size is 1."
         )
         for name in (
             "cp_backend",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from shardkit.config._fields import PREFETCHES, STATE_DICTS, STRATEGIES, WRAPS
 
@@ -13,20 +15,37 @@ _LARGE = 100_000_000
 _PREFIX = "parallelism_config_"
 
 
-class Ask(Protocol):
-    """Whoever answers."""
+class Terminal:
+    """Asks at the terminal, again until the answer will do."""
 
     def choice(self, text: str, words: Sequence[str], default: str) -> str:
         """Return one of `words`."""
+        by_word = {word.lower(): word for word in words}
+        while True:
+            answer = str(typer.prompt(f"{text} ({', '.join(words)})", default=default))
+            if answer.strip().lower() in by_word:
+                return by_word[answer.strip().lower()]
+            typer.echo(f"It is one of {', '.join(words)}.")
 
     def number(self, text: str, default: int, least: int = 1) -> int:
         """Return an integer of at least `least`."""
+        while True:
+            answer: int = typer.prompt(text, default=default, type=int)
+            if answer >= least:
+                return answer
+            typer.echo(f"It is at least {least}.")
 
     def yes(self, text: str, *, default: bool) -> bool:
         """Return yes or no."""
+        return typer.confirm(text, default=default)
 
     def text(self, text: str) -> str:
         """Return words."""
+        while True:
+            answer: str = typer.prompt(text, default="", show_default=False)
+            if answer.strip():
+                return answer.strip()
+            typer.echo("It is asked for, and there is no default: write it, or end by ctrl-C.")
 
 
 def default_fields(
@@ -39,7 +58,7 @@ def default_fields(
     """Return a config for this machine that is right for every model: version 2, full sharding.
 
     Args:
-        num_processes: Ranks.
+        num_processes: Number of ranks.
         use_cpu: Whether they compute on the host.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
         layers: Names of classes, with commas between them; None: modules of 100 million parameters
@@ -61,13 +80,13 @@ def default_fields(
     )
 
 
-def asked_fields(ask: Ask, *, num_processes: int, use_cpu: bool) -> dict[str, Any]:
+def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[str, Any]:
     """Ask, and return the fields of a config.
 
     Args:
-        ask: Answers.
-        num_processes: What is offered as their number.
-        use_cpu: What is offered.
+        ask: The terminal.
+        num_processes: Number of ranks that is offered.
+        use_cpu: Answer that is offered.
     """
     use_cpu = ask.yes("Do the ranks compute on the CPU?", default=use_cpu)
     machines = _machines(ask)
@@ -93,7 +112,7 @@ def asked_fields(ask: Ask, *, num_processes: int, use_cpu: bool) -> dict[str, An
     )
 
 
-def _machines(ask: Ask) -> dict[str, Any]:
+def _machines(ask: Terminal) -> dict[str, Any]:
     number = ask.number("How many machines are there?", 1)
     if number == 1:
         return {}
@@ -106,7 +125,7 @@ def _machines(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _fsdp(ask: Ask) -> dict[str, Any]:
+def _fsdp(ask: Terminal) -> dict[str, Any]:
     version = int(ask.choice("Which fsdp_version has the file?", ("1", "2"), "2"))
     fields: dict[str, Any] = {"fsdp_version": version}
     if version == 1:
@@ -152,7 +171,7 @@ def _fsdp(ask: Ask) -> dict[str, Any]:
     return fields
 
 
-def _parallelism(ask: Ask) -> dict[str, Any]:
+def _parallelism(ask: Terminal) -> dict[str, Any]:
     questions = {
         "dp_replicate_size": "How many replicas are there?",
         "dp_shard_size": "Over how many ranks is each of them sharded?",

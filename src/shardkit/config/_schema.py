@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._errors import ConfigError, nearest
-from shardkit._kinds import Flag, NotOfKindError
+from shardkit._kinds import NotOfKindError, flag
 from shardkit.config._fields import DEVICES, PREFETCHES, PREFIXES, SECTIONS, STRATEGIES
 from shardkit.config._source import Section, Setting, plain
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shardkit.config._source import SourceLine
 
 _MIN_NUM_PARAMS = 100_000_000  # What Accelerate takes where nothing is said.
-_FLAG = Flag()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +35,15 @@ class Settings:
     """What a config means; names are those of its fields, values those of shardkit.
 
     Attributes:
-        device_type: Of the mesh; None: that of the machine's accelerator, else the host's.
+        device_type: Type of the mesh's device; None: the machine's accelerator, else the host.
         strategy: Name of a `shardkit.strategy`.
         precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
         is_fsdp: Whether there is an `fsdp_config` to apply; else the model is replicated.
-        parallelism: None: the strategy and the number of ranks say what the mesh is.
-        num_processes: None: not said.
-        min_num_params: Of a policy by size.
-        forward_prefetch: None: shardkit's default. So is `backward_prefetch`.
-        sync_module_states: Values of rank 0 are sent to the others.
+        parallelism: Sizes of the mesh; None: the strategy and the number of ranks give them.
+        num_processes: Number of ranks; None: not said.
+        min_num_params: Threshold of a policy by size.
+        forward_prefetch: Choice of the user; None: shardkit's default. So is `backward_prefetch`.
+        sync_module_states: Whether values of rank 0 are sent to the others.
         notes: Fields that change nothing, and why.
     """
 
@@ -75,7 +74,7 @@ class Found:
     """Fields that were written, with their values as they are meant, and all complaints.
 
     Args:
-        document: As it was read.
+        document: The file or dict as it was read.
     """
 
     def __init__(self, document: Section) -> None:
@@ -90,14 +89,9 @@ class Found:
         """Return the value of a field, by its whole name."""
         return self._values.get(name, default)
 
-    def is_given(self, name: str) -> bool:
-        """Whether a field was written, and is not null."""
-        return name in self._values
-
     def complain(self, name: str, text: str) -> None:
         """Say that a field is wrong; `text` goes on from its name."""
-        entry = self._entries.get(name)
-        place = self.document.place if entry is None else entry.place
+        place = (self._entries.get(name) or self.document).place
         self.complaints.append((place, f"{name} {text}"))
 
     def refuse(self, name: str, error: NotOfKindError) -> None:
@@ -152,7 +146,7 @@ class Found:
                 continue
             self._entries[name] = entry
             try:
-                self._values[name] = SECTIONS[section][name].kind.parse(entry.value)
+                self._values[name] = SECTIONS[section][name].kind(entry.value)
             except NotOfKindError as error:
                 self.refuse(name, error)
             except (RecursionError, ValueError):  # No text can be made of it.
@@ -182,12 +176,13 @@ def settings_of(found: Found) -> Settings:
     distributed_type = found.value("distributed_type", "NO")
     version = int(found.value("fsdp_version", "1"))
     is_fsdp = is_fsdp_type(found)
+    is_fsdp_1 = is_fsdp and version == 1
     parallelism = parallelism_of(found)
     return Settings(
         distributed_type=distributed_type,
         device_type="cpu" if found.value("use_cpu") else DEVICES.get(distributed_type),
         strategy=_strategy_of(found, version, parallelism) if is_fsdp else "replicate",
-        precision=precision_of(found),
+        precision=found.value("mixed_precision", "no"),
         is_fsdp=is_fsdp,
         fsdp_version=version,
         parallelism=parallelism,
@@ -197,11 +192,13 @@ def settings_of(found: Found) -> Settings:
         wrap=found.value("fsdp_auto_wrap_policy", "NO_WRAP"),
         transformer_layer_cls_to_wrap=found.value("fsdp_transformer_layer_cls_to_wrap"),
         min_num_params=found.value("fsdp_min_num_params", _MIN_NUM_PARAMS),
-        forward_prefetch=_forward_prefetch_of(found, is_fsdp=is_fsdp, version=version),
-        backward_prefetch=_backward_prefetch_of(found, is_fsdp=is_fsdp, version=version),
+        forward_prefetch=found.value("fsdp_forward_prefetch", False if is_fsdp_1 else None),
+        backward_prefetch=PREFETCHES.get(
+            found.value("fsdp_backward_prefetch", "NO_PREFETCH" if is_fsdp_1 else "")
+        ),
         state_dict_type=found.value(
             "fsdp_state_dict_type",
-            "FULL_STATE_DICT" if version == 1 or not is_fsdp else "SHARDED_STATE_DICT",
+            "SHARDED_STATE_DICT" if is_fsdp and version != 1 else "FULL_STATE_DICT",
         ),
         sync_module_states=_is_synced(found, parallelism) if is_fsdp else True,
         activation_checkpointing=found.value("fsdp_activation_checkpointing", False),
@@ -231,7 +228,7 @@ def strategy_name(found: Found) -> str | None:
         name: str | None = found.value("fsdp_sharding_strategy")
         return name
     kind = SECTIONS["fsdp_config"]["fsdp_sharding_strategy"].kind
-    return str(kind.parse(written))
+    return str(kind(written))
 
 
 def reshards(found: Found) -> bool:
@@ -240,13 +237,7 @@ def reshards(found: Found) -> bool:
     Raises:
         NotOfKindError: It is neither true nor false.
     """
-    return _FLAG.parse(found.value("fsdp_reshard_after_forward", True))
-
-
-def precision_of(found: Found) -> str:
-    """Return mixed_precision."""
-    precision: str = found.value("mixed_precision", "no")
-    return precision
+    return flag(found.value("fsdp_reshard_after_forward", True))
 
 
 def num_processes_of(found: Found) -> int | None:
@@ -259,7 +250,8 @@ def parallelism_of(found: Found) -> Parallelism | None:
     """Return the sizes of axes, if any is said."""
     prefix = PREFIXES["parallelism_config"]
     names = ("dp_replicate_size", "dp_shard_size", "tp_size")
-    given = {n: found.value(prefix + n) for n in names if found.is_given(prefix + n)}
+    given = {name: found.value(prefix + name) for name in names}
+    given = {name: size for name, size in given.items() if size is not None}
     return Parallelism(**given) if given else None
 
 
@@ -270,21 +262,6 @@ def _strategy_of(found: Found, version: int, parallelism: Parallelism | None) ->
     if parallelism is None or parallelism.dp_replicate_size == 1:
         return "zero2" if kept else "zero3"
     return "replicate" if parallelism.dp_shard_size == 1 else f"hybrid{kept}"
-
-
-def _forward_prefetch_of(found: Found, *, is_fsdp: bool, version: int) -> bool | None:
-    default = False if is_fsdp and version == 1 else None
-    chosen: bool | None = found.value("fsdp_forward_prefetch", default)
-    return chosen
-
-
-def _backward_prefetch_of(
-    found: Found, *, is_fsdp: bool, version: int
-) -> Literal["pre", "post", "none"] | None:
-    default = "NO_PREFETCH" if is_fsdp and version == 1 else None
-    name = found.value("fsdp_backward_prefetch", default)
-    words: dict[str, Literal["pre", "post", "none"]] = PREFETCHES  # type: ignore[assignment]
-    return None if name is None else words[name]
 
 
 def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import ModuleType
 
 _OF_DICT = "config"
@@ -26,7 +26,7 @@ class SourceLine:
 
     Attributes:
         source: The file, or a word for a dict.
-        line: From 1; None: there are no lines.
+        line: Number from 1 on; None: there are no lines.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Setting:
 
     Attributes:
         value: A scalar, a list, or a `Section`.
-        place: Where.
+        place: Line where it stands.
     """
 
     value: Any
@@ -55,8 +55,8 @@ class Section:
 
     Attributes:
         name: Empty for the whole.
-        entries: In the order of the file.
-        place: Where it begins.
+        entries: Fields in the order of the file.
+        place: Line where it begins.
     """
 
     name: str
@@ -199,20 +199,16 @@ def _check_size(node: Any, path: Path) -> None:
 
 def _of_node(yaml: Any, name: str, node: Any, source: str) -> Section:
     entries: dict[str, Setting] = {}
-    for key, value, place in _pairs(yaml, node, source):
+    for key_node, value in node.value:
+        key = str(_value_of(yaml, key_node))
+        place = SourceLine(source, key_node.start_mark.line + 1)
         if key in entries:
             msg = f"{place}: {key} stands here and at {entries[key].place}. Keep one of them."
             raise ConfigError(msg)
-        if isinstance(value, yaml.MappingNode):
-            entries[key] = Setting(_of_node(yaml, key, value, source), place)
-        else:
-            entries[key] = Setting(_value_of(yaml, value), place)
+        is_section = isinstance(value, yaml.MappingNode)
+        content = _of_node(yaml, key, value, source) if is_section else _value_of(yaml, value)
+        entries[key] = Setting(content, place)
     return Section(name, entries, SourceLine(source, node.start_mark.line + 1))
-
-
-def _pairs(yaml: Any, node: Any, source: str) -> Iterator[tuple[str, Any, SourceLine]]:
-    for key, value in node.value:
-        yield str(_value_of(yaml, key)), value, SourceLine(source, key.start_mark.line + 1)
 
 
 def _value_of(yaml: Any, node: Any) -> Any:

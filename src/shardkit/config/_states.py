@@ -99,7 +99,7 @@ def _of_one_save(files: list[Path]) -> list[Path]:
     """Return where files of the same save are: of the newest that all ranks have.
 
     Args:
-        files: Those that this rank reads.
+        files: Files that this rank reads.
 
     Raises:
         CheckpointError: On all ranks: some are not there, or no save has all of them.
@@ -141,8 +141,8 @@ def _common(
     """Return this rank's files of the newest save that has all files of all ranks, or None.
 
     Args:
-        files: Of this rank.
-        found: Of each file: where it is of which save, the newest first.
+        files: Files of this rank.
+        found: Places of each file by save, the newest first.
 
     Returns:
         Also: names of all ranks' files, with the saves that each is there of.

@@ -21,7 +21,7 @@ class Values:
 
     Args:
         mesh: All of its ranks make this object.
-        state: As of `state_dict`, on rank 0; on others its tensors are not looked at.
+        state: A state dict; on ranks other than 0 its tensors are not looked at.
         other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
             dicts leave out.
         taken: Parameters that are on meta now, each with a parameter that has its values.

@@ -18,7 +18,7 @@ from torch.distributed.run import (
 )
 
 from shardkit._errors import LaunchError, nearest
-from shardkit._kinds import Kind, NotOfKindError, Number, Seconds
+from shardkit._kinds import Kind, NotOfKindError, number, seconds
 from shardkit.config._fields import MAX_RANKS, TOP
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ _OF_TORCHRUN = {
 }
 # Torchrun's options of which no field is the same, and which it does not check.
 _ALONE: dict[str, Kind] = {
-    "max_restarts": Number(0),
-    "monitor_interval": Seconds(),
-    "shutdown_timeout": Number(0),
+    "max_restarts": number(0),
+    "monitor_interval": seconds,
+    "shutdown_timeout": number(0),
 }
 
 
@@ -60,12 +60,12 @@ class Arguments:
     """A launch.
 
     Attributes:
-        torchrun: What `torch.distributed.run.run` takes.
+        torchrun: Options that `torch.distributed.run.run` takes.
         config: Path of the config file; None: there is none.
-        install: `fully_shard` of torch is to be shardkit's.
-        use_cpu: Cards are hidden from the ranks.
-        cards: Those that the ranks see, with commas between them; None: all.
-        color: ``"auto"``, ``"always"`` or ``"never"``.
+        install: Whether `fully_shard` of torch is to be shardkit's.
+        use_cpu: Whether cards are hidden from the ranks.
+        cards: Numbers of those that the ranks see, with commas between them; None: all.
+        color: Use of colours: ``"auto"``, ``"always"`` or ``"never"``.
     """
 
     torchrun: argparse.Namespace
@@ -124,8 +124,8 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     """Return what to launch.
 
     Args:
-        argv: Without the program's name.
-        read_config: Takes the path of a config file, and returns its fields.
+        argv: Words without the program's name.
+        read_config: A function of the path of a config file, which returns its fields.
 
     Raises:
         LaunchError: Options, or fields of the config file, that contradict each other.
@@ -139,10 +139,8 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     fields |= _above_the_file(first, reader.parse_args(argv))
     fields = _parsed(fields)
     use_cpu = first.cpu or bool(fields.get("use_cpu"))
-    if first.xla or str(fields.get("distributed_type", "")).upper() == "XLA":
-        defaults = _xla_defaults(fields)
-    else:
-        defaults = _defaults(fields, use_cpu=use_cpu)
+    on_xla = first.xla or str(fields.get("distributed_type", "")).upper() == "XLA"
+    defaults = _defaults(fields, use_cpu=use_cpu, on_xla=on_xla)
     of_config = {name: value for name, value in defaults.items() if not _is_in_environment(name)}
     reader.set_defaults(nnodes=first.nnodes, node_rank=first.node_rank)
     reader.set_defaults(**of_config)
@@ -150,22 +148,13 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     if torchrun.no_python or torchrun.run_path:
         msg = "launch runs Python scripts and modules: leave out --no-python and --run-path."
         raise LaunchError(msg)
-    try:
-        hosts = parse_min_max_nnodes(torchrun.nnodes)
-        if hosts[0] > hosts[1]:
-            msg = f"{hosts[0]} hosts at the least are more than {hosts[1]} at the most"
-            raise ValueError(msg)  # noqa: TRY301 - the options are named once
-        for count in (*hosts, determine_local_world_size(torchrun.nproc_per_node)):
-            if not 1 <= count <= MAX_RANKS:
-                msg = f"{count} is not in 1 to {MAX_RANKS}"
-                raise ValueError(msg)  # noqa: TRY301 - the options are named once
-    except (ValueError, RuntimeError) as error:
+    if problem := _problem_of_counts(torchrun):
         msg = (
-            f"--nnodes {torchrun.nnodes} --nproc-per-node {torchrun.nproc_per_node}: {error}. The "
-            f"first is a number of hosts, or two as 2:4; the second is a number of ranks on this "
-            f"host, or cpu, gpu or auto."
+            f"--nnodes {torchrun.nnodes} --nproc-per-node {torchrun.nproc_per_node}: {problem}. "
+            f"The first is a number of hosts, or two as 2:4; the second is a number of ranks on "
+            f"this host, or cpu, gpu or auto."
         )
-        raise LaunchError(msg) from None
+        raise LaunchError(msg)
     for name, kind in _ALONE.items():
         if hasattr(torchrun, name):  # Not all are options of each release.
             setattr(torchrun, name, _read(kind, name, getattr(torchrun, name)))
@@ -180,6 +169,18 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     if not first.slurm:
         _choose_rendezvous(result, fields)
     return result
+
+
+def _problem_of_counts(torchrun: argparse.Namespace) -> str:
+    try:
+        hosts = parse_min_max_nnodes(torchrun.nnodes)
+        counts = (*hosts, determine_local_world_size(torchrun.nproc_per_node))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    if hosts[0] > hosts[1]:
+        return f"{hosts[0]} hosts at the least are more than {hosts[1]} at the most"
+    wrong = [count for count in counts if not 1 <= count <= MAX_RANKS]
+    return f"{wrong[0]} is not in 1 to {MAX_RANKS}" if wrong else ""
 
 
 def check_script(script: str, *, is_module: bool) -> None:
@@ -208,7 +209,7 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
 
     Args:
         first: All options, with torchrun's variables and defaults.
-        given: With None where torchrun's names are not on the command line.
+        given: The same with None where torchrun's names are not on the command line.
 
     Raises:
         LaunchError: Both names of one thing are on the command line, with different values.
@@ -246,7 +247,7 @@ def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
             continue
         kind = TOP[name].kind
         if name == "machine_rank" and "num_machines" in result:  # Else --nnodes says how many.
-            kind = Number(0, result["num_machines"] - 1)
+            kind = number(0, result["num_machines"] - 1)
         result[name] = _read(kind, name, fields[name])
     return result
 
@@ -254,7 +255,7 @@ def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _read(kind: Kind, name: str, value: object) -> Any:
     """Return the value of an option; None if it is not given."""
     try:
-        return None if value is None else kind.parse(value)
+        return None if value is None else kind(value)
     except NotOfKindError as error:
         raise LaunchError(error.sentence(name, value)) from None
 
@@ -264,8 +265,16 @@ def _is_in_environment(name: str) -> bool:
     return f"PET_{name.upper()}" in os.environ
 
 
-def _defaults(fields: Mapping[str, Any], *, use_cpu: bool) -> dict[str, Any]:
+def _defaults(fields: Mapping[str, Any], *, use_cpu: bool, on_xla: bool) -> dict[str, Any]:
     hosts = int(fields.get("num_machines") or 1)
+    if on_xla and hosts > 1:
+        msg = (
+            "on XLA shardkit trains on one host: num_machines must be 1. One process computes for "
+            "all devices of a host."
+        )
+        raise LaunchError(msg)
+    if on_xla:
+        return {"nnodes": "1", "nproc_per_node": "1", "rdzv_backend": "static"}
     ranks = fields.get("num_processes")
     if ranks is None or int(ranks) == _AS_MANY_AS_CARDS:
         chosen = str(fields.get("gpu_ids", "all"))
@@ -282,16 +291,6 @@ def _defaults(fields: Mapping[str, Any], *, use_cpu: bool) -> dict[str, Any]:
         per_host = int(ranks) // hosts
     backend = str(fields.get("rdzv_backend") or "static")
     return {"nnodes": str(hosts), "nproc_per_node": str(per_host), "rdzv_backend": backend}
-
-
-def _xla_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    if int(fields.get("num_machines") or 1) > 1:
-        msg = (
-            "on XLA shardkit trains on one host: num_machines must be 1. One process computes for "
-            "all devices of a host."
-        )
-        raise LaunchError(msg)
-    return {"nnodes": "1", "nproc_per_node": "1", "rdzv_backend": "static"}
 
 
 def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
@@ -324,10 +323,10 @@ def meet(arguments: Arguments, *, host: str, port: int, host_rank: int) -> None:
     """Let the hosts meet at a port of the first one.
 
     Args:
-        arguments: Changed.
+        arguments: The launch, which is changed.
         host: Name or address of the first one.
-        port: There.
-        host_rank: Of this one.
+        port: Port there.
+        host_rank: Number of this one.
     """
     torchrun = arguments.torchrun
     if arguments.min_hosts < arguments.max_hosts and torchrun.rdzv_backend == "static":

@@ -23,11 +23,11 @@ class Failure:
     """How one rank of this host failed.
 
     Attributes:
-        rank: In the world.
-        local_rank: On this host.
-        at: When, in seconds since 1970.
+        rank: Its number in the world.
+        local_rank: Its number on this host.
+        at: Time in seconds since 1970.
         message: Type and text of its exception, or how its process ended.
-        traceback: Of its exception; empty: its process ended without one.
+        traceback: Traceback of its exception; empty: its process ended without one.
     """
 
     rank: int
@@ -35,11 +35,6 @@ class Failure:
     at: float
     message: str
     traceback: str
-
-    @property
-    def name(self) -> str:
-        """What to call the rank."""
-        return f"rank {self.rank}"
 
     @property
     def verdict(self) -> str | None:
@@ -54,7 +49,7 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
     in their error files until then counts as well.
 
     Args:
-        error: What torchrun's agent raised.
+        error: The error that torchrun's agent raised.
         logs: Folder of this launch alone, in which it keeps what ranks wrote.
     """
     rank_0 = next(rank - failure.local_rank for rank, failure in error.failures.items())
@@ -67,20 +62,14 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
     read = {local: _of_file(file, rank_0 + local, local) for local, file in files.items()}
     found = [failure for failure in read.values() if failure is not None]
     found += [
-        Failure(rank, failure.local_rank, failure.timestamp, _how_it_ended(failure), "")
+        _without_file(rank, failure)
         for rank, failure in error.failures.items()
         if read.get(failure.local_rank) is None and failure.exitcode != -signal.SIGTERM
     ]
     if not found:  # All of them were ended, by somebody else.
-        rank, failure = error.get_first_failure()
-        at, how = failure.timestamp, _how_it_ended(failure)
-        found = [Failure(rank, failure.local_rank, at, how, "")]
-    return sorted(found, key=_order)
-
-
-def _order(failure: Failure) -> tuple[bool, float]:
-    """Order by time; who only heard of another's failure comes after those who did not."""
-    return (failure.verdict is not None, failure.at)
+        found = [_without_file(*error.get_first_failure())]
+    # By time; who only heard of another's failure comes after those who did not.
+    return sorted(found, key=lambda failure: (failure.verdict is not None, failure.at))
 
 
 def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
@@ -95,6 +84,11 @@ def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
         return Failure(rank, local_rank, at, str(content), "")
     traceback = content.get("extraInfo", {}).get("py_callstack", "")
     return Failure(rank, local_rank, at, content.get("message", ""), traceback)
+
+
+def _without_file(rank: int, failure: ProcessFailure) -> Failure:
+    how = _how_it_ended(failure)
+    return Failure(rank, failure.local_rank, failure.timestamp, how, "")
 
 
 def _how_it_ended(failure: ProcessFailure) -> str:
@@ -113,20 +107,20 @@ def report(failures: list[Failure], num_ranks: int) -> str:
     """Return what is shown last: the verdict, if there is one, and the first rank's traceback.
 
     Args:
-        failures: As `failures_of` gives them, at least one.
-        num_ranks: Of this host.
+        failures: Result of `failures_of`, at least one.
+        num_ranks: Number of ranks of this host.
     """
     first, *others = failures
     host, when = socket.gethostname(), time.strftime("%H:%M:%S", time.localtime(first.at))
     count = f"{len(failures)} of {num_ranks} ranks on {host} failed"
-    lines = [f"shardkit launch: {count}, first {first.name} at {when}."]
+    lines = [f"shardkit launch: {count}, first rank {first.rank} at {when}."]
     lines += [
-        f"{other.name}: {other.message.splitlines()[0]}"
+        f"rank {other.rank}: {other.message.splitlines()[0]}"
         for other in others
         if other.verdict is None
     ]
     told = next((each for each in others if each.verdict is not None), None)
     if told is not None and first.verdict is None:
-        lines += ["", f"What {told.name} was told:", str(told.verdict)]
-    lines += ["", f"{first.name}:", first.traceback.rstrip() or first.message]
+        lines += ["", f"What rank {told.rank} was told:", str(told.verdict)]
+    lines += ["", f"rank {first.rank}:", first.traceback.rstrip() or first.message]
     return "\n".join(lines)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import ipaddress
 import socket
-import struct
 from pathlib import Path
 from typing import NamedTuple
 
+from shardkit._doctor.machine import interface_addresses
 from shardkit._errors import LaunchError
 
-_SIOCGIFADDR = 0x8915  # Linux: address of an interface.
-_NAME_LENGTH = 15
 _INET6 = Path("/proc/net/if_inet6")
 
 
@@ -56,10 +52,11 @@ def here_towards(host: str, port: int) -> Here:
             problem = error
             continue
         return Here(own, _interface_of(own))
+    own_addresses = ", ".join(interface_addresses().values()) or "none"
     msg = (
         f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks are "
-        f"to meet: {problem}. Its addresses are {', '.join(_addresses().values()) or 'none'}. "
-        f"Give an address of the network that all hosts share as --main_process_ip."
+        f"to meet: {problem}. Its addresses are {own_addresses}. Give an address "
+        f"of the network that all hosts share as --main_process_ip."
     )
     raise LaunchError(msg)
 
@@ -68,9 +65,9 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
     """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour.
 
     Args:
-        variable: By which they were chosen.
+        variable: Variable by which they were chosen.
         chosen: Names, with commas between them.
-        here: How this host reaches the first one.
+        here: Address and interface by which this host reaches the first one.
 
     Raises:
         LaunchError: One of them is not there, or is for this host alone.
@@ -78,7 +75,7 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
     known = {name for _, name in socket.if_nameindex()}
     wanted = here.interface or f"the one with the address {here.address}"
     for name in filter(None, chosen.split(",")):
-        address = _addresses().get(name)
+        address = interface_addresses().get(name)
         alone = address is not None and ipaddress.ip_address(address).is_loopback
         if name not in known or (alone and not ipaddress.ip_address(here.address).is_loopback):
             problem = "leads to no other host" if alone else "is not on this host"
@@ -92,7 +89,7 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
 
 def _interface_of(address: str) -> str | None:
     wanted = ipaddress.ip_address(address)
-    for name, known in _addresses().items():
+    for name, known in interface_addresses().items():
         if ipaddress.ip_address(known) == wanted:
             return name
     if wanted.version == 6 and _INET6.exists():  # noqa: PLR2004 - IPv6
@@ -101,15 +98,3 @@ def _interface_of(address: str) -> str | None:
             if int(digits, 16) == int(wanted):
                 return name
     return None
-
-
-def _addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:_NAME_LENGTH])
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found

@@ -26,7 +26,7 @@ def wants_colour(choice: str, stream: TextIO) -> bool:
     Args:
         choice: ``"always"``, ``"never"`` or ``"auto"``: on a terminal, unless the environment has
             ``NO_COLOR``.
-        stream: Where to.
+        stream: Stream that is written to.
     """
     if choice == "auto":
         return not os.environ.get("NO_COLOR") and stream.isatty()
@@ -50,7 +50,7 @@ class RankLines:
     it is whole, so that lines of different ranks do not mix.
 
     Args:
-        stream: Where lines go.
+        stream: Stream that gets the lines.
         colour: Whether the header of each has its rank's colour.
     """
 

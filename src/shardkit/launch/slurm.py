@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardkit._errors import LaunchError, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 """Below those that Linux gives to outgoing connections."""
@@ -23,14 +23,14 @@ class Tasks(NamedTuple):
     """The tasks of a job step, and which of them this process is.
 
     Attributes:
-        rank: Of this one.
-        world_size: How many there are.
-        local_rank: Of this one among those of its host.
-        local_world_size: How many its host has.
+        rank: Number of this one.
+        world_size: Number of all.
+        local_rank: Number of this one among those of its host.
+        local_world_size: Number of tasks of its host.
         host: Number of its host in `hosts`.
         hosts: Names of all hosts.
-        address: Where the ranks meet: the first of them, or MASTER_ADDR.
-        port: There, or MASTER_PORT.
+        address: Host where the ranks meet: the first of them, or MASTER_ADDR.
+        port: Port there, or MASTER_PORT.
     """
 
     rank: int
@@ -57,8 +57,8 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     Not needed under ``srun python -m shardkit launch --slurm script.py``, which does it.
 
     Args:
-        environment: With SLURM's variables; None: of this process. MASTER_ADDR and MASTER_PORT in
-            it are kept.
+        environment: Variables with SLURM's among them; None: of this process. MASTER_ADDR and
+            MASTER_PORT in it are kept.
 
     Returns:
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR
@@ -147,10 +147,20 @@ def host_names(nodelist: str) -> tuple[str, ...]:
         raise LaunchError(msg)
     found: list[str] = []
     for name in _NAME.findall(nodelist):
-        parts = [
-            [*_numbers(ranges, nodelist)] if text == "" else [text]
-            for ranges, text in _PART.findall(name)
-        ]
+        parts = []
+        for ranges, text in _PART.findall(name):
+            parts.append([text] if text else [])
+            for part in [] if text else ranges.split(","):
+                first, _, last = part.partition("-")
+                last = last or first
+                if not (first.isdecimal() and last.isdecimal()):
+                    msg = (
+                        f"{nodelist!r} has {part!r} in brackets, where numbers must be: "
+                        f"[001-003,007]."
+                    )
+                    raise LaunchError(msg)
+                # With as many zeros as they were written with.
+                parts[-1] += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
         found += map("".join, itertools.product(*parts))
     return tuple(found)
 
@@ -169,15 +179,3 @@ def tasks_per_host(text: str) -> tuple[int, ...]:
             raise LaunchError(msg)
         found += [int(match[1])] * int(match[2] or 1)
     return tuple(found)
-
-
-def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
-    """Yield the numbers in brackets, with as many zeros as they were written with."""
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal()):
-            msg = f"{nodelist!r} has {part!r} in brackets, where numbers must be: [001-003,007]."
-            raise LaunchError(msg)
-        for number in range(int(first), int(last) + 1):
-            yield str(number).zfill(len(first))
