@@ -68,11 +68,12 @@ class MatrixOptimizer(DelegatingOptimizer):
         Args:
             params: Parameters, named ones, or groups, as for any optimizer. The same, in the same
                 order, on all ranks.
-            optimizer_class: Steps whole parameters, of any shape and dtype that it takes.
-            cost: Of a parameter, by its global shape, in any unit; equal on all ranks. None: the
-                multiplications of its Gram matrix.
-            batch_bytes: About how many bytes of gradients a rank gets at once.
-            **defaults: What `optimizer_class` is constructed with.
+            optimizer_class: The class that steps whole parameters, of any shape and dtype that it
+                takes.
+            cost: Function that returns the cost of a parameter by its global shape, in any unit;
+                equal on all ranks. None: the multiplications of its Gram matrix.
+            batch_bytes: Bytes of gradients that a rank gets at once, about.
+            **defaults: Options of `optimizer_class`.
 
         Raises:
             OptimizerError: It is no class of optimizers, or `batch_bytes` is below 1. At the first
@@ -141,8 +142,8 @@ class MatrixOptimizer(DelegatingOptimizer):
         )
         raise OptimizerError(msg)
 
-    def _probe_tensor(self) -> nn.Parameter:
-        return nn.Parameter(torch.zeros(1, 1))
+    def _probe(self) -> Optimizer:
+        return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
 
     def _is_outdated(self) -> bool:
         return self._known != self._describe()
@@ -260,8 +261,7 @@ class MatrixOptimizer(DelegatingOptimizer):
             share.stepped = set(given)
             share.state.exchange_forms(found)
 
-    def _is_written(self, state: State) -> bool:
-        del state
+    def _is_written(self) -> bool:
         return any(share.state.is_written for share in self._shares)
 
     def _is_state_written(self) -> bool:
