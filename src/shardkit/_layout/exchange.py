@@ -88,8 +88,8 @@ class Traffic:
     """What one member sends and gets in one exchange: matrices by member, in one order.
 
     Attributes:
-        sends: For each member, the matrices of which it gets something from here.
-        gets: For each member, the matrices of which something comes from there.
+        sends: Matrices of which each member gets something from here.
+        gets: Matrices of which something comes from each member.
     """
 
     sends: tuple[tuple[int, ...], ...]

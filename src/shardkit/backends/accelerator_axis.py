@@ -33,8 +33,8 @@ class PeerHandle:
     """An exchange on a side stream.
 
     Args:
-        device: Where it runs.
-        event: After it.
+        device: Device of the stream.
+        event: Event after the exchange.
         kept: Memory of the compute stream that the exchange uses.
         back: (target on the host, source): copied when somebody waits.
     """
@@ -69,8 +69,8 @@ class AcceleratorAxis(ProcessGroupAxis):
     """An axis whose small collectives also take host tensors, as offloaded shards are.
 
     Attributes:
-        device: Where its collectives run.
-        reduce_group: For reduce-scatters; the gathers' own unless it was separated.
+        device: Device on which its collectives run.
+        reduce_group: Group for reduce-scatters; the gathers' own unless it was separated.
         host_group: For small host tensors, so that the device need not be waited for; None: the
             process group was made without an engine for the host.
     """

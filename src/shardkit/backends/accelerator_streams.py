@@ -48,7 +48,7 @@ class ReduceEventHandle:
     """Reductions on side streams.
 
     Attributes:
-        fence: After it the send buffers are free.
+        fence: Event after which the send buffers are free.
     """
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
@@ -99,11 +99,11 @@ class _Prepared:
     """One reduction with its memory.
 
     Attributes:
-        reduction: What is asked for.
-        sums: Its arithmetic.
-        into: Where the sum over the shard axis goes. None: into the send buffer.
-        result: Where the result goes, on the device.
-        out: Where it is wanted: `result`, or memory of the host.
+        reduction: The reduction that is asked for.
+        sums: The arithmetic of it.
+        into: Memory for the sum over the shard axis. None: the send buffer.
+        result: Memory for the result, on the device.
+        out: Memory where it is wanted: `result`, or memory of the host.
     """
 
     reduction: Reduction

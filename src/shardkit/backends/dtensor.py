@@ -37,7 +37,7 @@ class Split:
     Attributes:
         axis: The axis.
         dim: The dimension.
-        size: Its elements before the cut.
+        size: Number of its elements before the cut.
     """
 
     axis: PeerAxis
@@ -78,7 +78,7 @@ class TensorParallel:
     """How a parameter is spread over the mesh of its DTensor; make it by `TensorParallel.of`.
 
     Attributes:
-        shape: Of the whole, over all meshes.
+        shape: Shape of the whole, over all meshes.
         mesh: The DTensor's mesh.
         placements: The DTensor's, one per axis of `mesh`.
         torch_mesh: The DTensor's mesh, as torch's object.

@@ -97,14 +97,14 @@ class CustomCollective:
 
     Args:
         comm: The function.
-        send: What is sent.
+        send: Tensor to be sent.
         receive_numel: Elements that come.
         async_op: Let `work` be waited for by whoever uses `received`.
-        options: What else the function takes.
+        options: Other arguments that the function takes.
 
     Attributes:
-        received: What comes.
-        work: To wait for; None: there is nothing to wait for.
+        received: Tensor that comes.
+        work: Work to wait for; None: there is nothing to wait for.
     """
 
     def __init__(

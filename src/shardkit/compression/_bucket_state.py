@@ -33,7 +33,7 @@ class BucketState:
         iteration: Number of reductions so far.
         error: 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
         seconds: Second factors of the last step, by parameter name; nobody writes to them.
-        sent: What this backward sent, until it is known who used which parameters.
+        sent: Parts that this backward sent, until it is known who used which parameters.
         error_before: Memory for a copy of `error`, where optimizer steps may be skipped.
         seconds_before: `seconds` when the optimizer step began, as in `error_before`; None: it has
             not begun.

@@ -24,8 +24,8 @@ def bf16_compress(
     that as `reduce_dtype` instead.
 
     Args:
-        tensor: See `AllReduce`.
-        pieces: Not looked at.
+        tensor: Gradients; see `AllReduce`.
+        pieces: Parameters in it; not looked at.
         axis: The replicas.
         unit: The sum times this is the gradient, and is what travels.
 
@@ -45,8 +45,8 @@ def fp16_compress(
     engine adds in fp16.
 
     Args:
-        tensor: See `AllReduce`.
-        pieces: Not looked at.
+        tensor: Gradients; see `AllReduce`.
+        pieces: Parameters in it; not looked at.
         axis: The replicas.
         unit: The sum times this is the gradient, and is what travels.
 

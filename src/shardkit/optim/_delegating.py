@@ -294,7 +294,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         """Load a state dict of this optimizer, or of one that steps the parameters itself.
 
         Args:
-            state_dict: As `state_dict` returns. Its tensors are kept, with their dtypes.
+            state_dict: A dict that `state_dict` returned. Its tensors are kept, with their dtypes.
         """
         # Hooks of users see the state as it is; torch would cast it to the parameters' dtype.
         last = self.register_load_state_dict_pre_hook(_wrap_tensors)

@@ -77,7 +77,7 @@ class OwnedState:
         """Return what belongs to this rank of a state by parameter. Collective.
 
         Args:
-            state: What `show` returns; or tensors sharded as the parameters are; or whole ones.
+            state: State that `show` returned, or sharded as the parameters are, or whole.
 
         Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
         that is sharded otherwise.

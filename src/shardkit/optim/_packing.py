@@ -31,9 +31,9 @@ class Gathering:
 
     Args:
         team: Ranks and their parameters.
-        indices: Which of the parameters, one or more.
+        indices: Indices of the parameters, one or more.
         pieces: This rank's, by index; of one dtype.
-        of: What they are, for messages.
+        of: Word for the pieces, for messages.
 
     Cost: one all-to-all: this rank sends its pieces once, to the owners in its replica.
     """
@@ -81,9 +81,9 @@ class Scattering:
 
     Args:
         team: Ranks and their parameters.
-        indices: Which of the parameters, one or more.
+        indices: Indices of the parameters, one or more.
         wholes: Those of this rank, by index; of one dtype.
-        of: What they are, for messages.
+        of: Word for the wholes, for messages.
 
     Cost: one all-to-all: each rank receives its pieces once.
     """
@@ -137,9 +137,9 @@ class _Exchange:
         team: Ranks and their parameters.
         like: A tensor of the dtype and device of all elements.
         indices: Parameters that travel; equal on all members.
-        send: What each member gets, 1-D.
-        gets: Of each member, which parameters come from there, and how many elements of each.
-        of: What travels, for messages.
+        send: Tensors for each member, 1-D.
+        gets: Parameters that come from each member, and how many elements of each.
+        of: Word for what travels, for messages.
     """
 
     def __init__(

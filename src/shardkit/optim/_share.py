@@ -28,7 +28,7 @@ class Share:
         team: The ranks of a mesh and their parameters.
 
     Attributes:
-        team: As given.
+        team: The team.
         wholes: The parameters that belong to this rank, whole, by index; the inner optimizer's.
         state: State of the whole ones.
         stepped: Parameters that have been stepped, on any rank: those have state.

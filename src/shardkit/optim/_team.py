@@ -33,7 +33,7 @@ class Team:
     Attributes:
         axis: Communicator of all members.
         params: The users' parameters, in the order of their groups.
-        spreads: For each parameter, who holds what of it.
+        spreads: The holders of each parameter's elements.
         costs: Cost of each parameter.
         owners: Member to which each parameter belongs.
         mesh: One axis of all members: what belongs to members is a `ShardedTensor` over it.
@@ -113,7 +113,7 @@ def make_teams(
     go on with the loads that those left.
 
     Args:
-        params: In one order on all ranks.
+        params: Parameters in one order on all ranks.
         cost: Function that returns the cost of a parameter of a shape.
         about: Text that the ranks must agree on besides.
 

@@ -41,9 +41,9 @@ class Wait:
         what: The collective.
         is_main: The main thread waits, or what runs in its place.
         is_issued: This rank has issued the collective; else it asks whether the others agree.
-        since: When it began, of `time.monotonic`.
-        next_look: When to ask the others (again).
-        next_word: How many seconds of it are told next.
+        since: Time when it began, of `time.monotonic`.
+        next_look: Time when to ask the others (again).
+        next_word: Number of seconds after which a message comes next.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Issued(NamedTuple):
     """A collective that this rank has issued, to be waited for.
 
     Attributes:
-        channel: On which process group.
+        channel: Channel of the process group.
         position: Place in its sequence.
-        what: Which one it is.
+        what: The collective.
     """
 
     channel: Channel
@@ -184,8 +184,8 @@ class Channel:
         watchdog: That of this process.
 
     Attributes:
-        sequence: What was issued here.
-        in_flight: What a device runs of it.
+        sequence: Collectives that were issued here.
+        in_flight: Collectives that a device runs.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:

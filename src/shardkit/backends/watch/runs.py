@@ -41,7 +41,7 @@ class RankFile:
         rank: This rank.
         pid: Id of its process.
         started: Seconds since 1970.
-        machine: Where the process id means something.
+        machine: Machine on which the process id means something.
     """
 
     name: str

@@ -22,7 +22,7 @@ class XlaBackend(Backend):
     """`Backend` whose collectives are traced.
 
     Args:
-        region: Where they are.
+        region: Region of the collectives.
         axes: One communicator per mesh axis.
     """
 

@@ -40,7 +40,7 @@ class XlaStreams(CommStreams):
     """`CommStreams` that trace.
 
     Args:
-        region: Does the collectives.
+        region: Region that does the collectives.
     """
 
     region: Any

@@ -130,10 +130,10 @@ class ReplicaRegion(GraphOrder):
     """`Region` of one replica: nothing is entered or left, outside as inside is what it has.
 
     Args:
-        shard_axis: Of the mesh.
-        replicate_axis: Of the mesh; None: it has one axis.
-        num_replicas: In the mesh.
-        rank: In the mesh.
+        shard_axis: Axis of the mesh.
+        replicate_axis: Axis of the mesh; None: it has one axis.
+        num_replicas: Number of replicas in the mesh.
+        rank: Rank of this replica in the mesh.
     """
 
     is_spmd = False
@@ -202,8 +202,8 @@ class ReplicaBackend(XlaBackend):
     """`Backend` of one replica.
 
     Args:
-        shape: Of the mesh: (shard,) or (replicate, shard).
-        rank: Of this replica.
+        shape: Shape of the mesh: (shard,) or (replicate, shard).
+        rank: Rank of this replica.
     """
 
     why_no_groups = "collectives are part of the graph"

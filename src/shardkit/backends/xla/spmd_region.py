@@ -31,10 +31,10 @@ class SpmdRegion(GraphOrder):
     """`Region` of a mesh over all devices of this process.
 
     Args:
-        shape: Of the mesh: (shard,) or (replicate, shard).
+        shape: Shape of the mesh: (shard,) or (replicate, shard).
 
     Attributes:
-        is_spmd: See `Region`.
+        is_spmd: True; see `Region`.
         num_ranks: Devices of the mesh.
         device: The one that stands for all of them.
     """
