@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardkit import _compat
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 from shardkit.backends.accelerator_sums import Sums
+from shardkit.backends.host_work import WorkHandle
 from shardkit.backends.process_group import WatchedStreams, all_gather_single, custom_all_gather
 from shardkit.backends.watch.channel import channel_of
 
@@ -130,22 +131,6 @@ class DeviceCheckHandle:
         """Block the host until the numbers are there."""
         self._device.synchronize(self._event)  # order: the host waits for compared numbers
         self._target.copy_(self._pinned)
-
-
-class HostCheckHandle:
-    """A collective of the host's engine; the device is not touched."""
-
-    is_of_host = True
-
-    def __init__(self, work: dist.Work | None, issued: Issued | None) -> None:
-        self._work = work
-        self._issued = issued
-
-    def wait(self) -> None:
-        """Block until all hosts have come; again is free."""
-        work, self._work = self._work, None
-        if work is not None and self._issued is not None:
-            self._issued.wait([work])
 
 
 class AcceleratorStreams(WatchedStreams):
@@ -344,7 +329,7 @@ class AcceleratorStreams(WatchedStreams):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         issued = channel_of(groups[-1]).issue("all-reduce", of, tensor.nbytes)
         last = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        return HostCheckHandle(last, issued)
+        return WorkHandle([last], issued)
 
     def _start_max_on_device(
         self, tensor: Tensor, axes: Sequence[AcceleratorAxis], of: str

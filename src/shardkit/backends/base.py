@@ -279,11 +279,14 @@ class CommStreams(ABC):
         Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
         """
 
-    @abstractmethod
     def start_all_reduce_max(
         self, tensor: Tensor, axes: Sequence[AxisComm], of: str
     ) -> CheckHandle:
-        """MAX all-reduce of a small host tensor over every axis, one after another."""
+        """MAX all-reduce of a small host tensor over every axis, one after another.
+
+        Not where operators are traced: a graph is the same on all ranks.
+        """
+        raise NotImplementedError(tensor, axes, of)
 
 
 class MeshBackend(ABC):
@@ -346,7 +349,7 @@ class Backend(MeshBackend):
     gradient_weight: float = 1.0
     batches_small_groups: bool = True
 
-    def receive_chunks(self, axis: AxisComm) -> int:  # noqa: ARG002 - for those that need room
+    def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
         return 0
 

@@ -119,7 +119,6 @@ class HostStreams(WatchedStreams):
         self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> Handle:
         """Cast this rank's range, then gather in place."""
-        del after
         assert isinstance(axis, GlooAxis)
         nbytes = sum(gather.full.nbytes for gather in gathers)
         issued = axis.issue("all-gather", of, nbytes)
@@ -165,7 +164,6 @@ class GlooBackend(ProcessGroupBackend):
         self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> HostStreams:
         """Make the process groups for reductions; there are no streams to share."""
-        del share
         for axis in axes:
             assert isinstance(axis, GlooAxis)
             axis.make_reduce_group()

@@ -31,7 +31,6 @@ def bf16_compress(
 
     Cost: one all-reduce of 2 bytes per element; memory for that.
     """
-    del pieces
     _all_reduce_as(tensor, torch.bfloat16, axis, unit)
 
 
@@ -52,7 +51,6 @@ def fp16_compress(
 
     Cost: one all-reduce of 2 bytes per element; memory for that.
     """
-    del pieces
     _all_reduce_as(tensor, torch.float16, axis, unit)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardkit import _compat
 from shardkit._errors import OptimizerError
 from shardkit._layout.owned import matrix_cost
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._share import Batch, Share
-from shardkit.optim._stepper import Stepper
 from shardkit.optim._team import make_teams
 
 if TYPE_CHECKING:
@@ -200,16 +200,21 @@ class MatrixOptimizer(DelegatingOptimizer):
             for share, indices in active
             for batch in share.team.batches(indices, self._batch_nbytes)
         ]
-        stepper = Stepper(inner, self._send_settings)
+        settings = (value for group in inner.param_groups for value in group.values())
+        before = [(value, value.clone()) for value in settings if isinstance(value, Tensor)]
         if not batches:
-            stepper.step(self._plain)
+            _step_some(inner, self._plain)
         for number, batch in enumerate(batches):
             if number == 0:
                 batch.start_gradients()
             if number + 1 < len(batches):
                 batches[number + 1].start_gradients()  # They travel while this one is computed.
             mine = batch.finish_gradients()
-            stepper.step([*self._plain, *mine] if number == 0 else mine)
+            if number == 0:
+                _step_some(inner, [*self._plain, *mine])
+            elif mine:  # Begin with the same settings: what a class counts there counts once.
+                self._send_settings(inner)
+                _step_some(inner, mine, before)
             for whole in mine:
                 whole.grad = None
             if number > 0:
@@ -297,3 +302,22 @@ class MatrixOptimizer(DelegatingOptimizer):
         if "_batch_nbytes" in state:
             self._forget()
         super().__setstate__(state)
+
+
+def _step_some(
+    inner: Optimizer,
+    tensors: Sequence[nn.Parameter],
+    settings: Sequence[tuple[Tensor, Tensor]] = (),
+) -> None:
+    """Have an optimizer step some of its tensors, maybe none, with (setting, its value)."""
+    for setting, value in settings:
+        setting.copy_(value)
+    chosen = {id(tensor) for tensor in tensors}
+    whole = [group["params"] for group in inner.param_groups]
+    try:
+        for group, params in zip(inner.param_groups, whole, strict=True):
+            group["params"] = [param for param in params if id(param) in chosen]
+        _compat.step_without_global_hooks(inner)
+    finally:
+        for group, params in zip(inner.param_groups, whole, strict=True):
+            group["params"] = params

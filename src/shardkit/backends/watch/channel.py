@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -130,13 +130,6 @@ class InFlight:
         return True
 
 
-class Waitable(Protocol):
-    """What was started."""
-
-    def wait(self) -> object:
-        """Block until it is done."""
-
-
 class Issued(NamedTuple):
     """A collective that this rank has issued, to be waited for.
 
@@ -150,7 +143,7 @@ class Issued(NamedTuple):
     position: int
     what: Collective
 
-    def wait(self, works: Sequence[Waitable]) -> None:
+    def wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for it.
 
         Raises:

@@ -173,12 +173,10 @@ class ReplicaRegion(GraphOrder):
 
         Of a list: what comes are the parameters, with nothing to be cut out of.
         """
-        del tail_numel, bucket_id
         return self._shard_axis.gather_each(parts)
 
     def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
-        del bucket_id
         return self._shard_axis.reduce_scatter(whole, scale)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
