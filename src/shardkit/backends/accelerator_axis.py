@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AllToAll, Handle
     from shardkit.backends.device import AcceleratorDevice
     from shardkit.backends.events import Event, Stream
-    from shardkit.backends.watch.channel import Issued
 
 _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
 """Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
@@ -154,10 +153,6 @@ class AcceleratorAxis(ProcessGroupAxis):
         """See `AxisComm.broadcast`."""
         with self._on_device(tensor) as on_device:
             super().broadcast(on_device, src)
-
-    def issue_reduce(self, kind: str, of: str, nbytes: int) -> Issued | None:
-        """Announce a collective of `reduce_group`; None where one rank is alone."""
-        return channel_of(self.reduce_group).issue(kind, of, nbytes) if self.size > 1 else None
 
     def separate_reduce(self, *, enable: bool) -> None:
         """Reduce on a communicator of its own, or on that of the gathers. Collective."""

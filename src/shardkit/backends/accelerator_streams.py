@@ -17,9 +17,8 @@ import torch.distributed as dist
 from shardkit import _compat
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 from shardkit.backends.accelerator_sums import Sums
-from shardkit.backends.host_work import WorkHandle
+from shardkit.backends.host_work import start_host_max
 from shardkit.backends.process_group import WatchedStreams, all_gather_single, custom_all_gather
-from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -286,7 +285,8 @@ class AcceleratorStreams(WatchedStreams):
         stream = self._reduce
         shard_axis = reduction.shard_axis
         assert isinstance(shard_axis, AcceleratorAxis)
-        handle.note(shard_axis.issue_reduce("reduce-scatter", of, reduction.send.nbytes))
+        group, nbytes = shard_axis.reduce_group, reduction.send.nbytes
+        handle.note(shard_axis.issue("reduce-scatter", of, nbytes, group))
         with self._device.on(stream):
             total = sums.reduce_scatter(prepared.into)
             if sums.replicate_axis is None:
@@ -324,12 +324,7 @@ class AcceleratorStreams(WatchedStreams):
         groups = [axis.host_group for axis in own]
         if any(group is None for group in groups):
             return self._start_max_on_device(tensor, own, of)
-        for group in groups[:-1]:
-            with channel_of(group).run("all-reduce", of, tensor.nbytes):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        issued = channel_of(groups[-1]).issue("all-reduce", of, tensor.nbytes)
-        last = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        return WorkHandle([last], issued)
+        return start_host_max(tensor, groups, of)
 
     def _start_max_on_device(
         self, tensor: Tensor, axes: Sequence[AcceleratorAxis], of: str

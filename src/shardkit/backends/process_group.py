@@ -46,9 +46,11 @@ class ProcessGroupAxis:
         self.rank = group.rank()
         self.members = tuple(dist.get_process_group_ranks(group))
 
-    def issue(self, kind: str, of: str, nbytes: int) -> Issued | None:
-        """Announce a collective; None where one rank is alone."""
-        return channel_of(self.group).issue(kind, of, nbytes) if self.size > 1 else None
+    def issue(
+        self, kind: str, of: str, nbytes: int, group: dist.ProcessGroup | None = None
+    ) -> Issued | None:
+        """Announce a collective, on a group of its own or not; None where one rank is alone."""
+        return channel_of(group or self.group).issue(kind, of, nbytes) if self.size > 1 else None
 
     def all_gather(self, full: Tensor, own: Tensor) -> None:
         """See `AxisComm.all_gather`."""

@@ -94,10 +94,17 @@ class DelegatingOptimizer(Optimizer, ABC):
             )
             raise OptimizerError(msg)
         self.optimizer_class = optimizer_class
-        self.inner: Optimizer | None = None
         self._options = dict(options)
-        self._sent: list[dict[str, Any]] = []
+        self._forget()
         super().__init__(params, self._defaults_of(self._probe()))
+
+    _kept: tuple[str, ...] = ("optimizer_class", "_options")
+    """Attributes that copies and pickles have, too."""
+
+    def _forget(self) -> None:
+        """Begin without an inner optimizer."""
+        self.inner: Optimizer | None = None
+        self._sent: list[dict[str, Any]] = []
 
     # --- what subclasses give -------------------------------------------------------------------
 
@@ -308,8 +315,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         return {
             **super().__getstate__(),
             "state": dict(self.state),
-            "optimizer_class": self.optimizer_class,
-            "_options": self._options,
+            **{name: getattr(self, name) for name in self._kept},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -319,7 +325,7 @@ class DelegatingOptimizer(Optimizer, ABC):
             shown = map_leaves(state.pop("state"), _unwrap)
             self._shown, self._as_shown = defaultdict(dict, shown), None
         if "optimizer_class" in state:
-            self.inner, self._sent = None, []
+            self._forget()
         super().__setstate__(state)
 
     def __repr__(self) -> str:

@@ -72,10 +72,12 @@ class LocalOptimizer(DelegatingOptimizer):
         **defaults: Any,
     ) -> None:
         self.master_dtype = master_dtype
-        self._forget()
         super().__init__(params, optimizer_class, defaults)
 
+    _kept = (*DelegatingOptimizer._kept, "master_dtype", "_codec", "_is_random")  # noqa: SLF001 - base
+
     def _forget(self) -> None:
+        super()._forget()
         self._runs: list[SteppedRun] = []
         self._known: list[list[tuple[Any, Any]]] = []
         self._copies: list[tuple[Tensor, int]] = []
@@ -87,17 +89,6 @@ class LocalOptimizer(DelegatingOptimizer):
         self._codec = codec_of(probe)
         self._is_random = bool(getattr(probe, "bf16_stochastic_round", False))
         return probe
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of."""
-        own = ("master_dtype", "_codec", "_is_random")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was copied or loaded."""
-        if "optimizer_class" in state:
-            self._forget()
-        super().__setstate__(state)
 
     # --- runs -----------------------------------------------------------------------------------
 

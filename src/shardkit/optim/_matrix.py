@@ -87,10 +87,12 @@ class MatrixOptimizer(DelegatingOptimizer):
             raise OptimizerError(msg)
         self._cost = cost
         self._batch_nbytes = batch_bytes
-        self._forget()
         super().__init__(params, optimizer_class, defaults)
 
+    _kept = (*DelegatingOptimizer._kept, "_cost", "_batch_nbytes")  # noqa: SLF001 - base
+
     def _forget(self) -> None:
+        super()._forget()
         self._shares: list[Share] = []
         self._loads: dict[int, float] = {}
         self._known: list[list[tuple[Any, ...]]] = []
@@ -291,17 +293,6 @@ class MatrixOptimizer(DelegatingOptimizer):
         if self.inner is not None and not self._is_state_written():
             self._learn_numbers()
         return super().state_dict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of; no owners."""
-        more = {"_cost": self._cost, "_batch_nbytes": self._batch_nbytes}
-        return {**super().__getstate__(), **more}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was copied or loaded."""
-        if "_batch_nbytes" in state:
-            self._forget()
-        super().__setstate__(state)
 
 
 def _step_some(
