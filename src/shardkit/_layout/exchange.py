@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from shardkit._layout.boxes import Box, boxes_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from shardkit._layout.flat import FlatLayout
 
@@ -32,8 +32,8 @@ class HeldPart:
     Attributes:
         start: First element that it holds of its flattened part.
         stop: Their end.
-        shape: Of the part.
-        offsets: Where the part begins in the whole, per dimension.
+        shape: Shape of the part.
+        offsets: The place where the part begins in the whole, per dimension.
     """
 
     start: int
@@ -47,12 +47,12 @@ class Spread:
     """Who holds what of one matrix.
 
     Attributes:
-        shape: Of the whole.
-        replicas: Of each member, the number of the replica that it belongs to.
-        layout: How each replica's members cut it; not used where there are `parts`.
-        index: Its position in the layout.
-        places: Of each member, its place among those of the layout.
-        parts: Of each member, what it holds; None: nothing but the layout cuts it.
+        shape: Shape of the whole.
+        replicas: The number of each member's replica.
+        layout: The cut of each replica; not used where there are `parts`.
+        index: Position of the matrix in the layout.
+        places: Place of each member among those of the layout.
+        parts: The part that each member holds; None: nothing but the layout cuts the matrix.
     """
 
     shape: tuple[int, ...]
@@ -82,23 +82,14 @@ class Spread:
         part = self.parts[member]
         return self.shape, boxes_of_range(part.shape, start, stop, origin=part.offsets)
 
-    def sends_to(self, owner: int, member: int) -> bool:
-        """Whether an owner gets a piece from a member: one of its replica, maybe itself."""
-        return self.replicas[member] == self.replicas[owner] and self.numel_of(member) > 0
-
-    def gets_from(self, owner: int, member: int) -> bool:
-        """Whether an owner has a piece for a member, maybe itself."""
-        del owner  # It has the whole.
-        return self.numel_of(member) > 0
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """What one member sends and gets in one exchange: matrices by member, in one order.
 
     Attributes:
-        sends: Of each member, the matrices of which it gets something from here.
-        gets: Of each member, the matrices of which something comes from there.
+        sends: Matrices of which each member gets something from here.
+        gets: Matrices of which something comes from each member.
     """
 
     sends: tuple[tuple[int, ...], ...]
@@ -113,12 +104,12 @@ def gradient_traffic(
     What a member holds of its own matrices does not travel.
 
     Args:
-        spreads: Of all matrices.
-        owners: Of all matrices.
+        spreads: The spread of every matrix.
+        owners: The owner of every matrix.
         indices: The matrices of this exchange, in the same order on all members.
         me: This member.
     """
-    mine, others = _by_member(spreads, owners, indices, me, Spread.sends_to)
+    mine, others = _by_member(spreads, owners, indices, me, in_replica=True)
     return Traffic(sends=others, gets=mine)
 
 
@@ -129,7 +120,7 @@ def value_traffic(
 
     See `gradient_traffic`; here all replicas get something.
     """
-    mine, others = _by_member(spreads, owners, indices, me, Spread.gets_from)
+    mine, others = _by_member(spreads, owners, indices, me, in_replica=False)
     return Traffic(sends=mine, gets=others)
 
 
@@ -138,26 +129,24 @@ def _by_member(
     owners: Sequence[int],
     indices: Sequence[int],
     me: int,
-    takes_part: Callable[[Spread, int, int], bool],
+    *,
+    in_replica: bool,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return the matrices of `me` by the other members that take part, and those of the others.
+    """Return the matrices of `me` by the other members that hold a piece, and those of the others.
 
-    Args:
-        spreads: Of all matrices.
-        owners: Of all matrices.
-        indices: The matrices of the exchange.
-        me: This member.
-        takes_part: Whether a member, the last argument, exchanges a matrix with its owner.
+    With `in_replica` only members of the owner's replica take part.
     """
     num_members = len(spreads[0].replicas) if spreads else 0
     mine: list[list[int]] = [[] for _ in range(num_members)]
     others: list[list[int]] = [[] for _ in range(num_members)]
     for index in indices:
         spread, owner = spreads[index], owners[index]
-        if owner == me:
-            for member in range(num_members):
-                if member != me and takes_part(spread, owner, member):
-                    mine[member].append(index)
-        elif takes_part(spread, owner, me):
-            others[owner].append(index)
+        for member in range(num_members) if owner == me else (me,):
+            is_in_replica = spread.replicas[member] == spread.replicas[owner]
+            if member == owner or not spread.numel_of(member) or (in_replica and not is_in_replica):
+                continue
+            if owner == me:
+                mine[member].append(index)
+            else:
+                others[owner].append(index)
     return tuple(map(tuple, mine)), tuple(map(tuple, others))

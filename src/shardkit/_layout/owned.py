@@ -52,9 +52,9 @@ def assign_owners(
     """Return which rank each matrix belongs to.
 
     Args:
-        costs: Of each matrix, none below 0.
-        num_ranks: How many ranks there are, at least 1.
-        loads: What each rank has to do already; None: nothing.
+        costs: Cost of each matrix, none below 0.
+        num_ranks: Number of ranks, at least 1.
+        loads: Load that each rank has already; None: none.
 
     Cost: O(M log(M N)) for M matrices on N ranks.
     """
@@ -87,10 +87,10 @@ def plan_batches(
     """Return the matrices of each batch, so that each rank has as much to do in one as in another.
 
     Args:
-        costs: Of each matrix.
-        nbytes: Of each matrix.
-        owners: Of each matrix.
-        batch_nbytes: About how much of a batch one rank owns; a larger matrix travels alone.
+        costs: Cost of each matrix.
+        nbytes: Size of each matrix in bytes.
+        owners: Owner of each matrix.
+        batch_nbytes: Bytes of a batch that one rank owns, about; a larger matrix travels alone.
 
     Returns:
         Indices, rising in each batch. Every matrix is in one batch; there are no batches without

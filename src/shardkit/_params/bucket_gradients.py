@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
+from shardkit._tensor.ops.contiguous import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -253,11 +254,8 @@ class BucketGradients:
 def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     """Return the one tensor of which all gradients of a bucket are views, laid out as its shard."""
     grads: list[Any] = [entry.param.grad for entry in bucket.entries]
-    flat: Tensor | None = getattr(grads[0], "flat", None)
-    is_one = flat is not None and all(
-        type(grad) is ShardedTensor and grad.flat is flat and grad.flat_start == 0 for grad in grads
-    )
-    if not is_one or flat is None:
+    flat = common_flat(grads)
+    if flat is None or any(grad.flat_start for grad in grads):
         return None
     has_room = (
         flat.numel() == bucket.store.layout.shard_numel and flat.dtype == bucket.plan.orig_dtype

@@ -53,6 +53,5 @@ class AcceleratorBackend(ProcessGroupBackend):
         self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> AcceleratorStreams:
         """Make the three streams, or use those of another root."""
-        del axes
         assert share is None or isinstance(share, AcceleratorStreams)
         return AcceleratorStreams(self.accelerator, share)

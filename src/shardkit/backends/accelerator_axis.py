@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AllToAll, Handle
     from shardkit.backends.device import AcceleratorDevice
     from shardkit.backends.events import Event, Stream
-    from shardkit.backends.watch.channel import Issued
 
 _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
 """Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
@@ -33,8 +32,8 @@ class PeerHandle:
     """An exchange on a side stream.
 
     Args:
-        device: Where it runs.
-        event: After it.
+        device: Device of the stream.
+        event: Event after the exchange.
         kept: Memory of the compute stream that the exchange uses.
         back: (target on the host, source): copied when somebody waits.
     """
@@ -69,8 +68,8 @@ class AcceleratorAxis(ProcessGroupAxis):
     """An axis whose small collectives also take host tensors, as offloaded shards are.
 
     Attributes:
-        device: Where its collectives run.
-        reduce_group: For reduce-scatters; the gathers' own unless it was separated.
+        device: Device on which its collectives run.
+        reduce_group: Group for reduce-scatters; the gathers' own unless it was separated.
         host_group: For small host tensors, so that the device need not be waited for; None: the
             process group was made without an engine for the host.
     """
@@ -154,10 +153,6 @@ class AcceleratorAxis(ProcessGroupAxis):
         """See `AxisComm.broadcast`."""
         with self._on_device(tensor) as on_device:
             super().broadcast(on_device, src)
-
-    def issue_reduce(self, kind: str, of: str, nbytes: int) -> Issued | None:
-        """Announce a collective of `reduce_group`; None where one rank is alone."""
-        return channel_of(self.reduce_group).issue(kind, of, nbytes) if self.size > 1 else None
 
     def separate_reduce(self, *, enable: bool) -> None:
         """Reduce on a communicator of its own, or on that of the gathers. Collective."""

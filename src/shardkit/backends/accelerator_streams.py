@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shardkit import _compat
 from shardkit.backends.accelerator_axis import AcceleratorAxis
 from shardkit.backends.accelerator_sums import Sums
+from shardkit.backends.host_work import start_host_max
 from shardkit.backends.process_group import WatchedStreams, all_gather_single, custom_all_gather
-from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ class ReduceEventHandle:
     """Reductions on side streams.
 
     Attributes:
-        fence: After it the send buffers are free.
+        fence: Event after which the send buffers are free.
     """
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
@@ -99,11 +99,11 @@ class _Prepared:
     """One reduction with its memory.
 
     Attributes:
-        reduction: What is asked for.
-        sums: Its arithmetic.
-        into: Where the sum over the shard axis goes. None: into the send buffer.
-        result: Where the result goes, on the device.
-        out: Where it is wanted: `result`, or memory of the host.
+        reduction: The reduction that is asked for.
+        sums: The arithmetic of it.
+        into: Memory for the sum over the shard axis. None: the send buffer.
+        result: Memory for the result, on the device.
+        out: Memory where it is wanted: `result`, or memory of the host.
     """
 
     reduction: Reduction
@@ -130,22 +130,6 @@ class DeviceCheckHandle:
         """Block the host until the numbers are there."""
         self._device.synchronize(self._event)  # order: the host waits for compared numbers
         self._target.copy_(self._pinned)
-
-
-class HostCheckHandle:
-    """A collective of the host's engine; the device is not touched."""
-
-    is_of_host = True
-
-    def __init__(self, work: dist.Work | None, issued: Issued | None) -> None:
-        self._work = work
-        self._issued = issued
-
-    def wait(self) -> None:
-        """Block until all hosts have come; again is free."""
-        work, self._work = self._work, None
-        if work is not None and self._issued is not None:
-            self._issued.wait([work])
 
 
 class AcceleratorStreams(WatchedStreams):
@@ -301,7 +285,8 @@ class AcceleratorStreams(WatchedStreams):
         stream = self._reduce
         shard_axis = reduction.shard_axis
         assert isinstance(shard_axis, AcceleratorAxis)
-        handle.note(shard_axis.issue_reduce("reduce-scatter", of, reduction.send.nbytes))
+        group, nbytes = shard_axis.reduce_group, reduction.send.nbytes
+        handle.note(shard_axis.issue("reduce-scatter", of, nbytes, group))
         with self._device.on(stream):
             total = sums.reduce_scatter(prepared.into)
             if sums.replicate_axis is None:
@@ -339,12 +324,7 @@ class AcceleratorStreams(WatchedStreams):
         groups = [axis.host_group for axis in own]
         if any(group is None for group in groups):
             return self._start_max_on_device(tensor, own, of)
-        for group in groups[:-1]:
-            with channel_of(group).run("all-reduce", of, tensor.nbytes):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        issued = channel_of(groups[-1]).issue("all-reduce", of, tensor.nbytes)
-        last = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=groups[-1], async_op=True)
-        return HostCheckHandle(last, issued)
+        return start_host_max(tensor, groups, of)
 
     def _start_max_on_device(
         self, tensor: Tensor, axes: Sequence[AcceleratorAxis], of: str

@@ -26,10 +26,10 @@ class AllToAll:
     Attributes:
         send: 1-D, bytes: what each rank gets, in rank order, end to end.
         receive: 1-D, bytes: what each rank sends, in rank order; written.
-        send_nbytes: Of what each rank gets.
-        receive_nbytes: Of what each rank sends.
+        send_nbytes: Bytes that each rank gets.
+        receive_nbytes: Bytes that each rank sends.
         total_nbytes: A number that all ranks know of it, by which the watch compares them.
-        of: What it is for.
+        of: Word for what travels.
     """
 
     send: Tensor
@@ -108,7 +108,7 @@ class CheckHandle(Handle, Protocol):
     """Small numbers of all ranks on their way.
 
     Attributes:
-        is_of_host: To wait for it the host waits for other hosts, never for the device.
+        is_of_host: True if the host waits for other hosts only, never for the device.
     """
 
     is_of_host: bool
@@ -118,7 +118,7 @@ class ReduceHandle(Protocol):
     """A reduction that has been started.
 
     Attributes:
-        fence: After it the send buffers are free; None: after `wait_sent` only.
+        fence: Event after which the send buffers are free; None: after `wait_sent` only.
     """
 
     fence: Event | None
@@ -171,12 +171,12 @@ class Reduction:
             wider. It is added before the all-reduce, in its dtype, and may be written. None: there
             is none.
         is_to_host: The result is wanted on the host, and the device has memory of its own.
-        is_pinned: There in page-locked memory.
+        is_pinned: True if that is to be page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         all_reduce: The user's own all-reduce (`AllReduce`) over the replicate axis, of a tensor and
             what the sum is still to be multiplied with; or None.
-        hook: Called with the reduced and scaled result, which it may change; or None.
-        hook_stream: Where an accelerator runs the hook; None: after the reduction.
+        hook: Function of the reduced and scaled result, which it may change; or None.
+        hook_stream: Stream on which an accelerator runs the hook; None: after the reduction.
         bucket_id: Number of the bucket where it is traced, equal in every step.
         force_sum: The engine may only sum, and not divide.
     """
@@ -207,7 +207,7 @@ class CommStreams(ABC):
     order, in ordinary memory.
 
     Attributes:
-        region: Where the ranks' forwards and backwards are traced; None: they are run.
+        region: Region where ranks' forwards and backwards are traced; None: they are run.
     """
 
     region: Region | None = None
@@ -279,18 +279,21 @@ class CommStreams(ABC):
         Cost: one reduce-scatter per bucket, and one all-reduce with a replicate axis.
         """
 
-    @abstractmethod
     def start_all_reduce_max(
         self, tensor: Tensor, axes: Sequence[AxisComm], of: str
     ) -> CheckHandle:
-        """MAX all-reduce of a small host tensor over every axis, one after another."""
+        """MAX all-reduce of a small host tensor over every axis, one after another.
+
+        Not where operators are traced: a graph is the same on all ranks.
+        """
+        raise NotImplementedError(tensor, axes, of)
 
 
 class MeshBackend(ABC):
     """What communicates along the axes of a mesh.
 
     Attributes:
-        device: Where parameters are.
+        device: Device of the parameters.
         is_traced: Operators are traced into a graph, which runs later; see `traced`.
         is_spmd: One process traces the program of all ranks, and has all their pieces.
     """
@@ -346,7 +349,7 @@ class Backend(MeshBackend):
     gradient_weight: float = 1.0
     batches_small_groups: bool = True
 
-    def receive_chunks(self, axis: AxisComm) -> int:  # noqa: ARG002 - for those that need room
+    def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""
         return 0
 

@@ -32,7 +32,7 @@ class AcceleratorDevice:
     own are.
 
     Args:
-        device: With its index.
+        device: Device with its index.
     """
 
     def __init__(self, device: torch.device) -> None:

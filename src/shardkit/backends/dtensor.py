@@ -21,15 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardkit import _compat
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.base import MeshBackend
+from shardkit.backends.process_group import JoinedBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-    from shardkit.backends.base import AxisComm, PeerAxis
+    from shardkit.backends.base import PeerAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Split:
     Attributes:
         axis: The axis.
         dim: The dimension.
-        size: Its elements before the cut.
+        size: Number of its elements before the cut.
     """
 
     axis: PeerAxis
@@ -80,7 +78,7 @@ class TensorParallel:
     """How a parameter is spread over the mesh of its DTensor; make it by `TensorParallel.of`.
 
     Attributes:
-        shape: Of the whole, over all meshes.
+        shape: Shape of the whole, over all meshes.
         mesh: The DTensor's mesh.
         placements: The DTensor's, one per axis of `mesh`.
         torch_mesh: The DTensor's mesh, as torch's object.
@@ -262,7 +260,8 @@ class TensorParallel:
             mesh_dim_names=names,
             rank=mesh.rank,
             backend=JoinedBackend(
-                [(m.backend, axis) for m in (mesh, self.mesh) for axis in range(m.ndim)]
+                [m.backend.axis(axis) for m in (mesh, self.mesh) for axis in range(m.ndim)],
+                mesh.backend,
             ),
         )
 
@@ -280,32 +279,6 @@ def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple
     # A place is linear in the coordinates, so shifts of places add up as those of coordinates do.
     ranks = {place: rank for rank, place in at.items()}
     return tuple(ranks[at[a] + at[b] - at[outer.rank]] for a in outer.ranks for b in inner.ranks)
-
-
-class JoinedBackend(MeshBackend):
-    """`MeshBackend` of a mesh whose axes belong to several backends, none of which is traced."""
-
-    def __init__(self, axes: Sequence[tuple[MeshBackend, int]]) -> None:
-        self._axes = list(axes)
-        self.device = self._axes[0][0].device
-
-    def process_group(self, axis: int) -> Any:
-        """See `MeshBackend.process_group`."""
-        backend, index = self._axes[axis]
-        return backend.process_group(index)
-
-    def axis(self, axis: int) -> AxisComm:
-        """See `MeshBackend.axis`."""
-        backend, index = self._axes[axis]
-        return backend.axis(index)
-
-    def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
-        """See `MeshBackend.joint_axis`."""
-        return self._axes[0][0].joint_axis(ranks)
-
-    def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
-        """See `MeshBackend.for_axes`."""
-        return JoinedBackend([self._axes[axis] for axis in axes])
 
 
 class ReplacedDTensor(DTensor):

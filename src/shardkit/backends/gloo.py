@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardkit.backends.base import Gather
 from shardkit.backends.gloo_axis import GlooAxis
 from shardkit.backends.gloo_exchange import ExchangeHandle, is_small, sends_own
-from shardkit.backends.host_work import WorkHandle
+from shardkit.backends.host_work import WorkHandle, start_host_max
 from shardkit.backends.process_group import (
     ProcessGroupBackend,
     WatchedStreams,
@@ -119,7 +119,6 @@ class HostStreams(WatchedStreams):
         self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Event | None], of: str
     ) -> Handle:
         """Cast this rank's range, then gather in place."""
-        del after
         assert isinstance(axis, GlooAxis)
         nbytes = sum(gather.full.nbytes for gather in gathers)
         issued = axis.issue("all-gather", of, nbytes)
@@ -136,16 +135,8 @@ class HostStreams(WatchedStreams):
 
     def start_all_reduce_max(self, tensor: Tensor, axes: Sequence[AxisComm], of: str) -> WorkHandle:
         """Start over one axis; over several, one after another, waiting between."""
-        for axis in axes[:-1]:
-            self._start_max(tensor, axis, of).wait()
-        return self._start_max(tensor, axes[-1], of)
-
-    def _start_max(self, tensor: Tensor, axis: AxisComm, of: str) -> WorkHandle:
-        assert isinstance(axis, GlooAxis)
-        assert axis.reduce_group is not None
-        issued = axis.reduce_channel.issue("all-reduce", of, tensor.nbytes)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=axis.reduce_group, async_op=True)
-        return WorkHandle([work], issued)
+        own = [axis for axis in axes if isinstance(axis, GlooAxis)]
+        return start_host_max(tensor, [axis.reduce_group for axis in own], of)
 
 
 class GlooBackend(ProcessGroupBackend):
@@ -165,7 +156,6 @@ class GlooBackend(ProcessGroupBackend):
         self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> HostStreams:
         """Make the process groups for reductions; there are no streams to share."""
-        del share
         for axis in axes:
             assert isinstance(axis, GlooAxis)
             axis.make_reduce_group()

@@ -7,25 +7,17 @@ from typing import TYPE_CHECKING
 from shardkit.backends.groups import sub_group
 from shardkit.backends.host_work import WorkHandle, start_host_all_to_all
 from shardkit.backends.process_group import ProcessGroupAxis
-from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from shardkit.backends.base import AllToAll
-    from shardkit.backends.watch.channel import Channel
 
 
 class GlooAxis(ProcessGroupAxis):
     """An axis with a second process group for reductions."""
 
     reduce_group: dist.ProcessGroup | None = None
-
-    @property
-    def reduce_channel(self) -> Channel:
-        """What is issued for reductions."""
-        assert self.reduce_group is not None
-        return channel_of(self.reduce_group)
 
     def make_reduce_group(self) -> None:
         """Make the group, once; call it on all ranks of the axis."""

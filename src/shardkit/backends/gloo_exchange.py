@@ -84,7 +84,7 @@ class Exchange:
                 continue
             if reduction.comm is not None:
                 assert axis.reduce_group is not None
-                issued = axis.reduce_channel.issue("reduce-scatter", of, reduction.send.nbytes)
+                issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
                 custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
                 self._custom[i] = custom
                 self._works.append(WorkHandle([custom.work], issued))
@@ -159,8 +159,8 @@ def _start_all_to_all(
     receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, of: str
 ) -> WorkHandle:
     """Send range r of `send` to rank r; a rank's own range stays where it is if it can."""
-    issued = axis.reduce_channel.issue("reduce-scatter", of, send.nbytes)
     assert axis.reduce_group is not None
+    issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
     splits = [piece_numel] * axis.size
     if not sends_own(axis):
         splits[axis.rank] = 0

@@ -132,7 +132,7 @@ def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
     Args:
         item: This rank's.
         group: Torch's; None is the default one, or this process alone if there is none.
-        of: What it is for.
+        of: Word for what it is for.
 
     Cost: two all-gathers: of the sizes, of the items.
     """

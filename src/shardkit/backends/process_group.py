@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit import _compat
 from shardkit._mesh import DeviceMesh
-from shardkit.backends.base import Backend, CommStreams
+from shardkit.backends.base import Backend, CommStreams, MeshBackend
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
 from shardkit.backends.watch.channel import channel_of
 from shardkit.backends.watch.watchdog import current_watchdog
@@ -46,9 +46,11 @@ class ProcessGroupAxis:
         self.rank = group.rank()
         self.members = tuple(dist.get_process_group_ranks(group))
 
-    def issue(self, kind: str, of: str, nbytes: int) -> Issued | None:
-        """Announce a collective; None where one rank is alone."""
-        return channel_of(self.group).issue(kind, of, nbytes) if self.size > 1 else None
+    def issue(
+        self, kind: str, of: str, nbytes: int, group: dist.ProcessGroup | None = None
+    ) -> Issued | None:
+        """Announce a collective, on a group of its own or not; None where one rank is alone."""
+        return channel_of(group or self.group).issue(kind, of, nbytes) if self.size > 1 else None
 
     def all_gather(self, full: Tensor, own: Tensor) -> None:
         """See `AxisComm.all_gather`."""
@@ -97,14 +99,14 @@ class CustomCollective:
 
     Args:
         comm: The function.
-        send: What is sent.
+        send: Tensor to be sent.
         receive_numel: Elements that come.
         async_op: Let `work` be waited for by whoever uses `received`.
-        options: What else the function takes.
+        options: Other arguments that the function takes.
 
     Attributes:
-        received: What comes.
-        work: To wait for; None: there is nothing to wait for.
+        received: Tensor that comes.
+        work: Work to wait for; None: there is nothing to wait for.
     """
 
     def __init__(
@@ -197,6 +199,37 @@ class ProcessGroupBackend(Backend):
         sub = type(self)(self._mesh, [self._axes[axis] for axis in axes])
         sub._comms = {i: self.axis(axis) for i, axis in enumerate(axes)}  # noqa: SLF001 - own class
         return sub
+
+
+class JoinedBackend(MeshBackend):
+    """`MeshBackend` of a mesh whose axes are those of other meshes, or all ranks of one.
+
+    Args:
+        axes: Communicator of each axis.
+        of: Backend of one of these meshes.
+    """
+
+    def __init__(self, axes: Sequence[Any], of: MeshBackend) -> None:
+        self._axes = list(axes)
+        self._of = of
+        self.device = of.device
+
+    def process_group(self, axis: int) -> Any:
+        """Return torch's process group of one axis."""
+        return self._axes[axis].group
+
+    def axis(self, axis: int) -> PeerAxis:
+        """Return the communicator of one axis."""
+        found: PeerAxis = self._axes[axis]
+        return found
+
+    def joint_axis(self, ranks: Sequence[int]) -> PeerAxis:
+        """Return the communicator of several axes as one. Collective."""
+        return self._of.joint_axis(ranks)
+
+    def for_axes(self, axes: Sequence[int]) -> JoinedBackend:
+        """Return the backend of the submesh made of `axes`."""
+        return JoinedBackend([self._axes[axis] for axis in axes], self._of)
 
 
 def from_torch_mesh(

@@ -24,14 +24,13 @@ def bf16_compress(
     that as `reduce_dtype` instead.
 
     Args:
-        tensor: See `AllReduce`.
-        pieces: Not looked at.
+        tensor: Gradients; see `AllReduce`.
+        pieces: Parameters in it; not looked at.
         axis: The replicas.
         unit: The sum times this is the gradient, and is what travels.
 
     Cost: one all-reduce of 2 bytes per element; memory for that.
     """
-    del pieces
     _all_reduce_as(tensor, torch.bfloat16, axis, unit)
 
 
@@ -45,14 +44,13 @@ def fp16_compress(
     engine adds in fp16.
 
     Args:
-        tensor: See `AllReduce`.
-        pieces: Not looked at.
+        tensor: Gradients; see `AllReduce`.
+        pieces: Parameters in it; not looked at.
         axis: The replicas.
         unit: The sum times this is the gradient, and is what travels.
 
     Cost: one all-reduce of 2 bytes per element; memory for that.
     """
-    del pieces
     _all_reduce_as(tensor, torch.float16, axis, unit)
 
 

@@ -14,10 +14,11 @@ class LossScale:
     """A number, or a GradScaler, which is asked.
 
     Args:
-        source: Either.
+        source: The number, or the GradScaler.
 
     Attributes:
-        value: As read last.
+        value: The scale as it was read last.
+        may_skip: True if steps are skipped where gradients overflow.
 
     Raises:
         StateError: It is neither a GradScaler nor a finite number above 0.
@@ -34,15 +35,11 @@ class LossScale:
                 f"Where the loss is not scaled, pass 1.0."
             )
             raise StateError(msg)
-        self._source = source
+        self._scaler = None if isinstance(source, int | float) else source
         self._growth = 0
-        self.value = 1.0
+        self.value = float(source) if isinstance(source, int | float) else 1.0
+        self.may_skip = self._scaler is not None and self._scaler.is_enabled()
         self.read()
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether steps are skipped where gradients overflow."""
-        return not isinstance(self._source, int | float) and self._source.is_enabled()
 
     def read(self) -> str:
         """Read the scale.
@@ -53,11 +50,10 @@ class LossScale:
 
         Cost: waits for the device where the scale is on one.
         """
-        if isinstance(self._source, int | float):
-            self.value = float(self._source)
+        if self._scaler is None:
             return "same"
         before = self.value, self._growth
-        state = self._source.state_dict()  # Empty where it is not enabled.
+        state = self._scaler.state_dict()  # Empty where it is not enabled.
         value, self._growth = state.get("scale", 1.0), state.get("_growth_tracker", 0)
         if (value, self._growth) == before:
             return "same"

@@ -7,6 +7,7 @@ all second ones.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,11 @@ class Matrix:
     """Whole rows of one parameter in a rank's range, to be sent at low rank.
 
     Attributes:
-        name: Of the parameter.
+        name: Name of the parameter.
         start: Position of the first element in the range.
         rows: Number of rows.
         columns: Elements of a row: all dims but the first.
-        rank: Of the approximation.
+        rank: Rank of the approximation.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Matrix:
 
 def find_matrices(
     pieces: Sequence[GradientPiece],
-    rank_of: Callable[[str, tuple[int, int]], int],
+    rank_of: int | Callable[[str, tuple[int, int]], int],
     min_rate: float,
 ) -> list[Matrix]:
     """Return the matrices for which low rank sends at least `min_rate` times fewer numbers.
@@ -58,22 +59,21 @@ def find_matrices(
     A cut may fall inside of a row: what is left of a row at either end is in no matrix.
 
     Args:
-        pieces: What lies where in the range.
-        rank_of: Returns the rank for a parameter's name and (rows, columns).
-        min_rate: At least so many times fewer.
+        pieces: Parameters, and where they lie in the range.
+        rank_of: A rank, or a function of a parameter's name and (rows, columns).
+        min_rate: Least rate.
     """
     result = []
     for piece in pieces:
         if len(piece.shape) < 2 or piece.start == piece.stop:  # noqa: PLR2004 - a matrix
             continue
-        columns = 1
-        for size in piece.shape[1:]:
-            columns *= size
+        columns = math.prod(piece.shape[1:])
         first, last = -(-piece.start // columns), piece.stop // columns
         rows = last - first
         if rows < 1:
             continue
-        rank = min(rank_of(piece.name, (rows, columns)), rows, columns)
+        wanted = rank_of(piece.name, (rows, columns)) if callable(rank_of) else rank_of
+        rank = min(wanted, rows, columns)
         if rank > 0 and (rows + columns) * rank * min_rate <= rows * columns:
             start = piece.offset + first * columns - piece.start
             result.append(Matrix(piece.name, start, rows, columns, rank))
@@ -105,9 +105,9 @@ def sum_at_low_rank(
     """Return factors of the sums of matrices over ranks: one step of the power iteration.
 
     Args:
-        values: This rank's matrices.
+        values: Matrices of this rank.
         seconds: Second factors to begin with, (columns, rank) each, equal on all ranks.
-        sum_up: Sums a 1-D tensor over the ranks, in place, to equal bits on all.
+        sum_up: Function that sums a 1-D tensor over the ranks, in place, to equal bits on all.
 
     Returns:
         First factors (rows, rank), orthonormal columns; second factors (columns, rank), so that

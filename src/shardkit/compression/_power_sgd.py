@@ -35,15 +35,15 @@ class PowerSGD:
     rows at the ends of a shard, and matrices that would not get small enough travel as they are.
 
     Args:
-        rank: Of the approximation; or a function of a parameter's name and its (rows, columns) on
-            this rank, 0 for one that is to travel as it is. It must be the same on all replicas.
-        start_after: The first so many reductions are not compressed (torch's
+        rank: Rank of the approximation; or a function of a parameter's name and its (rows, columns)
+            on this rank, 0 for one that is to travel as it is. It must be the same on all replicas.
+        start_after: Number of first reductions that are not compressed (torch's
             ``start_powerSGD_iter``): gradients change most in the beginning.
-        min_compression_rate: A matrix is compressed if that sends at least so many times fewer
-            numbers.
-        use_error_feedback: Add what was left out to the next gradient.
-        warm_start: Begin with the last step's factors, not random ones.
-        seed: Of the random factors.
+        min_compression_rate: Least rate: a matrix is compressed if that sends at least so many
+            times fewer numbers.
+        use_error_feedback: True to add what was left out to the next gradient.
+        warm_start: True to begin with the last step's factors, False with random ones.
+        seed: Seed of the random factors.
 
     Cost: of each reduction three all-reduces instead of one: of what is not compressed, in
     `reduce_dtype`; of ``rank * rows`` and of ``rank * columns`` numbers, in fp32 or wider. Memory:
@@ -83,7 +83,6 @@ class PowerSGD:
         self._wires: dict[str, torch.dtype] = {}
         self._scale = LossScale(1.0)
         self._has_begun = False
-        self._step = 0
 
     def bind(self, groups: Sequence[ParamGroup]) -> None:
         """Belong to these groups: `compress_gradients` says so.
@@ -122,28 +121,20 @@ class PowerSGD:
         self._scale = LossScale(scale)
         self._has_begun = False
         for state in self._states.values():
-            state.before = None
+            state.error_before = state.seconds_before = None
 
     def drop_errors(self) -> None:
         """Forget what was left out so far. On all ranks alike; factors and iterations stay."""
         for state in self._states.values():
-            state.error = state.before = None
+            state.error = state.error_before = state.seconds_before = None
             state.sent.clear()
-
-    def _begin_backward(self) -> None:
-        """Read the scale once in a backward; in each call if `settle_unused` does not come."""
-        if not self._has_begun:
-            self._has_begun = any(g.settings.comm.all_reduce is self for g in self._groups)
-            self._read_scale()
 
     def _read_scale(self) -> None:
         """Read the loss scale, and undo a step that was skipped since."""
         event = self._scale.read()
-        if event == "skipped":
-            for state in self._states.values():
-                state.skip(self._step)
         if event != "same":
-            self._step += 1
+            for state in self._states.values():
+                state.end_step(is_skipped=event == "skipped")
 
     # --- sums ---
 
@@ -156,9 +147,13 @@ class PowerSGD:
         state.iteration += 1
         matrices: list[Matrix] = []
         if state.iteration > self._start_after and tensor.is_floating_point():
-            matrices = find_matrices(pieces, self._rank_of, self._min_rate)
+            matrices = find_matrices(pieces, self._rank, self._min_rate)
         rest = [tensor[slice(*each)] for each in rest_of(matrices, tensor.numel())]
-        _sum_parts(rest, axis, self._wire_dtype(pieces[0].name, tensor))
+        if (
+            pieces[0].name not in self._wires
+        ):  # In what gradients cross the axis where they are not compressed.
+            self._wires = {b.entries[0].name: b.plan.reduce_dtype for _, b in self._buckets()}
+        _sum_parts(rest, axis, self._wires.get(pieces[0].name, tensor.dtype))
         if matrices:
             self._sum_matrices(state, matrices, tensor, axis, unit)
 
@@ -170,14 +165,6 @@ class PowerSGD:
         if state is not None:
             state.settle(unused)
 
-    def _wire_dtype(self, bucket: str, tensor: Tensor) -> torch.dtype:
-        """Return what gradients of a bucket cross the axis in where they are not compressed."""
-        if bucket not in self._wires:
-            self._wires = {
-                each.entries[0].name: each.plan.reduce_dtype for _, each in self._buckets()
-            }
-        return self._wires.get(bucket, tensor.dtype)
-
     def _sum_matrices(
         self,
         state: BucketState,
@@ -186,13 +173,15 @@ class PowerSGD:
         axis: SumAxis,
         unit: float,
     ) -> None:
-        self._begin_backward()
+        if not self._has_begun:  # Once in a backward; each time if `settle_unused` does not come.
+            self._has_begun = any(g.settings.comm.all_reduce is self for g in self._groups)
+            self._read_scale()
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         scale, error = self._scale.value, state.error
         if self._use_error_feedback and error is None:
             error = state.error = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
         if self._scale.may_skip:
-            state.begin(self._step)
+            state.begin_step()
         values = [matrix.view(tensor).to(dtype) for matrix in matrices]
         if error is not None:
             for matrix, value in zip(matrices, values, strict=True):
@@ -216,9 +205,6 @@ class PowerSGD:
                 finite = [part.masked_fill(~is_finite, 0.0) for part in (first, second)]
                 state.sent.append(Sent(matrix, start, finite[0], finite[1], share))
             matrix.view(tensor).copy_(approximation)
-
-    def _rank_of(self, name: str, size: tuple[int, int]) -> int:
-        return self._rank(name, size) if callable(self._rank) else self._rank
 
     def _start(self, state: BucketState, matrix: Matrix, like: Tensor) -> Tensor:
         """Return the second factor that a step begins with."""
@@ -284,17 +270,13 @@ class PowerSGD:
             own = {
                 name: second.cpu()
                 for group, bucket in self._buckets()
-                if group.shard_axis is axis
-                for name, second in self._seconds_of(bucket).items()
+                if group.shard_axis is axis and bucket.entries[0].name in self._states
+                for name, second in self._states[bucket.entries[0].name].seconds.items()
             }
             for rank, seconds in enumerate(axis.exchange(own)):
                 for name, second in seconds.items():
                     result.setdefault(name, {})[f"{rank} of {axis.size}"] = second
         return result
-
-    def _seconds_of(self, bucket: Bucket) -> dict[str, Tensor]:
-        state = self._states.get(bucket.entries[0].name)
-        return {} if state is None else state.seconds
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

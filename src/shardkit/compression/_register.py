@@ -58,9 +58,8 @@ def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
         )
         raise StateError(msg)
     if isinstance(hook, PowerSGD):
-        state.name_params(
-            [g for m in replicated for g in groups_in(m, recurse=False)], [state.module]
-        )
-        hook.bind([g for m in replicated for g in groups_in(m, recurse=False)])
+        groups = [group for module in replicated for group in groups_in(module, recurse=False)]
+        state.name_params(groups, [state.module])
+        hook.bind(groups)
     for module in replicated:
         module.set_custom_all_reduce(hook)

@@ -185,8 +185,8 @@ class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
         tensor_parallel_size: Ranks that get the same batch and split each layer.
         save_distributed_checkpoint: Each rank writes its pieces into a directory. False: the first
             rank writes one file with whole tensors.
-        process_group_backend: As of Lightning's strategy.
-        timeout: As of Lightning's strategy; None is its default.
+        process_group_backend: Setting of Lightning's strategy.
+        timeout: Setting of Lightning's strategy; None is its default.
 
     Raises:
         IntegrationError: Lightning is older than what was tried; ranks do not divide by the sizes;
@@ -232,12 +232,12 @@ class ShardkitStrategy(_Sharding, TrainerModelParallel):
     the same.
 
     Args:
-        parallelize_fn: As of `ShardkitFabricStrategy`; gets the `LightningModule`.
-        replicate_size: See there.
-        tensor_parallel_size: See there.
-        save_distributed_checkpoint: See there.
-        process_group_backend: See there.
-        timeout: See there.
+        parallelize_fn: Function as of `ShardkitFabricStrategy`; gets the `LightningModule`.
+        replicate_size: Number as of `ShardkitFabricStrategy`.
+        tensor_parallel_size: Number as of `ShardkitFabricStrategy`.
+        save_distributed_checkpoint: Flag as of `ShardkitFabricStrategy`.
+        process_group_backend: Setting of Lightning's strategy.
+        timeout: Setting of Lightning's strategy; None is its default.
 
     Raises:
         IntegrationError: As of `ShardkitFabricStrategy`; and for parameters that belong to the

@@ -19,7 +19,7 @@ def encode(values: Tensor, table: Tensor, block_numel: int) -> tuple[Tensor, Ten
     """Return codes, uint8, as many as there are values; and scales, fp32, one for each block.
 
     Args:
-        values: Of any shape; the last block may be short.
+        values: A tensor of any shape; the last block may be short.
         table: Ascending, at most 256 numbers from -1 to 1.
         block_numel: Elements of a block.
     """

@@ -75,9 +75,9 @@ class Codec:
         """Return the state that `shown` stands for.
 
         Args:
-            shown: As `show` returns it, of any dtype; taken over where it can be.
+            shown: State that `show` returned, of any dtype; taken over where it can be.
             fresh: State of a first step, to be written to; None: there is no need for it.
-            like: What the state belongs to.
+            like: The tensor that the state belongs to.
         """
         entries = {} if fresh is None else dict(fresh)
         for name, value in shown.items():

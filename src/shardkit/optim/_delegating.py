@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardkit import _compat
 from shardkit._errors import OptimizerError
-from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.write_log import writing_only
+from shardkit._state.full import map_leaves
 from shardkit.optim._codecs import is_number
 
 if TYPE_CHECKING:
@@ -48,9 +46,8 @@ class DelegatingOptimizer(Optimizer, ABC):
       is no inner optimizer, when `state` was written or loaded, and when `_is_outdated` says that
       the old tensors do not fit any more. `state` is that of before. The base keeps it over such a
       change: by parameters, as users see it.
-    - `_bring` sets gradients of these tensors (and brings their values up to date), `_take` writes
-      results back. Both may communicate. What takes more than one step of the inner optimizer
-      overrides `_run`. `_drop` drops the gradients.
+    - `_run` sets gradients of these tensors, and brings their values up to date; has the inner
+      optimizer step them; and writes results back. It may communicate. `_drop` drops the gradients.
     - `_show_state` returns the state by the users' parameters. What it returns may be views of the
       inner state, and is cheap then. `_put_state` is the other direction: state by the users'
       parameters, from a state dict or from before a change of the tensors, into ``inner.state``.
@@ -62,7 +59,7 @@ class DelegatingOptimizer(Optimizer, ABC):
     subclasses find what was written in place, in `_is_written`, where their entries are copies.
 
     Attributes:
-        optimizer_class: Of the inner optimizer.
+        optimizer_class: Class of the inner optimizer.
         inner: The inner optimizer; None before the first step. Its parameter groups are those of
             this optimizer, one by one, with other ``params``.
     """
@@ -82,8 +79,8 @@ class DelegatingOptimizer(Optimizer, ABC):
 
         Args:
             params: Parameters, named ones, or groups, as for any optimizer.
-            optimizer_class: Of the inner optimizer.
-            options: What it is constructed with.
+            optimizer_class: Class of the inner optimizer.
+            options: Arguments that it is constructed with.
 
         Raises:
             OptimizerError: It is no class of optimizers.
@@ -97,25 +94,23 @@ class DelegatingOptimizer(Optimizer, ABC):
             )
             raise OptimizerError(msg)
         self.optimizer_class = optimizer_class
-        self._check_class()
-        self.inner: Optimizer | None = None
         self._options = dict(options)
+        self._forget()
+        super().__init__(params, self._defaults_of(self._probe()))
+
+    _kept: tuple[str, ...] = ("optimizer_class", "_options")
+    """Attributes that copies and pickles have, too."""
+
+    def _forget(self) -> None:
+        """Begin without an inner optimizer."""
+        self.inner: Optimizer | None = None
         self._sent: list[dict[str, Any]] = []
-        probe = optimizer_class([self._probe_tensor()], **self._options)
-        self._note_probe(probe)
-        super().__init__(params, self._defaults_of(probe))
 
     # --- what subclasses give -------------------------------------------------------------------
 
-    def _check_class(self) -> None:
-        """Refuse classes that are known not to run so."""
-
-    def _probe_tensor(self) -> torch.nn.Parameter:
-        """Return a small parameter that the class takes, on the host."""
-        return torch.nn.Parameter(torch.zeros(1))
-
-    def _note_probe(self, probe: Optimizer) -> None:
-        """Look at an optimizer of the class, which was made to be thrown away."""
+    def _probe(self) -> Optimizer:
+        """Return an optimizer of the class, of a small tensor on the host, to be looked at."""
+        return self.optimizer_class([torch.nn.Parameter(torch.zeros(1))], **self._options)
 
     @abstractmethod
     def _is_outdated(self) -> bool:
@@ -125,21 +120,9 @@ class DelegatingOptimizer(Optimizer, ABC):
     def _new_tensors(self) -> list[list[torch.nn.Parameter]]:
         """Return anew what the inner optimizer steps, for each parameter group; maybe nothing."""
 
+    @abstractmethod
     def _run(self, inner: Optimizer) -> None:
         """Step all inner tensors once."""
-        params = (param for group in self.param_groups for param in group["params"])
-        with writing_only([param for param in params if isinstance(param, ShardedTensor)]):
-            self._bring()
-            self._step_inner(inner)
-            self._take()
-
-    def _bring(self) -> None:
-        """Set the gradients of the inner tensors, and bring their values up to date."""
-        raise NotImplementedError
-
-    def _take(self) -> None:
-        """Write results back to the parameters."""
-        raise NotImplementedError
 
     @abstractmethod
     def _drop(self) -> None:
@@ -157,9 +140,8 @@ class DelegatingOptimizer(Optimizer, ABC):
         by the subclass.
         """
 
-    def _is_written(self, state: State) -> bool:
+    def _is_written(self) -> bool:
         """Whether somebody wrote into what `_show_state` returned, where that is a copy."""
-        del state
         return False
 
     # --- steps ----------------------------------------------------------------------------------
@@ -188,19 +170,11 @@ class DelegatingOptimizer(Optimizer, ABC):
         self._fetch_settings(inner)
         return loss
 
-    def _step_inner(self, inner: Optimizer) -> None:
-        """Run the inner optimizer."""
-        _compat.step_without_global_hooks(inner)
-
     def _prepare(self) -> Optimizer:
         """Return the inner optimizer, whose tensors and state are those of the parameters."""
         inner = self.inner
-        if inner is None or self._is_state_written() or self._is_outdated():
-            inner = self._take_over()
-        return inner
-
-    def _take_over(self) -> Optimizer:
-        """Have the inner optimizer continue from `state`."""
+        if inner is not None and not self._is_state_written() and not self._is_outdated():
+            return inner
         state = self.state
         self._as_shown = None  # Where this raises, `state` leads in the next step, too.
         inner = self._renew(self._new_tensors())
@@ -238,7 +212,7 @@ class DelegatingOptimizer(Optimizer, ABC):
                 return True
             if any(known[name] is not value for name, value in entries.items()):
                 return True
-        return self._is_written(shown)
+        return self._is_written()
 
     # --- settings -------------------------------------------------------------------------------
 
@@ -327,7 +301,7 @@ class DelegatingOptimizer(Optimizer, ABC):
         """Load a state dict of this optimizer, or of one that steps the parameters itself.
 
         Args:
-            state_dict: As `state_dict` returns. Its tensors are kept, with their dtypes.
+            state_dict: A dict that `state_dict` returned. Its tensors are kept, with their dtypes.
         """
         # Hooks of users see the state as it is; torch would cast it to the parameters' dtype.
         last = self.register_load_state_dict_pre_hook(_wrap_tensors)
@@ -341,19 +315,17 @@ class DelegatingOptimizer(Optimizer, ABC):
         return {
             **super().__getstate__(),
             "state": dict(self.state),
-            "optimizer_class": self.optimizer_class,
-            "_options": self._options,
+            **{name: getattr(self, name) for name in self._kept},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what was copied or loaded; the inner optimizer follows at the next step."""
         state = dict(state)
         if "state" in state:
-            given = state.pop("state")
-            shown = {key: _unwrap(value) for key, value in given.items()}
+            shown = map_leaves(state.pop("state"), _unwrap)
             self._shown, self._as_shown = defaultdict(dict, shown), None
         if "optimizer_class" in state:
-            self.inner, self._sent = None, []
+            self._forget()
         super().__setstate__(state)
 
     def __repr__(self) -> str:
@@ -369,22 +341,12 @@ class _Wrapped:
     tensor: Tensor
 
 
-def _wrap_tensors(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    del optimizer
-    return {**state_dict, "state": {k: _wrap(value) for k, value in state_dict["state"].items()}}
+def _wrap_tensors(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def wrap(leaf: Any) -> Any:
+        return _Wrapped(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return {**state_dict, "state": map_leaves(state_dict["state"], wrap)}
 
 
-def _wrap(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Wrapped(value)
-    if isinstance(value, dict):
-        return {key: _wrap(entry) for key, entry in value.items()}
-    return value
-
-
-def _unwrap(value: Any) -> Any:
-    if isinstance(value, _Wrapped):
-        return value.tensor
-    if isinstance(value, dict):
-        return {key: _unwrap(entry) for key, entry in value.items()}
-    return value
+def _unwrap(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, _Wrapped) else leaf

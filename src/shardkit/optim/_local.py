@@ -10,10 +10,11 @@ from torch import Tensor
 from shardkit import _compat
 from shardkit._state.full import STATE_NUMBERS
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.write_log import writing_only
 from shardkit.optim._codecs import codec_of, fresh_state, is_number
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._refusals import refuse_class, refuse_norms
-from shardkit.optim._rounding import check_copies, rounds_randomly, same_random_numbers
+from shardkit.optim._rounding import check_copies, same_random_numbers
 from shardkit.optim._runs import MASTER, RunPart, SteppedRun, plan_runs
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class LocalOptimizer(DelegatingOptimizer):
     Args:
         params: Parameters, named ones or groups, as for any optimizer; they may be sharded later.
             Plain parameters are stepped as they are.
-        optimizer_class: What steps.
+        optimizer_class: The class that steps.
         master_dtype: Parameters of a narrower floating dtype get copies of this dtype at their
             first gradient. These are stepped and then rounded. They are saved as
             ``state[param]["master"]``, and follow what others write to the parameters.
@@ -71,32 +72,23 @@ class LocalOptimizer(DelegatingOptimizer):
         **defaults: Any,
     ) -> None:
         self.master_dtype = master_dtype
-        self._forget()
         super().__init__(params, optimizer_class, defaults)
 
+    _kept = (*DelegatingOptimizer._kept, "master_dtype", "_codec", "_is_random")  # noqa: SLF001 - base
+
     def _forget(self) -> None:
+        super()._forget()
         self._runs: list[SteppedRun] = []
         self._known: list[list[tuple[Any, Any]]] = []
         self._copies: list[tuple[Tensor, int]] = []
 
-    def _check_class(self) -> None:
+    def _probe(self) -> Optimizer:
         refuse_class(self.optimizer_class, _REMEDY)
-
-    def _note_probe(self, probe: Optimizer) -> None:
+        probe = super()._probe()
         refuse_norms(probe, _REMEDY)
         self._codec = codec_of(probe)
-        self._is_random = rounds_randomly(probe)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of."""
-        own = ("master_dtype", "_codec", "_is_random")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was copied or loaded."""
-        if "optimizer_class" in state:
-            self._forget()
-        super().__setstate__(state)
+        self._is_random = bool(getattr(probe, "bf16_stochastic_round", False))
+        return probe
 
     # --- runs -----------------------------------------------------------------------------------
 
@@ -126,19 +118,23 @@ class LocalOptimizer(DelegatingOptimizer):
                     return True
         return any(map(_is_parted, self._runs))
 
-    def _step_inner(self, inner: Optimizer) -> None:
-        if not self._is_random:
-            super()._step_inner(inner)
-            return
-        # In the groups, so that it is in state dicts and checkpoints.
-        number = 1 + max((group.get("num_steps", 0) for group in self.param_groups), default=0)
-        for group in self.param_groups:
-            group["num_steps"] = number
-        with same_random_numbers([run.tensor for run in self._runs], number):
-            super()._step_inner(inner)
+    def _run(self, inner: Optimizer) -> None:
+        params = (param for group in self.param_groups for param in group["params"])
+        with writing_only([param for param in params if isinstance(param, ShardedTensor)]):
+            self._bring()
+            if self._is_random:
+                # In the groups, so that it is in state dicts and checkpoints.
+                counts = [group.get("num_steps", 0) for group in self.param_groups]
+                for group in self.param_groups:
+                    group["num_steps"] = 1 + max(counts)
+                with same_random_numbers([run.tensor for run in self._runs], 1 + max(counts)):
+                    _compat.step_without_global_hooks(inner)
+            else:
+                _compat.step_without_global_hooks(inner)
+            self._take()
 
-    @torch.no_grad()
     def _bring(self) -> None:
+        """Set the gradients of the inner tensors, and bring masters up to date."""
         for run in self._runs:
             if run.has_master:
                 run.refresh_master()
@@ -150,15 +146,16 @@ class LocalOptimizer(DelegatingOptimizer):
             elif not run.is_plain or run.has_master:
                 run.tensor.grad = run.join(grads, run.tensor.dtype)
 
-    @torch.no_grad()
     def _take(self) -> None:
+        """Write results back to the parameters."""
         stepped = [run for run in self._runs if run.tensor.grad is not None]
         masters = [run for run in stepped if run.has_master]
         if masters:
             _compat.foreach_copy([run.values for run in masters], [run.tensor for run in masters])
         # Kernels of other packages do not raise the counters, by which gathered values are stale.
-        written = {id(shard): shard for run in stepped for shard in _shards_of(run)}
-        torch.autograd.graph.increment_version([*written.values()])
+        params = (r.parts[0].param for r in stepped if not (r.is_stand_in or r.is_plain))
+        shards = [param.local_piece if param.flat is None else param.flat for param in params]
+        torch.autograd.graph.increment_version([*{id(shard): shard for shard in shards}.values()])
         for run in self._runs:
             if run.has_master:
                 run.version = _compat.version_of(run.values)
@@ -223,8 +220,7 @@ class LocalOptimizer(DelegatingOptimizer):
     def _note_copies(self, values: Iterable[Any]) -> None:
         self._copies += [(v, _compat.version_of(v)) for v in values if isinstance(v, Tensor)]
 
-    def _is_written(self, state: State) -> bool:
-        del state
+    def _is_written(self) -> bool:
         return any(_compat.version_of(tensor) != version for tensor, version in self._copies)
 
     @torch.no_grad()
@@ -293,14 +289,6 @@ def _is_parted(run: SteppedRun) -> bool:
         return True
     may_part = not (has_none or run.has_stepped or run.has_master or run.is_stand_in)
     return may_part and not run.lie_together(grads)
-
-
-def _shards_of(run: SteppedRun) -> list[Tensor]:
-    """Return the tensors whose version counters say that the run's pieces changed."""
-    param = run.parts[0].param
-    if run.is_stand_in or run.is_plain:
-        return []
-    return [param.local_piece if param.flat is None else param.flat]
 
 
 def _view(value: Any, run: SteppedRun, part: RunPart) -> Any:

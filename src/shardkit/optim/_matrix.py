@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardkit import _compat
 from shardkit._errors import OptimizerError
 from shardkit._layout.owned import matrix_cost
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
 from shardkit.optim._share import Batch, Share
-from shardkit.optim._stepper import Stepper
 from shardkit.optim._team import make_teams
 
 if TYPE_CHECKING:
@@ -68,11 +68,12 @@ class MatrixOptimizer(DelegatingOptimizer):
         Args:
             params: Parameters, named ones, or groups, as for any optimizer. The same, in the same
                 order, on all ranks.
-            optimizer_class: Steps whole parameters, of any shape and dtype that it takes.
-            cost: Of a parameter, by its global shape, in any unit; equal on all ranks. None: the
-                multiplications of its Gram matrix.
-            batch_bytes: About how many bytes of gradients a rank gets at once.
-            **defaults: What `optimizer_class` is constructed with.
+            optimizer_class: The class that steps whole parameters, of any shape and dtype that it
+                takes.
+            cost: Function that returns the cost of a parameter by its global shape, in any unit;
+                equal on all ranks. None: the multiplications of its Gram matrix.
+            batch_bytes: Bytes of gradients that a rank gets at once, about.
+            **defaults: Options of `optimizer_class`.
 
         Raises:
             OptimizerError: It is no class of optimizers, or `batch_bytes` is below 1. At the first
@@ -86,10 +87,12 @@ class MatrixOptimizer(DelegatingOptimizer):
             raise OptimizerError(msg)
         self._cost = cost
         self._batch_nbytes = batch_bytes
-        self._forget()
         super().__init__(params, optimizer_class, defaults)
 
+    _kept = (*DelegatingOptimizer._kept, "_cost", "_batch_nbytes")  # noqa: SLF001 - base
+
     def _forget(self) -> None:
+        super()._forget()
         self._shares: list[Share] = []
         self._loads: dict[int, float] = {}
         self._known: list[list[tuple[Any, ...]]] = []
@@ -141,8 +144,8 @@ class MatrixOptimizer(DelegatingOptimizer):
         )
         raise OptimizerError(msg)
 
-    def _probe_tensor(self) -> nn.Parameter:
-        return nn.Parameter(torch.zeros(1, 1))
+    def _probe(self) -> Optimizer:
+        return self.optimizer_class([nn.Parameter(torch.zeros(1, 1))], **self._options)
 
     def _is_outdated(self) -> bool:
         return self._known != self._describe()
@@ -199,16 +202,21 @@ class MatrixOptimizer(DelegatingOptimizer):
             for share, indices in active
             for batch in share.team.batches(indices, self._batch_nbytes)
         ]
-        stepper = Stepper(inner, self._send_settings)
+        settings = (value for group in inner.param_groups for value in group.values())
+        before = [(value, value.clone()) for value in settings if isinstance(value, Tensor)]
         if not batches:
-            stepper.step(self._plain)
+            _step_some(inner, self._plain)
         for number, batch in enumerate(batches):
             if number == 0:
                 batch.start_gradients()
             if number + 1 < len(batches):
                 batches[number + 1].start_gradients()  # They travel while this one is computed.
             mine = batch.finish_gradients()
-            stepper.step([*self._plain, *mine] if number == 0 else mine)
+            if number == 0:
+                _step_some(inner, [*self._plain, *mine])
+            elif mine:  # Begin with the same settings: what a class counts there counts once.
+                self._send_settings(inner)
+                _step_some(inner, mine, before)
             for whole in mine:
                 whole.grad = None
             if number > 0:
@@ -260,8 +268,7 @@ class MatrixOptimizer(DelegatingOptimizer):
             share.stepped = set(given)
             share.state.exchange_forms(found)
 
-    def _is_written(self, state: State) -> bool:
-        del state
+    def _is_written(self) -> bool:
         return any(share.state.is_written for share in self._shares)
 
     def _is_state_written(self) -> bool:
@@ -287,13 +294,21 @@ class MatrixOptimizer(DelegatingOptimizer):
             self._learn_numbers()
         return super().state_dict()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of; no owners."""
-        more = {"_cost": self._cost, "_batch_nbytes": self._batch_nbytes}
-        return {**super().__getstate__(), **more}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was copied or loaded."""
-        if "_batch_nbytes" in state:
-            self._forget()
-        super().__setstate__(state)
+def _step_some(
+    inner: Optimizer,
+    tensors: Sequence[nn.Parameter],
+    settings: Sequence[tuple[Tensor, Tensor]] = (),
+) -> None:
+    """Have an optimizer step some of its tensors, maybe none, with (setting, its value)."""
+    for setting, value in settings:
+        setting.copy_(value)
+    chosen = {id(tensor) for tensor in tensors}
+    whole = [group["params"] for group in inner.param_groups]
+    try:
+        for group, params in zip(inner.param_groups, whole, strict=True):
+            group["params"] = [param for param in params if id(param) in chosen]
+        _compat.step_without_global_hooks(inner)
+    finally:
+        for group, params in zip(inner.param_groups, whole, strict=True):
+            group["params"] = params

@@ -8,8 +8,7 @@ ranks, and a checkpoint gets each tensor from its owner.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +26,8 @@ if TYPE_CHECKING:
 Entries = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What others know of a tensor.
-
-    Attributes:
-        shape: Its own.
-        dtype: Its own.
-    """
+class _Form(NamedTuple):
+    """What others know of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,7 +37,7 @@ class OwnedState:
     """The state of a team's parameters.
 
     Args:
-        team: Whose.
+        team: The ranks of a mesh and their parameters.
     """
 
     def __init__(self, team: Team) -> None:
@@ -56,7 +49,7 @@ class OwnedState:
         """Tell the others the form of what this rank has. Collective.
 
         Args:
-            own: By parameter. Numbers, also those in tensors without dimensions, go as they are.
+            own: State by parameter. Numbers, also in tensors without dimensions, go as they are.
 
         Cost: one exchange of some hundred bytes for each parameter.
         """
@@ -84,7 +77,7 @@ class OwnedState:
         """Return what belongs to this rank of a state by parameter. Collective.
 
         Args:
-            state: As `show` returns it; or sharded as the parameters are; or of whole tensors.
+            state: State that `show` returned, or sharded as the parameters are, or whole.
 
         Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
         that is sharded otherwise.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardkit import _compat
+from shardkit._layout.exchange import gradient_traffic, value_traffic
 from shardkit.backends.base import AllToAll
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ class Gathering:
     """Pieces of parameters (values, gradients, state) that become whole ones at their owners.
 
     Args:
-        team: Whose parameters.
-        indices: Which ones.
+        team: Ranks and their parameters.
+        indices: Indices of the parameters, one or more.
         pieces: This rank's, by index; of one dtype.
-        of: What they are, for messages.
+        of: Word for the pieces, for messages.
 
     Cost: one all-to-all: this rank sends its pieces once, to the owners in its replica.
     """
@@ -43,16 +44,13 @@ class Gathering:
         self._team = team
         self._pieces = pieces
         self._indices = indices
-        self._exchange: _Exchange | None = None
-        if team.axis.size > 1 and indices:
-            traffic = team.gradient_traffic(indices)
-            send = [[pieces[index] for index in to_one] for to_one in traffic.sends]
-            gets = [
-                [(index, team.spreads[index].numel_of(member)) for index in from_one]
-                for member, from_one in enumerate(traffic.gets)
-            ]
-            like, job = pieces[indices[0]], (team.numel_of(indices), of)
-            self._exchange = _Exchange(team, like, send, gets, job)
+        traffic = team.traffic(gradient_traffic, indices)
+        send = [[pieces[index] for index in to_one] for to_one in traffic.sends]
+        gets = [
+            [(index, team.spreads[index].numel_of(member)) for index in from_one]
+            for member, from_one in enumerate(traffic.gets)
+        ]
+        self._exchange = _Exchange(team, pieces[indices[0]], indices, send, gets, of)
 
     def finish(self) -> dict[int, Tensor]:
         """Return the whole tensors of what belongs to this rank.
@@ -60,8 +58,7 @@ class Gathering:
         Where its piece is all there is, the piece itself, viewed; else memory of their own.
         """
         team, wholes = self._team, {}
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for index in self._indices:
             if team.owners[index] != team.me:
                 continue
@@ -71,16 +68,11 @@ class Gathering:
                 continue
             wholes[index] = piece.new_empty(shape)
             for view, part in boxes_in(team, index, team.me, wholes[index]):
-                targets.append(view)
-                sources.append(piece[part].view(view.shape))
-        if self._exchange is not None:
-            for member, index, segment in self._exchange.received():
-                for view, part in boxes_in(team, index, member, wholes[index]):
-                    targets.append(view)
-                    sources.append(segment[part].view(view.shape))
-        if targets:
-            _compat.foreach_copy(targets, sources)
-        self._exchange = None
+                copies.append((view, piece[part].view(view.shape)))
+        for member, index, segment in self._exchange.received():
+            for view, part in boxes_in(team, index, member, wholes[index]):
+                copies.append((view, segment[part].view(view.shape)))
+        _copy_all(copies)
         return wholes
 
 
@@ -88,10 +80,10 @@ class Scattering:
     """Whole parameters at their owners, of which every member gets its piece.
 
     Args:
-        team: Whose parameters.
-        indices: Which ones.
+        team: Ranks and their parameters.
+        indices: Indices of the parameters, one or more.
         wholes: Those of this rank, by index; of one dtype.
-        of: What they are, for messages.
+        of: Word for the wholes, for messages.
 
     Cost: one all-to-all: each rank receives its pieces once.
     """
@@ -102,79 +94,82 @@ class Scattering:
         self._team = team
         self._indices = indices
         self._wholes = wholes
-        self._exchange: _Exchange | None = None
-        if team.axis.size > 1 and indices:
-            traffic = team.value_traffic(indices)
-            send = [
-                [
-                    view.reshape(-1)
-                    for index in to_one
-                    for view, _ in boxes_in(team, index, member, wholes[index])
-                ]
-                for member, to_one in enumerate(traffic.sends)
+        traffic = team.traffic(value_traffic, indices)
+        send = [
+            [
+                view.reshape(-1)
+                for index in to_one
+                for view, _ in boxes_in(team, index, member, wholes[index])
             ]
-            gets = [
-                [(index, team.spreads[index].numel_of(team.me)) for index in from_one]
-                for from_one in traffic.gets
-            ]
-            like, job = team.piece_of(indices[0]), (team.numel_of(indices), of)
-            self._exchange = _Exchange(team, like, send, gets, job)
+            for member, to_one in enumerate(traffic.sends)
+        ]
+        gets = [
+            [(index, team.spreads[index].numel_of(team.me)) for index in from_one]
+            for from_one in traffic.gets
+        ]
+        self._exchange = _Exchange(team, team.piece_of(indices[0]), indices, send, gets, of)
 
     def finish(self, pieces: Mapping[int, Tensor]) -> None:
         """Write this rank's pieces."""
         team = self._team
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for index in self._indices:
             if team.owners[index] != team.me:
                 continue
             for view, part in boxes_in(team, index, team.me, self._wholes[index]):
                 target = pieces[index][part].view(view.shape)
                 if target.data_ptr() != view.data_ptr():  # Else the whole is the piece.
-                    targets.append(target)
-                    sources.append(view)
-        if self._exchange is not None:
-            for _, index, segment in self._exchange.received():
-                targets.append(pieces[index])
-                sources.append(segment)
-        if targets:
-            _compat.foreach_copy(targets, sources)
-        self._exchange = None
+                    copies.append((target, view))
+        copies += [(pieces[index], segment) for _, index, segment in self._exchange.received()]
+        _copy_all(copies)
+
+
+def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy sources to targets: (target, source)."""
+    if copies:
+        _compat.foreach_copy([target for target, _ in copies], [source for _, source in copies])
 
 
 class _Exchange:
-    """One all-to-all.
+    """One all-to-all; where a rank is alone, none.
 
     Args:
-        team: Among whom.
-        like: Of the dtype and device of all elements.
-        send: What each member gets, 1-D.
-        gets: Of each member, which parameters come from there, and how many elements of each.
-        job: (sum of all elements, what they are): equal on all members.
+        team: Ranks and their parameters.
+        like: A tensor of the dtype and device of all elements.
+        indices: Parameters that travel; equal on all members.
+        send: Tensors for each member, 1-D.
+        gets: Parameters that come from each member, and how many elements of each.
+        of: Word for what travels, for messages.
     """
 
     def __init__(
         self,
         team: Team,
         like: Tensor,
+        indices: Sequence[int],
         send: Sequence[Sequence[Tensor]],
         gets: Sequence[Sequence[tuple[int, int]]],
-        job: tuple[int, str],
+        of: str,
     ) -> None:
+        self._gets = gets if team.axis.size > 1 else ()
+        if not self._gets:
+            return
         itemsize = like.dtype.itemsize
         parts = [part.view(torch.uint8) for to_one in send for part in to_one]
         buffer = torch.cat(parts) if parts else like.new_empty(0, dtype=torch.uint8)
         send_nbytes = [sum(part.nbytes for part in to_one) for to_one in send]
         receive_nbytes = [sum(numel for _, numel in from_one) * itemsize for from_one in gets]
-        self._gets = gets
+        total_nbytes = itemsize * sum(team.params[index].numel() for index in indices)
         self._dtype = like.dtype
         self._receive = like.new_empty(sum(receive_nbytes), dtype=torch.uint8)
         self._handle = team.axis.start_all_to_all(
-            AllToAll(buffer, self._receive, send_nbytes, receive_nbytes, job[0] * itemsize, job[1])
+            AllToAll(buffer, self._receive, send_nbytes, receive_nbytes, total_nbytes, of)
         )
 
     def received(self) -> Iterator[tuple[int, int, Tensor]]:
         """Wait; yield the member, the parameter and the elements of all that has come."""
+        if not self._gets:
+            return
         self._handle.wait()
         flat, at = self._receive.view(self._dtype), 0
         for member, from_one in enumerate(self._gets):

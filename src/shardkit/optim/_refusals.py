@@ -51,8 +51,8 @@ def refuse_class(optimizer_class: type[Optimizer], remedy: str) -> None:
     """Refuse a class of optimizers that is known not to be elementwise.
 
     Args:
-        optimizer_class: As users gave it. Classes derived from one that is known count as well.
-        remedy: What to do instead; a sentence.
+        optimizer_class: The class that users gave, or one that derives from a known one.
+        remedy: A sentence that says what to do instead.
 
     Raises:
         OptimizerError: It is known.

@@ -17,13 +17,6 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch.optim import Optimizer
-
-
-def rounds_randomly(probe: Optimizer) -> bool:
-    """Whether an optimizer rounds by random numbers."""
-    return bool(getattr(probe, "bf16_stochastic_round", False))
-
 
 def check_copies(params: Iterable[Any]) -> None:
     """Refuse parameters of which several ranks hold the same elements, cut in other ways.

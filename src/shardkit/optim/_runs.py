@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import OptimizerError
+from shardkit._tensor.ops.contiguous import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.optim._codecs import is_number
 
@@ -52,17 +53,17 @@ class SteppedRun:
     """What the inner optimizer steps as one parameter; see the note above.
 
     Attributes:
-        parts: Whose elements they are, in order.
-        start: Where the run begins in the shard.
-        numel: Its elements, padding between parts included.
-        is_plain: Whether it is a parameter that nobody had sharded when the run was made.
-        is_stand_in: Whether this rank has no element of its parameters.
+        parts: The parameters' elements, in order.
+        start: Position in the shard where the run begins.
+        numel: Number of elements, padding between parts included.
+        is_plain: True for a parameter that nobody had sharded when the run was made.
+        is_stand_in: True where this rank has no element of its parameters.
         values: The pieces, a view of the shard; a plain parameter itself.
-        tensor: What is stepped: `values`, a master or a stand-in.
-        has_master: Whether it is a master.
-        has_stepped: Whether it was stepped since the run was made.
-        awaits_gradient: Whether a master is to be made when there is a gradient.
-        version: Of `values` when `tensor` was last written to it.
+        tensor: The tensor that is stepped: `values`, a master or a stand-in.
+        has_master: True if `tensor` is a master.
+        has_stepped: True if it was stepped since the run was made.
+        awaits_gradient: True if a master is to be made when there is a gradient.
+        version: Version of `values` when `tensor` was last written to it.
     """
 
     parts: list[RunPart]
@@ -86,38 +87,30 @@ class SteppedRun:
         """Whether tensors of the parts' parameters lie as the pieces do."""
         if len(tensors) == 1:
             return True
-        first = tensors[0]
-        flat = first.flat if type(first) is ShardedTensor else None
-        return flat is not None and all(
-            type(tensor) is ShardedTensor and tensor.flat is flat for tensor in tensors
-        )
-
-    def _fits(self, tensors: Sequence[Any]) -> bool:
-        """Whether sharded tensors of one flat lie where the pieces do: buckets may be others."""
-        specs = ((part.param.spec, t.spec) for part, t in zip(self.parts, tensors, strict=True))
-        return len(tensors) == 1 or all(
-            own is other or (own.piece_range == other.piece_range and own.same_cut(other))
-            for own, other in specs
-        )
+        return common_flat(tensors) is not None
 
     def join(self, tensors: Sequence[Any], dtype: torch.dtype | None) -> Tensor:
         """Return one tensor laid out as the run: a view where that can be, else a copy.
 
         Args:
-            tensors: Of the parts' parameters: cut as they are, or whole.
-            dtype: Of the result; None: as it is.
+            tensors: One for each part, cut as its parameter is, or whole.
+            dtype: Dtype of the result; None: as it is.
         """
         if self.is_plain:
             plain: Tensor = tensors[0]
             return plain.to(self.parts[0].param.device, dtype or plain.dtype)
         first = tensors[0]
         dtype, device = dtype or first.dtype, self.parts[0].param.device
-        if type(first) is ShardedTensor and self.lie_together(tensors) and self._fits(tensors):
-            if len(tensors) > 1:
-                begin = self.start - first.flat_start
-                assert first.flat is not None
-                return first.flat[begin : begin + self.numel].to(device, dtype)
+        if len(tensors) == 1 and type(first) is ShardedTensor:
             return _part_of(first, self.parts[0]).to(device, dtype)
+        flat = common_flat(tensors)
+        specs = ((part.param.spec, t.spec) for part, t in zip(self.parts, tensors, strict=True))
+        if flat is not None and all(  # Of the pieces, or of other buckets that are cut alike.
+            own is other or (own.piece_range == other.piece_range and own.same_cut(other))
+            for own, other in specs
+        ):
+            begin = self.start - first.flat_start
+            return flat[begin : begin + self.numel].to(device, dtype)
         result = torch.zeros(self.numel, dtype=dtype, device=device)
         places = [result[p.at : p.at + p.stop - p.start] for p in self.parts]
         pieces = [_part_of(t, p) for t, p in zip(tensors, self.parts, strict=True)]
@@ -168,10 +161,10 @@ def plan_runs(
     """Return what stands for the parameters of one group.
 
     Args:
-        params: Of the group.
-        state: What is known of them.
-        codec: Of their state.
-        master_dtype: Of masters; None: there are none.
+        params: Parameters of the group.
+        state: State of these, as users see it.
+        codec: The form in which their state is kept.
+        master_dtype: Dtype of masters; None: there are none.
 
     Raises:
         OptimizerError: A parameter is on meta, or its operators are traced (XLA).
@@ -291,13 +284,10 @@ def _continues(
         and param.spec.index == before.spec.index + 1
         and histories[before] == histories[param]
         and (grads[0] is None) == (grads[1] is None)
-        and (grads[0] is None or _wants_master(param, master_dtype) or _are_together(*grads))
+        and (
+            grads[0] is None or _wants_master(param, master_dtype) or common_flat(grads) is not None
+        )
     )
-
-
-def _are_together(one: Any, other: Any) -> bool:
-    are_sharded = type(one) is ShardedTensor and type(other) is ShardedTensor
-    return are_sharded and one.flat is not None and one.flat is other.flat
 
 
 def _make_tensor(

@@ -25,27 +25,27 @@ class Share:
     """A rank's share of a team's parameters.
 
     Args:
-        team: Whose.
+        team: The ranks of a mesh and their parameters.
 
     Attributes:
-        team: Whose.
+        team: The team.
         wholes: The parameters that belong to this rank, whole, by index; the inner optimizer's.
-        state: Of the whole ones.
-        stepped: Which have been stepped, on any rank: those have state.
+        state: State of the whole ones.
+        stepped: Parameters that have been stepped, on any rank: those have state.
     """
 
     def __init__(self, team: Team) -> None:
         self.team = team
         self.state = OwnedState(team)
         self.stepped: set[int] = set()
-        self.wholes = {index: self._new_whole(index) for index in team.own}
+        # Memory of its own, with a version counter of its own, until values are brought.
+        self.wholes = {
+            index: nn.Parameter(team.piece_of(index).new_empty(tuple(team.params[index].shape)))
+            for index, owner in enumerate(team.owners)
+            if owner == team.me
+        }
         # When the whole was made of the piece; None: never.
         self._marks: list[Mark | None] = [None] * len(team.params)
-
-    def _new_whole(self, index: int) -> nn.Parameter:
-        # Memory of its own, with a version counter of its own, until values are brought.
-        shape = tuple(self.team.params[index].shape)
-        return nn.Parameter(self.team.piece_of(index).new_empty(shape))
 
     def doubt(self) -> None:
         """Have all wholes made anew: a step that raised may have left them ahead of the pieces."""
@@ -76,7 +76,14 @@ class Share:
         if mixed:
             self._raise_mixed(mixed[0], len(mixed))
         active = [index for index in range(number) if somewhere[index]]
-        self._bring_values([index for index in active if is_stale[index]], batch_nbytes)
+        # Make wholes of the pieces as they are now, where others have written them.
+        for batch in self.team.batches([i for i in active if is_stale[i]], batch_nbytes):
+            pieces = {index: self.team.piece_of(index) for index in batch}
+            for index, whole in Gathering(self.team, batch, pieces, "values").finish().items():
+                if self.team.is_whole_here(index):
+                    self.wholes[index].data = whole
+                else:
+                    self.wholes[index].data.copy_(whole)
         return active
 
     def _is_stale(self, index: int) -> bool:
@@ -85,25 +92,10 @@ class Share:
         assert isinstance(param, ShardedTensor)
         return mark is None or (param.local_piece.numel() > 0 and mark.is_past(param))
 
-    def _bring_values(self, indices: Sequence[int], batch_nbytes: int) -> None:
-        """Make wholes of the pieces as they are now."""
-        for batch in self.team.batches(indices, batch_nbytes):
-            pieces = {index: self.team.piece_of(index) for index in batch}
-            for index, whole in Gathering(self.team, batch, pieces, "values").finish().items():
-                if self.team.is_whole_here(index):
-                    self.wholes[index].data = whole
-                else:
-                    self.wholes[index].data.copy_(whole)
-
-    def write_values(self, batch: Sequence[int], scattering: Scattering) -> None:
-        """Write new values to the parameters' pieces."""
-        params: list[Any] = [self.team.params[index] for index in batch]
-        with writing_only(params):
-            scattering.finish({index: self.team.piece_of(index) for index in batch})
-            # Where the whole is the piece, nobody has raised its version counter.
-            here = [index for index in batch if self.team.is_whole_here(index)]
-            torch.autograd.graph.increment_version([self.team.piece_of(i) for i in here])
-        for index, param in zip(batch, params, strict=True):
+    def note_written(self, batch: Sequence[int]) -> None:
+        """Note that the parameters' pieces are those of the wholes."""
+        for index in batch:
+            param: Any = self.team.params[index]
             self._marks[index] = Mark(param)
 
     def state_in(self, inner: Optimizer) -> dict[int, dict[str, Any]]:
@@ -128,8 +120,8 @@ class Batch:
     """Parameters that travel together: gradients to their owners, new values back.
 
     Args:
-        share: Of which.
-        indices: Which.
+        share: This rank's share of a team.
+        indices: Parameters of the team.
     """
 
     def __init__(self, share: Share, indices: list[int]) -> None:
@@ -168,7 +160,14 @@ class Batch:
         """Write what has come to the parameters' pieces."""
         values, self._values = self._values, None
         assert values is not None
-        self._share.write_values(self._indices, values)
+        team = self._share.team
+        params: list[Any] = [team.params[index] for index in self._indices]
+        with writing_only(params):
+            values.finish({index: team.piece_of(index) for index in self._indices})
+            # Where the whole is the piece, nobody has raised its version counter.
+            here = [team.piece_of(i) for i in self._indices if team.is_whole_here(i)]
+            torch.autograd.graph.increment_version(here)
+        self._share.note_written(self._indices)
 
     def _piece_of_gradient(self, index: int) -> Tensor:
         team = self._share.team

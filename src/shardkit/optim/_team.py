@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import OptimizerError
-from shardkit._layout.exchange import HeldPart, Spread, Traffic, gradient_traffic, value_traffic
+from shardkit._layout.exchange import HeldPart, Spread, Traffic
 from shardkit._layout.owned import assign_owners, loads_of, owned_layout, plan_batches
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import Replicate, ShardSpec
-from shardkit.backends.base import MeshBackend
+from shardkit.backends.process_group import JoinedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,40 +26,16 @@ if TYPE_CHECKING:
     Cost = Callable[[tuple[int, ...]], float]
 
 
-class JointBackend(MeshBackend):
-    """`MeshBackend` of a mesh of one axis, over all ranks of another mesh."""
-
-    def __init__(self, axis: Any, device: torch.device) -> None:
-        self._axis = axis
-        self.device = device
-
-    def process_group(self, axis: int) -> Any:
-        """See `MeshBackend.process_group`."""
-        del axis
-        return self._axis.group
-
-    def axis(self, axis: int) -> PeerAxis:
-        """See `MeshBackend.axis`."""
-        del axis
-        result: PeerAxis = self._axis
-        return result
-
-    def for_axes(self, axes: Sequence[int]) -> JointBackend:
-        """See `MeshBackend.for_axes`."""
-        del axes
-        return self
-
-
 @dataclass(eq=False)
 class Team:
     """Members, and which of the parameters belongs to which of them.
 
     Attributes:
-        axis: Over all members.
+        axis: Communicator of all members.
         params: The users' parameters, in the order of their groups.
-        spreads: Who holds what of each.
-        costs: Of each.
-        owners: Of each, its member.
+        spreads: The holders of each parameter's elements.
+        costs: Cost of each parameter.
+        owners: Member to which each parameter belongs.
         mesh: One axis of all members: what belongs to members is a `ShardedTensor` over it.
     """
 
@@ -75,11 +51,6 @@ class Team:
     def me(self) -> int:
         """This rank's place among the members."""
         return self.axis.rank
-
-    @cached_property
-    def own(self) -> list[int]:
-        """What belongs to this rank."""
-        return [index for index, owner in enumerate(self.owners) if owner == self.me]
 
     def spec_of(self, index: int) -> ShardSpec:
         """Return how a parameter is cut."""
@@ -97,10 +68,6 @@ class Team:
         """Whether this rank's piece is all of a parameter."""
         return self.spreads[index].numel_of(self.me) == self.params[index].numel()
 
-    def numel_of(self, indices: Sequence[int]) -> int:
-        """Return how many elements parameters have together."""
-        return sum(self.params[index].numel() for index in indices)
-
     def batches(self, indices: Sequence[int], batch_nbytes: int) -> list[list[int]]:
         """Return parameters in batches; those of one have one dtype."""
         result = []
@@ -116,20 +83,12 @@ class Team:
             result += [[alike[place] for place in batch] for batch in planned]
         return result
 
-    def gradient_traffic(self, indices: Sequence[int]) -> Traffic:
-        """Return what this rank sends and gets so that owners have whole tensors."""
-        return self._known_traffic(gradient_traffic, tuple(indices))
-
-    def value_traffic(self, indices: Sequence[int]) -> Traffic:
-        """Return what this rank sends and gets so that all have their pieces."""
-        return self._known_traffic(value_traffic, tuple(indices))
-
-    def _known_traffic(self, plan: Callable[..., Traffic], indices: tuple[int, ...]) -> Traffic:
-        known = self._traffic.get((plan, indices))
-        if known is None:
-            known = plan(self.spreads, self.owners, indices, self.me)
-            self._traffic[plan, indices] = known
-        return known
+    def traffic(self, plan: Callable[..., Traffic], indices: Sequence[int]) -> Traffic:
+        """Return what this rank sends and gets, by `gradient_traffic` or `value_traffic`."""
+        key = plan, tuple(indices)
+        if key not in self._traffic:
+            self._traffic[key] = plan(self.spreads, self.owners, indices, self.me)
+        return self._traffic[key]
 
     def owned_spec(self, index: int, shape: Sequence[int]) -> ShardSpec:
         """Return the spec of state that belongs to the owner of a parameter, of any shape."""
@@ -154,9 +113,9 @@ def make_teams(
     go on with the loads that those left.
 
     Args:
-        params: In one order on all ranks.
-        cost: Of a parameter, by its shape.
-        about: What the ranks must agree on besides.
+        params: Parameters in one order on all ranks.
+        cost: Function that returns the cost of a parameter of a shape.
+        about: Text that the ranks must agree on besides.
 
     Returns:
         The teams, in one order on all ranks, and what each rank of the largest one has to do.
@@ -205,7 +164,7 @@ def _make_team(params: list[Any], cost: Cost, loads: Sequence[float], about: str
     ]
     mesh: DeviceMesh = spec.mesh
     if mesh.ndim > 1:
-        backend = JointBackend(axis, mesh.backend.device)
+        backend = JoinedBackend([axis], mesh.backend)
         mesh = DeviceMesh(
             mesh.device_type, (axis.size,), tuple(axis.members), None, mesh.rank, backend
         )
@@ -253,7 +212,8 @@ def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart
     mesh, placements = spec.mesh, spec.placements
     inner = 0 if spec.tensor_parallel is None else len(spec.tensor_parallel.placements)
     shard_dim = mesh.ndim - inner - 1
-    coordinates = [_coordinate(mesh, rank) for rank in members]
+    on_mesh = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True))
+    coordinates = [on_mesh[rank] for rank in members]
     copied = [dim for dim, placement in enumerate(placements) if _is_replicated(placement)]
     numbers: dict[tuple[int, ...], int] = {}
     replicas = [
@@ -273,14 +233,6 @@ def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart
 def _is_replicated(placement: Any) -> bool:
     is_theirs = getattr(placement, "is_replicate", None)  # A DTensor's.
     return isinstance(placement, Replicate) or (is_theirs is not None and bool(is_theirs()))
-
-
-def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...]:
-    position, coordinate = mesh.ranks.index(rank), []
-    for size in reversed(mesh.shape):
-        position, on_axis = divmod(position, size)
-        coordinate.append(on_axis)
-    return tuple(reversed(coordinate))
 
 
 def _places_on_axis(

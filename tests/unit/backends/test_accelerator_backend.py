@@ -30,8 +30,9 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import groups as process_groups
 from shardkit.backends import world as world_module
-from shardkit.backends.accelerator_streams import DeviceCheckHandle, HostCheckHandle
+from shardkit.backends.accelerator_streams import DeviceCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
+from shardkit.backends.host_work import WorkHandle
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -347,7 +348,7 @@ def test_numbers_from_the_device_are_there_after_the_wait() -> None:
 def test_a_collective_of_hosts_is_waited_for_once() -> None:
     waited: list[object] = []
     work: typing.Any = Stub()
-    handle = HostCheckHandle(work, typing.cast("typing.Any", Stub(wait=waited.extend)))
+    handle = WorkHandle([work], typing.cast("typing.Any", Stub(wait=waited.extend)))
     assert handle.is_of_host
     handle.wait()
     handle.wait()

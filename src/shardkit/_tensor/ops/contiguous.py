@@ -40,6 +40,18 @@ class PieceRun:
         return item.flat[self.start - item.flat_start : self.stop - item.flat_start]
 
 
+def common_flat(tensors: Sequence[Any]) -> Tensor | None:
+    """Return the one tensor of which all of these are views; None where there is none."""
+    first = tensors[0]
+    flat: Tensor | None = first.flat if type(first) is ShardedTensor else None
+    if flat is None:
+        return None
+    for tensor in tensors:
+        if type(tensor) is not ShardedTensor or tensor.flat is not flat:
+            return None
+    return flat
+
+
 def join(items: Any, runs: Sequence[PieceRun]) -> Any:
     """Return a list argument as one entry for each run; other arguments as they are."""
     if not isinstance(items, (list, tuple)):

@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -41,9 +41,9 @@ class Wait:
         what: The collective.
         is_main: The main thread waits, or what runs in its place.
         is_issued: This rank has issued the collective; else it asks whether the others agree.
-        since: When it began, of `time.monotonic`.
-        next_look: When to ask the others (again).
-        next_word: How many seconds of it are told next.
+        since: Time when it began, of `time.monotonic`.
+        next_look: Time when to ask the others (again).
+        next_word: Number of seconds after which a message comes next.
     """
 
     def __init__(
@@ -130,27 +130,20 @@ class InFlight:
         return True
 
 
-class Waitable(Protocol):
-    """What was started."""
-
-    def wait(self) -> object:
-        """Block until it is done."""
-
-
 class Issued(NamedTuple):
     """A collective that this rank has issued, to be waited for.
 
     Attributes:
-        channel: On which process group.
+        channel: Channel of the process group.
         position: Place in its sequence.
-        what: Which one it is.
+        what: The collective.
     """
 
     channel: Channel
     position: int
     what: Collective
 
-    def wait(self, works: Sequence[Waitable]) -> None:
+    def wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for it.
 
         Raises:
@@ -184,8 +177,8 @@ class Channel:
         watchdog: That of this process.
 
     Attributes:
-        sequence: What was issued here.
-        in_flight: What a device runs of it.
+        sequence: Collectives that were issued here.
+        in_flight: Collectives that a device runs.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:

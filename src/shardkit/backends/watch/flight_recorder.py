@@ -22,7 +22,7 @@ def describe_record(record: dict[str, Any]) -> list[str]:
     """Return a line for each communicator in a record of collectives that are not done.
 
     Args:
-        record: As torch dumps it.
+        record: A record that torch dumped.
     """
     pending: dict[str, list[dict[str, Any]]] = {}
     for entry in record.get("entries", ()):

@@ -32,9 +32,9 @@ class CodePlace:
 
     Attributes:
         file: Name of the user's file.
-        line: In it, from 1.
-        function: In it.
-        inside: What the user's code called there: ``"Tensor.backward"``, ``"barrier"``, or empty.
+        line: Number of the line, from 1.
+        function: Name of the function.
+        inside: Function that the user's code called there: ``"Tensor.backward"``, or empty.
     """
 
     file: str = "?"
@@ -118,7 +118,7 @@ class Call(NamedTuple):
     """A function of torch.distributed that a thread is inside of.
 
     Attributes:
-        name: What the user called, or what called torch.distributed for the user.
+        name: Function that the user called, or that called torch.distributed for the user.
         group: Name of the process group.
         ranks: Members of the group, ranks of the world.
     """

@@ -49,7 +49,7 @@ class Result:
     """What a round has found.
 
     Attributes:
-        diagnosis: What follows; None: nobody waits.
+        diagnosis: The conclusion; None: nobody waits.
         silent: Ranks that did not answer.
         look: Processes to be looked at, by the rank that shall do it: ranks and process ids.
     """
@@ -86,7 +86,7 @@ class Rounds:
 
     Attributes:
         statuses: Status of each rank in the last round that was asked here.
-        num_rounds: How many rounds were asked here.
+        num_rounds: Number of rounds that were asked here.
     """
 
     def __init__(self, store: RunStore, world_size: int, rank: int) -> None:
@@ -301,7 +301,7 @@ class Answering:
         """Answer the round of the `wake_key`, which is there; return what it finds.
 
         Args:
-            is_over: Whether this rank does not want to know any more.
+            is_over: Function that says whether this rank does not want to know any more.
 
         Raises:
             RuntimeError: The store does not answer, or is gone.

@@ -41,7 +41,7 @@ class RankFile:
         rank: This rank.
         pid: Id of its process.
         started: Seconds since 1970.
-        machine: Where the process id means something.
+        machine: Machine on which the process id means something.
     """
 
     name: str
@@ -95,7 +95,8 @@ def running() -> list[RankFile]:
     for path in _files("*.run"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             run = RankFile(**json.loads(_read(path)))
-            if _is_alive(run):
+            # Of processes of other machines nobody can tell.
+            if run.machine not in ("", machine_id()) or process_state(run.pid) != "gone":
                 found.append(run)
             else:
                 path.unlink()
@@ -158,8 +159,3 @@ def _diagnoses() -> list[Path]:
             return 0.0
 
     return sorted(_files("*.verdict"), key=age)
-
-
-def _is_alive(run: RankFile) -> bool:
-    """Whether a process may still live; of other machines nobody can tell."""
-    return run.machine not in ("", machine_id()) or process_state(run.pid) != "gone"

@@ -40,7 +40,7 @@ class CollectiveSequence:
 
     Attributes:
         position: Number of collectives so far.
-        num_surprises: How many of them were not foretold.
+        num_surprises: Number of those that were not foretold.
     """
 
     def __init__(self) -> None:

@@ -99,16 +99,16 @@ class RankStatus:
         pid: Id of its process.
         state: One of `STATES`, or of `UNHEARD`.
         step: Number of root forwards so far.
-        place: Where its main thread is.
+        place: Place where its main thread is.
         error: The last exception that left a forward, or ended the process; or None.
         groups: Process groups by name.
-        wait: What it waits for, or None.
+        wait: The wait of its main thread or device, or None.
         call: Collective of the user's that its main thread is in, or None.
         gave_up: The error that it raised, or None: it comes no more.
         silent_s: Seconds for which it has not answered.
         stack: Stack of the main thread; in details only.
-        engine: What the engine of an accelerator knows (`flight_recorder`); in details only.
-        begun: Where the last root forwards were called, up to `step`; in details only.
+        engine: Lines of the engine of an accelerator (`flight_recorder`); in details only.
+        begun: Places that called the last root forwards, up to `step`; in details only.
     """
 
     rank: int

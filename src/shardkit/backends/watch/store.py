@@ -128,9 +128,9 @@ class RunStore:
         """Return whether all keys are there within a time. Asks more and more seldom.
 
         Args:
-            keys: What is awaited.
+            keys: Keys that are awaited.
             limit_s: Seconds; ``math.inf`` for no limit.
-            is_over: Whether to give up, looked at each time.
+            is_over: Function that says whether to give up, asked each time.
         """
         end, pause = time.monotonic() + limit_s, _FIRST_POLL_S
         while not self.has(*keys):
@@ -144,8 +144,8 @@ class RunStore:
         """Return when a key is there. No request while nothing happens, but for files.
 
         Args:
-            key: What is awaited.
-            is_over: Whether to give up; looked at between looks into a file.
+            key: Key that is awaited.
+            is_over: Function that says whether to give up; asked between looks into a file.
         """
         if self._is_file:
             self.await_keys([key], float("inf"), is_over)

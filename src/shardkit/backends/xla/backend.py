@@ -22,7 +22,7 @@ class XlaBackend(Backend):
     """`Backend` whose collectives are traced.
 
     Args:
-        region: Where they are.
+        region: Region of the collectives.
         axes: One communicator per mesh axis.
     """
 
@@ -44,7 +44,6 @@ class XlaBackend(Backend):
 
     def process_group(self, axis: int) -> Any:
         """Refuse: there is none that could be handed out."""
-        del axis
         msg = f"meshes of XLA devices have no process groups: {self.why_no_groups}."
         raise MeshError(msg)
 
@@ -61,7 +60,6 @@ class XlaBackend(Backend):
 
     def split_axis(self, axis: int, size: int) -> AxisComm:
         """Refuse."""
-        del axis
         msg = (
             f"reshard_after_forward={size} is not supported on XLA devices. Pass True to gather "
             f"again for backward, or False to keep whole parameters."
@@ -72,7 +70,6 @@ class XlaBackend(Backend):
         self, axes: Sequence[AxisComm], share: CommStreams | None = None
     ) -> XlaStreams:
         """Return streams; roots need not share them."""
-        del axes, share
         return XlaStreams(self.region)
 
     def annotate_sharding(self, piece: Tensor) -> None:

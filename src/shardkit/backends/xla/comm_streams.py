@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CheckHandle, Reduction
+    from shardkit.backends.base import AxisComm, Reduction
     from shardkit.backends.events import Event
     from shardkit.backends.traced import TracedGather
 
@@ -40,7 +40,7 @@ class XlaStreams(CommStreams):
     """`CommStreams` that trace.
 
     Args:
-        region: Does the collectives.
+        region: Region that does the collectives.
     """
 
     region: Any
@@ -58,7 +58,6 @@ class XlaStreams(CommStreams):
         of: str,
     ) -> Traced:
         """Trace gathers, each after the progress of now in the graph, and one all-gather each."""
-        del axis, after, of
         for gather in gathers:
             parts = [self.region.enter_piece(piece) for piece in gather.pieces]
             if self.region.gathers_wait:
@@ -71,7 +70,6 @@ class XlaStreams(CommStreams):
     @torch.no_grad()
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Traced:
         """Trace reductions: one reduce-scatter each, one all-reduce with a replicate axis."""
-        del of
         outs = []
         for reduction in reductions:
             carry, send, scale = reduction.carry, reduction.send, reduction.scale
@@ -88,9 +86,3 @@ class XlaStreams(CommStreams):
                 reduction.hook(out)
             outs.append(out.to(reduction.out_dtype))
         return Traced(outs)
-
-    def start_all_reduce_max(
-        self, tensor: Tensor, axes: Sequence[AxisComm], of: str
-    ) -> CheckHandle:
-        """Never called: steps are not compared, since a graph is the same on all ranks."""
-        raise NotImplementedError(tensor, axes, of)

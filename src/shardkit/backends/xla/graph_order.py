@@ -16,9 +16,9 @@ class GraphOrder:
     """The part of `Region` that both modes share.
 
     Attributes:
-        device: Where tensors are.
-        drawing: See `Region`.
-        gathers_wait: See `Region`.
+        device: Device of the tensors.
+        drawing: Context of random numbers; see `Region`.
+        gathers_wait: Order of gathers; see `Region`.
     """
 
     device: torch.device

@@ -58,7 +58,7 @@ class DrawApart(TorchDispatchMode):
         may_read: The host may read tensors, as a replica's; else see `host_reads`.
 
     Attributes:
-        key: As given.
+        key: The key.
         count: Number of the next operator.
     """
 

@@ -130,10 +130,10 @@ class ReplicaRegion(GraphOrder):
     """`Region` of one replica: nothing is entered or left, outside as inside is what it has.
 
     Args:
-        shard_axis: Of the mesh.
-        replicate_axis: Of the mesh; None: it has one axis.
-        num_replicas: In the mesh.
-        rank: In the mesh.
+        shard_axis: Axis of the mesh.
+        replicate_axis: Axis of the mesh; None: it has one axis.
+        num_replicas: Number of replicas in the mesh.
+        rank: Rank of this replica in the mesh.
     """
 
     is_spmd = False
@@ -173,12 +173,10 @@ class ReplicaRegion(GraphOrder):
 
         Of a list: what comes are the parameters, with nothing to be cut out of.
         """
-        del tail_numel, bucket_id
         return self._shard_axis.gather_each(parts)
 
     def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
         """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
-        del bucket_id
         return self._shard_axis.reduce_scatter(whole, scale)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -202,8 +200,8 @@ class ReplicaBackend(XlaBackend):
     """`Backend` of one replica.
 
     Args:
-        shape: Of the mesh: (shard,) or (replicate, shard).
-        rank: Of this replica.
+        shape: Shape of the mesh: (shard,) or (replicate, shard).
+        rank: Rank of this replica.
     """
 
     why_no_groups = "collectives are part of the graph"

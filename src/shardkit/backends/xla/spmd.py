@@ -44,7 +44,7 @@ class SpmdBackend(XlaBackend):
     """`Backend` of all XLA devices of this process.
 
     Args:
-        shape: Of the mesh.
+        shape: Shape of the mesh.
     """
 
     is_spmd = True

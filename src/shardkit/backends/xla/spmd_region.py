@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,10 @@ class SpmdRegion(GraphOrder):
     """`Region` of a mesh over all devices of this process.
 
     Args:
-        shape: Of the mesh: (shard,) or (replicate, shard).
+        shape: Shape of the mesh: (shard,) or (replicate, shard).
 
     Attributes:
-        is_spmd: See `Region`.
+        is_spmd: True; see `Region`.
         num_ranks: Devices of the mesh.
         device: The one that stands for all of them.
     """
@@ -82,17 +83,13 @@ class SpmdRegion(GraphOrder):
 
     def enter_batch(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        return _move(self._enter_rows, self.leave_batch, tensor.to(self.device))
+        there = functools.partial(self.enter, axes=self._all)
+        return _move(there, self.leave_batch, tensor.to(self.device))
 
     def leave_batch(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
-        return _move(self._leave_rows, self.enter_batch, tensor)
-
-    def _enter_rows(self, tensor: Tensor) -> Tensor:
-        return self.enter(tensor, self._all)
-
-    def _leave_rows(self, tensor: Tensor) -> Tensor:
-        return self.leave(tensor, self._all, self.num_ranks)
+        there = functools.partial(self.leave, axes=self._all, num_parts=self.num_ranks)
+        return _move(there, self.enter_batch, tensor)
 
     def enter_shared(self, tensor: Tensor) -> Tensor:
         """See `Region`."""
