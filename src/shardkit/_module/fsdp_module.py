@@ -134,12 +134,11 @@ class FSDPModule(_Base):
         )
         raise StateError(msg)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, _: object) -> Any:
         """Pickle this rank's pieces and the settings; the copy is sharded on a mesh alike.
 
         For `torch.save` and ``torch.load(weights_only=False)``, each rank its own file.
         """
-        del protocol
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
         self.reshard()
@@ -185,7 +184,8 @@ class FSDPModule(_Base):
         Not recursive. Call it on all ranks.
 
         Args:
-            async_op: Return at once, with a handle; the module's forward waits by itself.
+            async_op: Whether to return at once, with a handle; the module's forward waits by
+                itself.
 
         Cost: one all-gather per bucket, none if they are unsharded already.
         """
@@ -366,7 +366,7 @@ class FSDPModule(_Base):
 
         Args:
             requires_gradient_sync: The flag.
-            recurse: Also for sharded modules inside.
+            recurse: Whether sharded modules inside are meant, too.
         """
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
@@ -445,7 +445,7 @@ class FSDPModule(_Base):
         """Choose when this root gathers ahead of use. Call it on the root.
 
         Args:
-            forward: Gather the next module before the current one computes.
+            forward: Whether to gather the next module before the current one computes.
             backward: ``"pre"``: gather the next module before the current one's gradients are
                 computed (most overlap); ``"post"``: after (less memory); ``"none"``: when it is
                 entered.
@@ -541,10 +541,10 @@ class FSDPModule(_Base):
         """Set what is done to every reduced gradient buffer of this module. Not recursive.
 
         Args:
-            hook: Called with a 1-D tensor: this rank's range of the averaged gradients, after the
+            hook: A function of a 1-D tensor: this rank's range of the averaged gradients, after the
                 reduce-scatter and, on a 2-D mesh, the all-reduce. It may change it in place, e.g.
                 all-reduce it over further ranks. None removes the hook.
-            stream: Where an accelerator runs it; not with a 2-D mesh.
+            stream: The stream on which an accelerator runs it; not with a 2-D mesh.
 
         Raises:
             StateError: There is one already, or a stream is given with a 2-D mesh.
@@ -604,7 +604,7 @@ class FSDPModule(_Base):
         model. A copy of the module (``copy.deepcopy``, pickle) does not have it.
 
         Args:
-            comm: See `AllReduce`. None: as before.
+            comm: An `AllReduce`. None: as before.
 
         Raises:
             StateError: There is no replicate axis, or the mesh is one of XLA devices.
@@ -746,8 +746,8 @@ class FSDPModule(_Base):
         they are turned off. Choose the same on all ranks.
 
         Args:
-            dummy_gathers: Do not all-gather parameters.
-            dummy_reductions: Do not reduce-scatter gradients, nor all-reduce them over replicas.
+            dummy_gathers: Whether to leave out all-gathers of parameters.
+            dummy_reductions: Whether to leave out reduce-scatters and all-reduces of gradients.
             print_memory: A word to print in front of a line on stderr at each gather, each free and
                 each reduction of this root: bytes of unsharded parameters now and at most, of
                 buffers of reductions at most, and on CUDA what is allocated. On XLA at tracing.

@@ -258,7 +258,8 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
         options.check_inside(group.summoned, group.name)
         yield
         return
-    runtime = _runtime_of(group)
+    state: Any = get_state(group.modules[0])
+    runtime: Runtime | None = state.runtime
     if group.was_replaced:
         if runtime is not None:
             runtime.reshard(group)
@@ -285,9 +286,3 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
     if not options.writeback:
         for bucket, visible in zip(group.buckets, was_visible, strict=True):
             bucket.sites.show(unsharded=visible)
-
-
-def _runtime_of(group: ParamGroup) -> Runtime | None:
-    state: Any = get_state(group.modules[0])
-    runtime: Runtime | None = state.runtime
-    return runtime

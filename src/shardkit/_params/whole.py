@@ -27,8 +27,8 @@ class WholeBucket:
     Args:
         bucket: The bucket.
         keep: Whether this rank wants them; a rank that does not takes part in the gathers only.
-        to_cpu: Whether they go to the memory of the host.
-        with_grads: Whether they have gradients.
+        to_cpu: Whether to put them into the memory of the host.
+        with_grads: Whether to gather their gradients as well.
 
     Cost: one all-gather of the bucket in storage dtype, with gradients two, and what tensor
     parallelism takes; memory for the bucket. Where operators are traced, one all-gather of each
@@ -86,9 +86,9 @@ class WholeBucket:
         """Let the modules hold the sharded parameters again; no communication.
 
         Args:
-            write_back: Copy this rank's pieces of what the modules held: values, `requires_grad`
-                and, with `with_grads`, gradients.
-            with_grads: See `write_back`.
+            write_back: Whether to copy this rank's pieces of what the modules held: values,
+                `requires_grad` and, with `with_grads`, gradients.
+            with_grads: Whether `write_back` copies gradients, too.
 
         Raises:
             StateError: Something else was put in the place of a parameter, or its shard was written
