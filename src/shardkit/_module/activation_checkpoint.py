@@ -31,13 +31,11 @@ class CheckpointedForward:
     An object rather than a closure, so that deep copies and pickles of the module get their own.
 
     Args:
-        module: Whose.
-        saved: Operators whose outputs are kept.
+        module: The module whose forward it is.
+        saved: The operators whose outputs are kept.
     """
 
-    _saved: SavedOperators | None = None  # Of pickles of earlier versions.
-
-    def __init__(self, module: nn.Module, saved: SavedOperators | None = None) -> None:
+    def __init__(self, module: nn.Module, saved: SavedOperators | None) -> None:
         self._module = module
         self._saved = saved
 
@@ -71,8 +69,8 @@ class _Repeat:
     """One forward and its repetition, which leaves buffers (running statistics) as they are.
 
     Args:
-        module: Whose.
-        forward: What is run.
+        module: The module whose forward it is.
+        forward: The function that is run.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -103,10 +101,10 @@ class _TracedRepeat:
     """The same on a backend that traces.
 
     Args:
-        module: Whose.
-        forward: What is run.
-        region: Where.
-        saved: Operators whose outputs are kept.
+        module: The module whose forward it is.
+        forward: The function that is run.
+        region: The region that traces it.
+        saved: The operators whose outputs are kept.
     """
 
     def __init__(
@@ -185,8 +183,8 @@ def checkpoint_module(module: nn.Module, *, operators: Operators = None) -> nn.M
     `checkpoint_activations` does so for many modules of a model.
 
     Args:
-        module: Its forward is a method of its class.
-        operators: Whose outputs are kept as well, see `checkpoint_activations`.
+        module: A module whose forward is a method of its class.
+        operators: The operators whose outputs are kept as well, see `checkpoint_activations`.
 
     Returns:
         `module`.

@@ -24,8 +24,8 @@ class Borrowed:
 
     Args:
         unit: The module.
-        device: Of the whole tensors.
-        pending: What has no values yet, by id.
+        device: The device of the whole tensors.
+        pending: The tensors that have no values yet, by id.
 
     Attributes:
         stand_ins: The whole tensors, by the id of the module's own.

@@ -39,13 +39,14 @@ def checkpoint_activations(
         checkpoint_activations(model, classes="TransformerBlock", operators="matmuls")
 
     Args:
-        model: What holds the modules, or is one of them (its name is ``""`` then).
+        model: The model that holds the modules, or is one of them (its name is ``""`` then).
         every: Choose the `every`-th, the 2 * `every`-th and so on of the modules found, in the
             order of `named_modules`. What torchtitan calls selective ``"2"`` is 2.
         classes: Classes, subclasses of these included, or names of classes, as they were before
             `fully_shard`; bare or with their module. All modules of these are found.
-        policy: Called with a module's name and itself, in the place of `classes`.
-        operators: Whose outputs are kept as well, so that they are not computed again.
+        policy: A function that is called with a module's name and itself, in the place of
+            `classes`.
+        operators: Operators whose outputs are kept as well, so that they are not computed again.
             ``"matmuls"``: products with weights, convolutions and fused attention;
             ``"every_second_matmul"``: attention, and of the others the first, third, ... of each
             module; operators such as ``[torch.ops.aten.mm]``, all overloads of each; or a function

@@ -106,9 +106,9 @@ class _Held(NamedTuple):
 
     Attributes:
         root: The module that was given.
-        name: From there.
-        module: In `root`, holds it.
-        attribute: As what.
+        name: The name from there.
+        module: The module in `root` that holds it.
+        attribute: The name in that module.
         param: The parameter.
     """
 
@@ -292,19 +292,15 @@ def check_reparametrized(found: list[ParamEntry]) -> None:
         for module, attribute in item.sites:
             for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
                 computed = _compat_modules.computed_name(hook)
+                behind = [f"{computed}_{part}" for part in ("g", "v", "orig")]
                 for kind, remedy in _KEEP_WHOLE_WEIGHTS.items():
-                    if isinstance(hook, kind) and attribute in _names_behind(computed):
+                    if isinstance(hook, kind) and attribute in behind:
                         msg = (
                             f"parameter {item.name!r} of a {type(module).__name__} is used by "
                             f"{kind.__module__}, which leaves the whole {computed!r}, computed in "
                             f"every forward, on the module: it would never be sharded. {remedy}"
                         )
                         raise WrapError(msg)
-
-
-def _names_behind(computed: str) -> list[str]:
-    """Return the parameters that older hooks compute another one from."""
-    return [f"{computed}_{part}" for part in ("g", "v", "orig")]
 
 
 _KEEP_WHOLE_WEIGHTS = {

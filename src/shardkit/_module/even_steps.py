@@ -22,9 +22,9 @@ class EvenSteps(Generic[T]):
     """What `even_steps` returns: batches, as many on every rank.
 
     Attributes:
-        weight: Of this rank's loss in the step under way: 1.0, or 0.0 where `uneven` is ``"join"``
-            and this rank has no data left.
-        num_steps: That were begun.
+        weight: The weight of this rank's loss in the step under way: 1.0, or 0.0 where `uneven` is
+            ``"join"`` and this rank has no data left.
+        num_steps: The number of steps that were begun.
     """
 
     def __init__(self, loader: Iterable[T], mesh: DeviceMesh, uneven: str) -> None:
@@ -86,8 +86,8 @@ def even_steps(
             loss = loss_of(model, batch)
 
     Args:
-        loader: Of this rank; None is no batch.
-        mesh: Over whose ranks; None: all.
+        loader: The batches of this rank; None is no batch.
+        mesh: The mesh of the ranks; None: all ranks.
         uneven: What happens when a rank has no batch left. ``"stop"``: all stop; the rest of the
             others is dropped. ``"repeat"``: it goes through its batches again, until all have seen
             all of theirs; its batches stay in memory. ``"join"``: as DDP's join, it goes on with

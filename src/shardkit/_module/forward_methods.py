@@ -49,7 +49,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     that is not sharded is left alone, so that one script runs with and without sharding.
 
     Args:
-        module: What `fully_shard` was called on.
+        module: The module that `fully_shard` was called on.
         method_name: Name of one of its methods.
 
     Raises:

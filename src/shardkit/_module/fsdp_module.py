@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from shardkit import _compat_modules
 from shardkit._errors import StateError
-from shardkit._module import copies, debug, gradient_setters, setters
+from shardkit._module import copies
 from shardkit._module.hooks import get_state, groups_in, state_of
 from shardkit._module.on_meta import NotedConversion
-from shardkit._module.setters import update_options
 from shardkit._params.bucket import settled
+from shardkit._policy import BackwardPrefetch
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.finite import check_gradients
 from shardkit._runtime.summoned import refuse_summoned
@@ -23,12 +24,14 @@ from shardkit._settings import as_number
 from shardkit._tensor.ops import total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
+    from shardkit._custom_comm import AllGather, AllReduce, ReduceScatter
     from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
+    from shardkit._settings import RootSettings
 
     class _Base(nn.Module):
         """What a type checker sees below `FSDPModule`: the class that is sharded comes after it."""
@@ -91,32 +94,6 @@ class UnshardHandle:
 class FSDPModule(_Base):
     """Methods of a module that `fully_shard` has sharded."""
 
-    set_requires_gradient_sync = setters.set_requires_gradient_sync
-    set_requires_all_reduce = setters.set_requires_all_reduce
-    set_is_last_backward = setters.set_is_last_backward
-    set_reshard_after_forward = setters.set_reshard_after_forward
-    set_reshard_after_backward = setters.set_reshard_after_backward
-    set_unshard_in_backward = setters.set_unshard_in_backward
-    set_prefetch_policy = setters.set_prefetch_policy
-    set_gradient_divide_factor = setters.set_gradient_divide_factor
-    set_gradient_predivide_factor = gradient_setters.set_gradient_predivide_factor
-    set_custom_all_reduce = gradient_setters.set_custom_all_reduce
-    set_reduce_scatter_divide_factor = setters.set_reduce_scatter_divide_factor
-    set_force_sum_reduction_for_comms = setters.set_force_sum_reduction_for_comms
-    set_reduce_scatter_unused_params = setters.set_reduce_scatter_unused_params
-    set_all_reduce_hook = setters.set_all_reduce_hook
-    set_custom_all_gather = setters.set_custom_all_gather
-    set_custom_reduce_scatter = setters.set_custom_reduce_scatter
-    set_allocate_memory_from_process_group_for_comm = (
-        setters.set_allocate_memory_from_process_group_for_comm
-    )
-    set_separate_reduce_scatter_group = setters.set_separate_reduce_scatter_group
-    set_reduce_scatter_max_input_buffers = setters.set_reduce_scatter_max_input_buffers
-    set_post_optim_event = setters.set_post_optim_event
-    set_optimization_barriers = setters.set_optimization_barriers
-    set_sync_on_finalization = setters.set_sync_on_finalization
-    set_debug = debug.set_debug
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of the original class: containers build new ones when sliced."""
         original = cls.__mro__[2]
@@ -157,12 +134,11 @@ class FSDPModule(_Base):
         )
         raise StateError(msg)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, _: object) -> Any:
         """Pickle this rank's pieces and the settings; the copy is sharded on a mesh alike.
 
         For `torch.save` and ``torch.load(weights_only=False)``, each rank its own file.
         """
-        del protocol
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
         self.reshard()
@@ -208,7 +184,8 @@ class FSDPModule(_Base):
         Not recursive. Call it on all ranks.
 
         Args:
-            async_op: Return at once, with a handle; the module's forward waits by itself.
+            async_op: Whether to return at once, with a handle; the module's forward waits by
+                itself.
 
         Cost: one all-gather per bucket, none if they are unsharded already.
         """
@@ -261,13 +238,13 @@ class FSDPModule(_Base):
         """
         for group in groups_in(self, recurse=False):
             group.settings.next_in_forward = _groups_of(modules)
-        update_options(self)
+        _update_options(self)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Choose what is gathered when this module's backward begins; as in forward."""
         for group in groups_in(self, recurse=False):
             group.settings.next_in_backward = _groups_of(modules)
-        update_options(self)
+        _update_options(self)
 
     def clip_grad_norm_(
         self,
@@ -374,6 +351,416 @@ class FSDPModule(_Base):
             "unsynced_grad_nbytes": sum(group.gradients.buffer_nbytes for group in groups),
         }
 
+    # --- microbatches ---
+
+    def set_requires_gradient_sync(
+        self,
+        requires_gradient_sync: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether backward averages gradients over the ranks.
+
+        For gradient accumulation: False for all micro-batches but the last. Unsynced gradients are
+        summed in a full-size buffer per group, in `reduce_dtype` (see `memory_stats`).
+
+        Args:
+            requires_gradient_sync: The flag.
+            recurse: Whether sharded modules inside are meant, too.
+        """
+        for group in groups_in(self, recurse=recurse):
+            group.settings.sync = requires_gradient_sync
+
+    def set_requires_all_reduce(
+        self,
+        requires_all_reduce: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether backward all-reduces over the replicate axis of a 2-D mesh.
+
+        While False, gradients are reduce-scattered, and the sums kept as 1/N-size partial sums;
+        ``.grad`` is set by the first backward with True.
+        """
+        for group in groups_in(self, recurse=recurse):
+            group.settings.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+        """Set whether the next backward is the last of the step.
+
+        After one that is not, reductions may still be under way, so that the next micro-batch
+        overlaps with them; ``.grad`` is complete, and ranks are compared, after one that is.
+        """
+        for group in groups_in(self, recurse=True):
+            group.settings.is_last_backward = is_last_backward
+
+    # --- memory ---
+
+    def set_reshard_after_forward(
+        self,
+        reshard_after_forward: bool,  # noqa: FBT001 - FSDP2's signature
+        recurse: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Set whether the parameters are freed after forward, from the next forward on."""
+        if not isinstance(reshard_after_forward, bool):
+            msg = (
+                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}. A "
+                f"number of ranks can only be given to fully_shard: it makes process groups."
+            )
+            raise StateError(msg)
+        for group in groups_in(self, recurse=recurse):
+            group.set_reshard_after_forward(reshard_after_forward)
+        _update_options(self)
+
+    def set_reshard_after_backward(
+        self,
+        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether the parameters are freed after backward.
+
+        False saves the next forward's all-gather while no optimizer step lies between, for the
+        memory of the unsharded parameters; changed shards are gathered again.
+        """
+        for group in groups_in(self, recurse=recurse):
+            group.settings.reshard_after_backward = reshard_after_backward
+        _update_options(self)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
+        """Set whether backward gathers this module's parameters.
+
+        False only where no backward reads them, as of an ``nn.Embedding``: one that does reads
+        memory that is not there. Not recursive.
+        """
+        for group in groups_in(self, recurse=False):
+            group.settings.unshard_in_backward = unshard_in_backward
+        _update_options(self)
+
+    # --- prefetch ---
+
+    def set_prefetch_policy(
+        self, *, forward: bool = True, backward: Literal["pre", "post", "none"] = "pre"
+    ) -> None:
+        """Choose when this root gathers ahead of use. Call it on the root.
+
+        Args:
+            forward: Whether to gather the next module before the current one computes.
+            backward: ``"pre"``: gather the next module before the current one's gradients are
+                computed (most overlap); ``"post"``: after (less memory); ``"none"``: when it is
+                entered.
+        """
+        state = state_of(self)
+        try:
+            when = BackwardPrefetch(backward)
+        except ValueError:
+            msg = f"backward must be 'pre', 'post' or 'none', got {backward!r}."
+            raise StateError(msg) from None
+        state.settings.prefetch_in_forward, state.settings.prefetch_in_backward = forward, when
+        _update_options(self)
+
+    # --- communication ---
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's gradient sums by `factor`, not the number of ranks. Not recursive.
+
+        Raises:
+            StateError: It is zero, negative, not finite or no number.
+        """
+        number = as_number(factor)
+        if not 0 < number < math.inf:
+            msg = (
+                f"factor: gradients cannot be divided by {factor!r}. Pass a finite number above 0."
+            )
+            raise StateError(msg)
+        for group in groups_in(self, recurse=False):
+            group.settings.comm.divide_factor = number
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as `set_gradient_divide_factor`, its newer name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_gradient_predivide_factor(self, factor: float | Literal["auto"] | None) -> None:
+        """Divide this module's gradients by `factor` before they are summed. Not recursive.
+
+        The sum is then multiplied by what is left: by ``factor / divide``, where ``divide`` is the
+        number of ranks, or what `set_gradient_divide_factor` says. So the gradient is the same but
+        for rounding, and what is on the wire is `factor` times smaller: partial sums in fp16 do not
+        overflow. A power of two changes no bit but where numbers overflow or underflow.
+
+        Args:
+            factor: What fairscale and torch_xla call ``gradient_predivide_factor`` (their
+                ``gradient_postdivide_factor`` is ``divide / factor``). ``"auto"``: their default,
+                the first power of two from which on ``factor * factor`` is at least the number of
+                ranks, as long as that is divisible. None, the default: all of the division comes
+                after the sum, but half of it (the root) before in fp16 on accelerators.
+
+        Raises:
+            StateError: It is zero, negative or not finite.
+
+        Cost: one more pass over what is sent, on the device.
+        """
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if is_number and not 0 < factor < math.inf:  # type: ignore[operator]
+            msg = f"gradients cannot be divided by {factor!r} first. Pass a finite number above 0."
+            raise StateError(msg)
+        if not is_number and factor not in ("auto", None):
+            msg = f"factor must be a number, 'auto' or None, got {factor!r}."
+            raise StateError(msg)
+        for group in groups_in(self, recurse=False):
+            chosen = float(factor) if is_number else factor  # type: ignore[arg-type]
+            group.settings.comm.predivide_factor = chosen
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+        """Have the collective library sum gradients only, and divide them after.
+
+        NCCL divides by the number of ranks itself otherwise. On the CPU and on XLA reductions are
+        sums anyhow. For all modules in this one as well.
+        """
+        for group in groups_in(self, recurse=True):
+            group.settings.comm.force_sum = enable
+
+    def set_reduce_scatter_unused_params(
+        self,
+        reduce_scatter_unused_params: bool,  # noqa: FBT001 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Set whether a group that this rank did not use takes part in its reduction all the same.
+
+        True (the default; FSDP2's is False) is right when ranks use different parameters. False
+        saves the reduction of groups that NO rank uses; ranks that differ then do not match, which
+        is told as an error.
+        """
+        for group in groups_in(self, recurse=recurse):
+            group.settings.reduce_unused = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], object] | None, *, stream: Any = None
+    ) -> None:
+        """Set what is done to every reduced gradient buffer of this module. Not recursive.
+
+        Args:
+            hook: A function of a 1-D tensor: this rank's range of the averaged gradients, after the
+                reduce-scatter and, on a 2-D mesh, the all-reduce. It may change it in place, e.g.
+                all-reduce it over further ranks. None removes the hook.
+            stream: The stream on which an accelerator runs it; not with a 2-D mesh.
+
+        Raises:
+            StateError: There is one already, or a stream is given with a 2-D mesh.
+        """
+        for group in groups_in(self, recurse=False):
+            comm = group.settings.comm
+            if hook is not None and comm.all_reduce_hook is not None:
+                msg = (
+                    f"{group.name!r} has an all-reduce hook already. Remove it first: "
+                    f"set_all_reduce_hook(None); or call both from one function."
+                )
+                raise StateError(msg)
+            if stream is not None and group.replicate_axis is not None:
+                msg = (
+                    f"{group.name!r} is on a 2-D mesh, whose all-reduce has a stream of its own, "
+                    f"on which the hook runs too. Do not pass a stream."
+                )
+                raise StateError(msg)
+            comm.all_reduce_hook, comm.all_reduce_hook_stream = hook, stream
+
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gather this module's parameters by a function of the user's. Not recursive.
+
+        Args:
+            comm: As FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
+                ``(output_tensor, input_tensor, group, async_op)``. None: as before.
+
+        Raises:
+            StateError: On XLA, or where buffers come from the process group.
+
+        Cost: copies into and out of the buffers that `comm` allocates.
+        """
+        _refuse_comm(self, "set_custom_all_gather", comm)
+        for group in groups_in(self, recurse=False):
+            group.settings.comm.all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce this module's gradients by a function of the user's. Not recursive.
+
+        Args:
+            comm: As FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor, input_tensor,
+                group, op, async_op)``; `op` is always a sum. None: as before.
+
+        Raises:
+            StateError: On XLA, or where buffers come from the process group.
+
+        Cost: copies into the buffers that `comm` allocates.
+        """
+        _refuse_comm(self, "set_custom_reduce_scatter", comm)
+        for group in groups_in(self, recurse=False):
+            group.settings.comm.reduce_scatter = comm
+
+    def set_custom_all_reduce(self, comm: AllReduce | None) -> None:
+        """Sum this module's gradients over the replicate axis by a function of the user's.
+
+        Not recursive. `shardkit.compression` has functions that compress, and sets one for a whole
+        model. A copy of the module (``copy.deepcopy``, pickle) does not have it.
+
+        Args:
+            comm: An `AllReduce`. None: as before.
+
+        Raises:
+            StateError: There is no replicate axis, or the mesh is one of XLA devices.
+        """
+        for group in groups_in(self, recurse=False):
+            if comm is not None and group.replicate_axis is None:
+                msg = (
+                    f"set_custom_all_reduce: {group.name!r} is on a mesh of one axis, which has no "
+                    f"all-reduce. Pass fully_shard a 2-D mesh; (n, 1) replicates without "
+                    f"sharding. For fewer bytes in the reduce-scatter choose "
+                    f"MixedPrecisionPolicy(reduce_dtype=...)."
+                )
+                raise StateError(msg)
+            if comm is not None and group.mesh.backend.is_traced:
+                msg = (
+                    f"set_custom_all_reduce: {group.name!r} is on a mesh of "
+                    f"{group.mesh.device_type!r} devices, whose collectives are part of the traced "
+                    f"program. Leave it out there."
+                )
+                raise StateError(msg)
+            group.settings.comm.all_reduce = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
+        """Take buffers from the memory that the process group offers, if it does (NCCL).
+
+        Buffers are shared by all modules of a root, so it holds for all of them while any has it.
+
+        Raises:
+            StateError: The module has an all-gather or reduce-scatter of the user's.
+        """
+        for group in groups_in(self, recurse=False):
+            comm = group.settings.comm
+            if enable and (comm.all_gather is not None or comm.reduce_scatter is not None):
+                msg = (
+                    f"{group.name!r} communicates by functions of yours, which allocate their own "
+                    f"buffers. Use one or the other."
+                )
+                raise StateError(msg)
+            group.settings.comm_memory = enable
+        _update_options(self)
+
+    def set_separate_reduce_scatter_group(
+        self,
+        enable: bool = True,  # noqa: FBT001, FBT002 - FSDP2's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Reduce on a process group of its own, so that gathers and reductions do not queue.
+
+        On gloo that is always so. Call it on all ranks.
+
+        Cost: one more process group (communicator) per mesh axis.
+        """
+        for group in groups_in(self, recurse=recurse):
+            group.settings.separate_reduce = enable
+        _update_options(self)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many gradient buffers may be on their way at once; 1 is the least memory.
+
+        On CUDA memory is reused in stream order, and the number has no effect.
+
+        Raises:
+            StateError: It is not a positive int.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            msg = f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}."
+            raise StateError(msg)
+        if max_input_buffers < 1:
+            msg = f"max_input_buffers must be at least 1, got {max_input_buffers}."
+            raise StateError(msg)
+        for group in groups_in(self, recurse=recurse):
+            group.settings.max_send_buffers = max_input_buffers
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's all-gathers wait for an event recorded after the optimizer step.
+
+        Call it on the root, with a new event in every step.
+        """
+        state = state_of(self)
+        runtime = state.runtime or state.make_runtime()
+        if runtime is not None:
+            runtime.set_optimizer_event(event)
+
+    # --- graphs of XLA devices ---
+
+    def set_optimization_barriers(
+        self,
+        forward: bool = True,  # noqa: FBT001, FBT002 - both are plain switches
+        backward: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Choose where gathers are kept in their place in the graph. Call it on the root.
+
+        On XLA devices only; elsewhere it has no effect. A gather is tied by an optimization barrier
+        to what was computed last when it was issued: it can run beside the next computation, and is
+        not hoisted before it.
+
+        Args:
+            forward: Without it the compiler may gather all modules at the start of forward: more
+                overlap at most, more memory.
+            backward: Without it the compiler may merge a gather with that of forward: then
+                ``reshard_after_forward=True`` saves no memory.
+
+        Raises:
+            StateError: After the first forward: it is not the root.
+        """
+        settings = _settings_of_root(self)
+        settings.barrier_in_forward, settings.barrier_in_backward = forward, backward
+
+    def set_sync_on_finalization(self, enable: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Run the graph at the end of every backward (``mark_step``). Call it on the root.
+
+        On XLA devices only; elsewhere it has no effect. Forward and backward become one graph and
+        the optimizer's step another, so the compiler does not fuse across them: less memory in
+        some models, for one more launch per backward.
+
+        Raises:
+            StateError: After the first forward: it is not the root.
+        """
+        _settings_of_root(self).sync_on_finalization = enable
+
+    # --- debugging ---
+
+    def set_debug(
+        self,
+        *,
+        dummy_gathers: bool = False,
+        dummy_reductions: bool = False,
+        print_memory: str | None = None,
+    ) -> None:
+        """Find out which part of a step costs what. Call it on the root; again to change it.
+
+        With dummies nothing travels between ranks: a rank takes what it has itself for what all
+        have. Buffers, casts, order and memory are as always, so the difference to a usual step is
+        what the collectives cost. All values are WRONG from then on: a warning says so at each
+        root's first step, and nothing of the model can be saved or pickled any more, also after
+        they are turned off. Choose the same on all ranks.
+
+        Args:
+            dummy_gathers: Whether to leave out all-gathers of parameters.
+            dummy_reductions: Whether to leave out reduce-scatters and all-reduces of gradients.
+            print_memory: A word to print in front of a line on stderr at each gather, each free and
+                each reduction of this root: bytes of unsharded parameters now and at most, of
+                buffers of reductions at most, and on CUDA what is allocated. On XLA at tracing.
+                None: print nothing.
+
+        Raises:
+            StateError: After the first forward: it is not the root.
+        """
+        settings = _settings_of_root(self)
+        settings.dummy_gathers, settings.dummy_reductions = dummy_gathers, dummy_reductions
+        settings.memory_message = print_memory
+        _update_options(self)
+
 
 _compat_modules.note_fully_sharded(FSDPModule)
 
@@ -382,6 +769,42 @@ def _restore(module: Any, written: copies.Written) -> None:
     """Turn an unpickled module into what it was; pickles name this function."""
     copies.restore(module, written)
     swap_class(module)
+
+
+def _update_options(self: Any) -> None:
+    """Let the schedule of the root, if it has one, follow the settings."""
+    runtime = state_of(self).runtime
+    if runtime is not None:
+        runtime.update_options()
+
+
+def _settings_of_root(self: Any) -> RootSettings:
+    """Return the settings of a module that is not inside another sharded one."""
+    state = state_of(self)
+    if state.runtime is not None and state.runtime.settings is not state.settings:
+        msg = (
+            f"this {type(self).__name__} is inside another sharded module, whose choice counts "
+            f"for all. Call it on the outermost one."
+        )
+        raise StateError(msg)
+    return state.settings
+
+
+def _refuse_comm(self: Any, what: str, comm: object) -> None:
+    for group in groups_in(self, recurse=False):
+        if comm is not None and group.mesh.backend.is_traced:
+            msg = (
+                f"{what}: {group.name!r} is on a mesh of {group.mesh.device_type!r} devices, "
+                f"whose collectives are part of the traced program: there is no process group "
+                f"to call yours with. Leave it out there."
+            )
+            raise StateError(msg)
+        if group.settings.comm_memory:
+            msg = (
+                f"{what}: {group.name!r} takes its buffers from the process group "
+                f"(set_allocate_memory_from_process_group_for_comm). Use one or the other."
+            )
+            raise StateError(msg)
 
 
 def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:

@@ -11,7 +11,7 @@ from torch import nn
 from shardkit import _compat
 from shardkit._errors import StateError
 from shardkit._module.hooks import get_state, groups_in
-from shardkit._params.whole import whole_bucket
+from shardkit._params.whole import WholeBucket
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
@@ -258,7 +258,8 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
         options.check_inside(group.summoned, group.name)
         yield
         return
-    runtime = _runtime_of(group)
+    state: Any = get_state(group.modules[0])
+    runtime: Runtime | None = state.runtime
     if group.was_replaced:
         if runtime is not None:
             runtime.reshard(group)
@@ -269,7 +270,7 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
     keep = not options.rank0_only or group.mesh.rank == group.mesh.ranks[0]
     with contextlib.ExitStack() as stack:
         for bucket in group.buckets:
-            whole = whole_bucket(
+            whole = WholeBucket(
                 bucket,
                 keep=keep,
                 to_cpu=options.offload_to_cpu,
@@ -277,23 +278,11 @@ def _shown(group: ParamGroup, options: _Options) -> Iterator[None]:
             )
             whole.show()
             stack.callback(whole.hide, write_back=options.writeback, with_grads=options.with_grads)
-        stack.callback(_settle, group, runtime)
+        if runtime is not None:  # Shards on the host may be written: what was issued has read them.
+            stack.callback(runtime.gathers.settle_host_reads)
         group.summoned = options
         stack.callback(setattr, group, "summoned", None)
         yield
     if not options.writeback:
         for bucket, visible in zip(group.buckets, was_visible, strict=True):
             bucket.sites.show(unsharded=visible)
-
-
-def _runtime_of(group: ParamGroup) -> Runtime | None:
-    state: Any = get_state(group.modules[0])
-    runtime: Runtime | None = state.runtime
-    return runtime
-
-
-def _settle(group: ParamGroup, runtime: Runtime | None) -> None:
-    """Let shards on the host be written: what was issued has read them."""
-    del group
-    if runtime is not None:
-        runtime.gathers.settle_host_reads()

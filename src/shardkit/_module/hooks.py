@@ -63,9 +63,9 @@ class _OpenForward:
     """A forward of a module that has begun.
 
     Attributes:
-        record: Of its group, if there may be a backward.
-        is_root: It is the outermost one.
-        is_recompute: It runs inside backward.
+        record: The record of its group, if there may be a backward.
+        is_root: Whether it is the outermost one.
+        is_recompute: Whether it runs inside backward.
         handled: The exception that the caller was handling when it began, if any.
         frame: Who called the hook, if `is_root`: on the stack as long as the forward runs.
     """
@@ -82,10 +82,10 @@ class ModuleState:
 
     Attributes:
         module: The module.
-        group: Its parameters, or None if there were none left to take.
+        group: The group of its parameters, or None if there were none left to take.
         policy: Dtypes.
         runtime: Shared by all groups of the root; made at the root's first forward.
-        settings: What users chose, in effect if this is the root.
+        settings: The choices of users, in effect if this is the root.
         share: Another root whose streams and memory this one uses.
         emptied: Buffers that got memory by a conversion of this module, and no values.
     """
@@ -227,10 +227,9 @@ class ModuleState:
 
     @_compat_modules.untraced
     def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the group, cast the inputs, watch those that require gradients."""
-        del module
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
         is_recompute = runtime is not None and _compat.in_backward()
@@ -322,12 +321,11 @@ class ModuleState:
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
     @_compat_modules.untraced
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Hook the outputs for backward, reshard, cast the outputs.
 
         Also called when an exception ends the forward.
         """
-        del args
         if not self._open:
             self._abandon_trace()  # An exception ended `pre_forward`.
             return output

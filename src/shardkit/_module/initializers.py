@@ -34,10 +34,11 @@ class InitializedModule:
     """A module with the tensors that it holds itself.
 
     Attributes:
-        name: Of the module.
+        name: The name of the module.
         module: A `nn.ParameterList` or `nn.ParameterDict` is no unit, but belongs to its holder.
         holders: The module, and containers of parameters that belong to it.
-        initializers: What gives it values: the first that writes all of them is enough.
+        initializers: The functions that give it values: the first that writes all of them is
+            enough.
     """
 
     name: str

@@ -55,13 +55,13 @@ class _Loan:
     """A tensor, and what stands in for it.
 
     Attributes:
-        name: Of the tensor, in the model.
+        name: The name of the tensor in the model.
         target: The tensor.
-        stand_in: What modules hold in its place.
+        stand_in: The tensor that modules hold in its place.
         whole: Shares the memory of `stand_in`, whatever becomes of that.
-        storage: Their memory.
-        is_loaded: Whether it is there.
-        is_pinned: Somebody may reach the memory past torch's functions.
+        storage: The memory of both.
+        is_loaded: Whether the memory is there.
+        is_pinned: Whether somebody may reach the memory past torch's functions.
     """
 
     name: str
@@ -77,13 +77,14 @@ class Lent(TorchFunctionMode):
     """A context in which a module and those inside hold stand-ins for what is not borrowed.
 
     Args:
-        name: Of the module.
+        name: The name of the module.
         module: The module.
-        device: Of the stand-ins.
-        borrowed: What stands in for the module's own tensors that are initialized, by their id.
-        pending: What has no values yet, by id.
-        take: Called with the name, the tensor and its values, where they may have been written.
-            What it is not to keep it leaves out. The values are let go after the call.
+        device: The device of the stand-ins.
+        borrowed: The stand-ins for the module's own tensors that are initialized, by their id.
+        pending: The tensors that have no values yet, by id.
+        take: A function that is called with the name, the tensor and its values, where they may
+            have been written. What it is not to keep it leaves out. The values are let go after the
+            call.
     """
 
     def __init__(
@@ -169,10 +170,9 @@ class Lent(TorchFunctionMode):
     # --- touched tensors --------------------------------------------------------------------------
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, _: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function on values."""
-        del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         looks = name in _LOOKS and _attribute_of(func) not in _STRIDED

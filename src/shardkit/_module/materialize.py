@@ -73,16 +73,17 @@ def materialize(
     `reset_parameters` alone, in the order of ``apply``, and no parameter is tied.
 
     Args:
-        model: On meta as a whole or in part; sharded, or not. Or a module in a sharded model.
-        init_fn: Called with each such module (`param_init_fn` of FSDP1 and torch_xla). It writes
+        model: A model that is on meta as a whole or in part; sharded, or not. Or a module in a
+            sharded model.
+        init_fn: A function of each such module (`param_init_fn` of FSDP1 and torch_xla). It writes
             the module's own parameters and buffers, not those of modules inside. It may replace
             them, also by ``module.to_empty(device=..., recurse=False)``. None: the model's
             ``_init_weights(module)``, as in transformers; where there is none, or it writes
             nothing, the module's own ``reset_parameters()`` (or ``_reset_parameters``, or
             ``init_weights``, without arguments) and ``reset_buffers()`` or ``rope_init()``.
-        device: Where modules are initialized. None: the mesh's device, for XLA the host. With
-            ``"cpu"`` an accelerator gets the values of the plain model on the CPU.
-        progress: As of `shardkit.checkpoint.save`, of the bytes of whole tensors.
+        device: The device on which modules are initialized. None: the mesh's device, for XLA the
+            host. With ``"cpu"`` an accelerator gets the values of the plain model on the CPU.
+        progress: A progress as of `shardkit.checkpoint.save`, of the bytes of whole tensors.
 
     Returns:
         `model`.
@@ -119,10 +120,13 @@ class Filling:
     """What is on meta, and where it goes.
 
     Args:
-        model: See `materialize`.
-        init_fn: See `materialize`.
-        device: See `materialize`.
-        only: What is to get values; None: all that is on meta.
+        model: The model, as of `materialize`.
+        init_fn: The function, as of `materialize`.
+        device: The device, as of `materialize`.
+        only: Tensors that are to get values; None: all that is on meta.
+
+    Attributes:
+        device: The device on which modules are initialized.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class Filling:
         chosen = None if device is None else torch.device(device)
         host = torch.device("cpu")
         self._home = (chosen or host) if backend is None else backend.device
-        self._device = chosen or (host if is_traced else self._home)
+        self.device = chosen or (host if is_traced else self._home)
         self._has_init_fn = init_fn is not None
         self._fresh = frozenset(self._pending)
         self._units = [
@@ -189,11 +193,6 @@ class Filling:
                 with contextlib.suppress(Exception):
                     self._fill(unit)
         self._execute(None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where modules are initialized."""
-        return self._device
 
     def _forget_unwritten(self) -> None:
         """Put pieces that have memory and no values back on meta: after an error."""
@@ -290,7 +289,7 @@ class Filling:
         wanted = list(self._wanted_of(unit))
         if not wanted and not self._writes_inside(unit):
             return freed  # Tied to what an earlier module has initialized.
-        with Borrowed(unit, self._device, self._pending) as borrowed, self._lent(unit, borrowed):
+        with Borrowed(unit, self.device, self._pending) as borrowed, self._lent(unit, borrowed):
             for initialize in unit.initializers:
                 self._run(unit, initialize)
                 unwritten = borrowed.unwritten()
@@ -315,7 +314,7 @@ class Filling:
         self, unit: InitializedModule, borrowed: Borrowed
     ) -> contextlib.AbstractContextManager[object]:
         """Let the rest of what a unit and the modules inside hold be there where it is touched."""
-        if self._device.type == "xla":  # Its tensors have no storages.
+        if self.device.type == "xla":  # Its tensors have no storages.
             return contextlib.nullcontext()
         own = {id(tensor) for tensors in _dicts_of(unit) for tensor in tensors.values()}
 
@@ -330,11 +329,11 @@ class Filling:
             self._take(target, whole.clone() if is_kept else whole)
             self._pending.pop(id(target), None)
 
-        return Lent(unit.name, unit.module, self._device, borrowed.stand_ins, self._pending, take)
+        return Lent(unit.name, unit.module, self.device, borrowed.stand_ins, self._pending, take)
 
     def _run(self, unit: InitializedModule, initialize: Callable[[], object]) -> None:
         try:
-            with self._device:  # Also where `materialize` is called under torch.device("meta").
+            with self.device:  # Also where `materialize` is called under torch.device("meta").
                 initialize()
         except Exception as error:
             kind = type(unit.module).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,36 +30,20 @@ def buffers_on_meta(module: nn.Module) -> list[str]:
     return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
 
-@dataclass(slots=True)
 class Emptied:
     """A buffer that got memory and no values, as by ``to_empty``.
 
-    Attributes:
-        holder: The module that holds it.
-        attribute: As what.
-        new: The buffer, as it was then.
-    """
-
-    holder: nn.Module
-    attribute: str
-    new: _New
-
-    @property
-    def is_unwritten(self) -> bool:
-        """Whether it is still there, and nobody has written to it."""
-        held = self.holder._buffers.get(self.attribute)  # noqa: SLF001
-        return held is self.new.buffer and self.new.is_unchanged
-
-
-class _New:
-    """A buffer that has got memory.
-
     Not every write raises the version counter: those to ``.data``, by NumPy and by collectives do
     not. So elements all over the buffer are compared as well.
+
+    Attributes:
+        buffer: The buffer, as it was then.
+        places: The modules that hold it, and their names of it.
     """
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
+        self.places: list[tuple[nn.Module, str]] = []
         self._version = _compat.version_of(buffer)
         self._sample = self._taken()
 
@@ -84,11 +67,11 @@ class NotedConversion:
     """What a conversion applies to each tensor; notes buffers that get memory by it.
 
     Args:
-        module: That is converted.
-        fn: As `nn.Module._apply` gets it.
+        module: The module that is converted.
+        fn: The function, as `nn.Module._apply` gets it.
 
     Attributes:
-        fn: To be applied in its place.
+        fn: The function that is applied in its place.
     """
 
     def __init__(self, module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -99,7 +82,7 @@ class NotedConversion:
             if buffer is not None and buffer.is_meta
         ]
         self._given = fn
-        self._new: dict[int, _New] = {}
+        self._new: dict[int, Emptied] = {}
         self.fn = self._note if self._places else fn
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -107,21 +90,27 @@ class NotedConversion:
         result = self._given(tensor)
         is_plain = type(result) is torch.Tensor and result.layout is torch.strided
         if tensor.is_meta and is_plain and not result.is_meta and not result.is_inference():
-            self._new[id(result)] = _New(result)
+            self._new[id(result)] = Emptied(result)
         return result
 
     def emptied(self) -> list[Emptied]:
         """Return the buffers that got memory."""
-        return [
-            Emptied(holder, attribute, new)
-            for holder, attribute in self._places
-            if (new := self._new.get(id(holder._buffers.get(attribute)))) is not None  # noqa: SLF001
-        ]
+        for holder, attribute in self._places:
+            new = self._new.get(id(holder._buffers.get(attribute)))  # noqa: SLF001
+            if new is not None:
+                new.places.append((holder, attribute))
+        return [new for new in self._new.values() if new.places]
 
 
 def warn_of_emptied(module: nn.Module, emptied: Iterable[Emptied]) -> None:
     """Warn of buffers that nobody has written since they got memory."""
-    unwritten = {(id(each.holder), each.attribute) for each in emptied if each.is_unwritten}
+    unwritten = {
+        (id(holder), attribute)
+        for each in emptied
+        if each.is_unchanged
+        for holder, attribute in each.places
+        if holder._buffers.get(attribute) is each.buffer  # noqa: SLF001
+    }
     names = [
         f"{name}.{attribute}".removeprefix(".")
         for name, holder in module.named_modules()

@@ -34,13 +34,12 @@ def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:
 @contextlib.contextmanager
 def _own_numbers(device: torch.device) -> Iterator[None]:
     """Draw from generators that begin at 0, and leave others where they are."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    accelerator = None
+    if device.type not in ("cpu", "xla"):
+        accelerator = torch.get_device_module(device)
+    own = [] if accelerator is None else [accelerator.current_device()]
+    with torch.random.fork_rng(devices=own, device_type=device.type if own else "cuda"):
         torch.default_generator.manual_seed(0)
-        if device.type not in ("cpu", "xla"):
-            of_device = torch.get_device_module(device)
-            own = [of_device.current_device()]
-            fork = torch.random.fork_rng(devices=own, device_type=device.type)
-            stack.enter_context(fork)
-            of_device.manual_seed(0)
+        if accelerator is not None:
+            accelerator.manual_seed(0)
         yield

@@ -47,7 +47,7 @@ class SavedOperators:
 
     Attributes:
         names: ``namespace::operator``, all overloads; those of higher-order operators are bare.
-        counted: Of these only every `every`-th call is kept, the first one included.
+        counted: Operators of which only every `every`-th call is kept, the first one included.
         every: See `counted`.
         decide: A user's function in their place, see `create_selective_checkpoint_contexts`.
     """
@@ -117,10 +117,9 @@ class _Calls:
             yield
 
     def decide(
-        self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+        self, _: SelectiveCheckpointContext, operator: Any, *__: Any, **___: Any
     ) -> CheckpointPolicy:
         """Say whether the output of this call is kept; torch <= 2.9 asks in the repetition too."""
-        del context, args, kwargs
         name = self._names.get(operator)
         if name is None:
             name = self._names[operator] = _compat.operator_name(operator)

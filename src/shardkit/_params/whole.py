@@ -6,8 +6,7 @@ DTensors, and their memory belongs to the schedule. These here are copies in mem
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from shardkit._errors import StateError, WrapError
 from shardkit._params.flat_store import FlatStore
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
-from shardkit._tensor.written_values import note_written
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardkit._params.bucket import Bucket
 
 
@@ -25,69 +25,57 @@ class WholeBucket:
     """Copies of a bucket's whole parameters, which the modules hold until `hide`. Collective.
 
     Args:
-        bucket: Bucket of a backend that runs operators at once; see `TracedWholeBucket` for the
-            others.
+        bucket: Bucket that has them.
         keep: Whether this rank wants them; a rank that does not takes part in the gathers only.
         to_cpu: Whether to put them into the memory of the host.
         with_grads: Whether to gather their gradients as well.
 
     Cost: one all-gather of the bucket in storage dtype, with gradients two, and what tensor
-    parallelism takes; memory for the bucket.
+    parallelism takes; memory for the bucket. Where operators are traced, one all-gather of each
+    parameter, in the graph.
     """
 
     def __init__(self, bucket: Bucket, *, keep: bool, to_cpu: bool, with_grads: bool) -> None:
         self._bucket = bucket
-        self._to_cpu = to_cpu
         self._version = -1
         self.params: list[nn.Parameter] = []
-        wholes = self._whole_values(keep=keep)
-        grads = self._whole_grads(keep=keep) if with_grads else {}
-        for index, whole in enumerate(wholes):
+        wholes = self._gather(bucket.sharded, keep=keep, to_cpu=to_cpu)
+        for index, whole in wholes.items():
             self.params.append(self._new_param(index, whole))
-        for index, grad in grads.items():
-            self.params[index].grad = grad
-
-    @property
-    def _store(self) -> FlatStore:
-        assert isinstance(self._bucket.store, FlatStore)
-        return self._bucket.store
-
-    def _whole_values(self, *, keep: bool) -> list[Tensor]:
-        """Gather the parameters."""
-        return self._wholes(self._store.shard, keep=keep)
+        if with_grads:
+            grads = [param.grad for param in bucket.sharded]
+            for index, grad in self._gather(grads, keep=keep, to_cpu=to_cpu).items():
+                self.params[index].grad = grad
 
     @torch.no_grad()
-    def _wholes(self, values: Tensor, *, keep: bool) -> list[Tensor]:
-        """Gather what is laid out as the shard."""
-        store = self._store
-        full = store.gather_values(values)
-        wholes = [store.whole_of(index, full) for index in range(len(store.entries))]
+    def _gather(
+        self, tensors: Sequence[Tensor | None], *, keep: bool, to_cpu: bool
+    ) -> dict[int, Tensor]:
+        """Gather parameters or gradients; return those that there are, by the number."""
+        store = self._bucket.store
+        given = {i: each for i, each in enumerate(tensors) if isinstance(each, ShardedTensor)}
+        if isinstance(store, FlatStore):
+            values = torch.zeros_like(store.shard)
+            for index, each in given.items():
+                store.piece(values, index).copy_(each.local_piece)
+            full = store.gather_values(values)
+            wholes = {index: store.whole_of(index, full) for index in range(len(tensors))}
+        else:
+            wholes = {i: each.spec.gather(each.local_piece).clone() for i, each in given.items()}
         if not keep:
-            return []
-        if self._to_cpu and full.device.type != "cpu":
-            return [whole.cpu() for whole in wholes]
-        return wholes
-
-    @torch.no_grad()
-    def _whole_grads(self, *, keep: bool) -> dict[int, Tensor]:
-        """Gather the gradients, zeros for parameters without; return those that there are."""
-        store, params = self._store, self._bucket.sharded
-        values = torch.zeros_like(store.shard)
-        for index, param in enumerate(params):
-            if isinstance(param.grad, ShardedTensor):
-                store.piece(values, index).copy_(param.grad.to_local())
-        wholes = self._wholes(values, keep=keep)
-        return {i: whole for i, whole in enumerate(wholes) if params[i].grad is not None}
+            return {}
+        return {i: wholes[i].cpu() if to_cpu else wholes[i] for i in given}
 
     def _new_param(self, index: int, whole: Tensor) -> nn.Parameter:
-        sharded = self._bucket.sharded[index]
-        param = self._as_parameter(index, whole, requires_grad=sharded.requires_grad)
+        sharded, store = self._bucket.sharded[index], self._bucket.store
+        grad = sharded.requires_grad
+        if isinstance(store, FlatStore):
+            param = store.as_parameter(index, whole, requires_grad=grad)
+        else:
+            param = nn.Parameter(whole, requires_grad=grad)
         own = param.__dict__
         own.update({k: v for k, v in user_attributes(sharded).items() if k not in own})
         return param
-
-    def _as_parameter(self, index: int, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        return self._store.as_parameter(index, whole, requires_grad=requires_grad)
 
     def show(self) -> None:
         """Let the modules hold the whole parameters."""
@@ -116,10 +104,6 @@ class WholeBucket:
             sites.show_others(None)
         for index, param in enumerate(held):
             self._write(index, param, with_grads=with_grads)
-        for index, param in enumerate(held):  # Later: pieces of all were written past operators.
-            if type(param) is nn.Parameter:
-                target: Any = self._bucket.sharded[index]
-                note_written(target, functools.partial(list, (param,)))
 
     def _found(self, index: int) -> nn.Parameter:
         """Return what modules hold of a parameter: the whole one, or another of its shape."""
@@ -158,71 +142,30 @@ class WholeBucket:
     @torch.no_grad()
     def _write(self, index: int, whole: nn.Parameter, *, with_grads: bool) -> None:
         param = self._bucket.sharded[index]
-        self._write_values(index, whole)  # `detach` leaves attributes of a class out.
+        self._write_values(index, whole)
         if param.requires_grad != whole.requires_grad:
             param.requires_grad_(whole.requires_grad)
-        if not with_grads:
-            return
-        if whole.grad is None or param.grad is None:
-            param.grad = None if whole.grad is None else self._cut_grad(index, whole.grad.detach())
-        else:
-            self._write_grad(index, whole.grad.detach())
-
-    def _write_values(self, index: int, whole: Tensor) -> None:
-        store = self._store
-        store.piece(store.shard, index).copy_(store.specs[index].slice_full(whole))
-
-    def _cut_grad(self, index: int, grad: Tensor) -> Tensor:
-        return self._store.sharded_grad(index, grad)
-
-    def _write_grad(self, index: int, grad: Tensor) -> None:
-        own = self._bucket.sharded[index].grad
-        assert isinstance(own, ShardedTensor)
-        own.to_local().copy_(self._store.specs[index].slice_full(grad))
-
-
-class TracedWholeBucket(WholeBucket):
-    """The same where operators are traced: by those of sharded tensors, one after the other.
-
-    Cost: one all-gather of each parameter, with gradients two, in the graph.
-    """
-
-    @torch.no_grad()
-    def _whole_values(self, *, keep: bool) -> list[Tensor]:
-        wholes = [self._whole(param) for param in self._bucket.sharded]
-        return wholes if keep else []
-
-    @torch.no_grad()
-    def _whole_grads(self, *, keep: bool) -> dict[int, Tensor]:
-        grads = [(index, param.grad) for index, param in enumerate(self._bucket.sharded)]
-        wholes = {i: self._whole(grad) for i, grad in grads if isinstance(grad, ShardedTensor)}
-        return wholes if keep else {}
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        assert isinstance(tensor, ShardedTensor)
-        whole = tensor.spec.gather(tensor.local_piece)
-        return whole.cpu() if self._to_cpu else whole.clone()
-
-    def _as_parameter(self, index: int, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        del index
-        return nn.Parameter(whole, requires_grad=requires_grad)
+        if with_grads:
+            self._write_grad(param, whole.grad)
 
     def _write_values(self, index: int, whole: Tensor) -> None:
         param = self._bucket.sharded[index]
-        param.detach().copy_(whole.to(param.device))
+        assert isinstance(param, ShardedTensor)
+        if param.spec.packing is None:
+            param.detach().copy_(_on_traced_device(param, whole))
+        else:  # Bytes; `detach` would leave attributes of its class out.
+            param.local_piece.copy_(param.spec.slice_full(whole))
 
-    def _cut_grad(self, index: int, grad: Tensor) -> Tensor:
-        param = self._bucket.sharded[index].detach()
-        return torch.zeros_like(param, dtype=grad.dtype).copy_(grad.to(param.device))
+    def _write_grad(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is None:
+            param.grad = None
+            return
+        if param.grad is None:
+            param.grad = torch.zeros_like(param.detach(), dtype=grad.dtype)
+        param.grad.copy_(_on_traced_device(param, grad.detach()))
 
-    def _write_grad(self, index: int, grad: Tensor) -> None:
-        own = self._bucket.sharded[index].grad
-        assert own is not None
-        own.copy_(grad.to(own.device))
 
-
-def whole_bucket(bucket: Bucket, *, keep: bool, to_cpu: bool, with_grads: bool) -> WholeBucket:
-    """Return copies of a bucket's whole parameters; see `WholeBucket`."""
-    is_flat = isinstance(bucket.store, FlatStore)
-    made = WholeBucket if is_flat else TracedWholeBucket
-    return made(bucket, keep=keep, to_cpu=to_cpu, with_grads=with_grads)
+def _on_traced_device(param: nn.Parameter, value: Tensor) -> Tensor:
+    """Return a value where the graph has it; elsewhere only this rank's piece of it is moved."""
+    is_traced = isinstance(param, ShardedTensor) and param.spec.is_traced
+    return value.to(param.device) if is_traced else value

@@ -26,9 +26,9 @@ def shard_units(
 
     Args:
         model: The root.
-        units: Inner ones first.
-        arguments: Of `fully_shard`, for each unit.
-        prepare: Called with each module of a unit that is not the root, and with its arguments,
+        units: The units, inner ones first.
+        arguments: The arguments of `fully_shard`, for each unit.
+        prepare: A function of each module of a unit that is not the root, and with its arguments,
             before it is sharded. What it returns takes the module's place. It may have sharded the
             module by itself.
 

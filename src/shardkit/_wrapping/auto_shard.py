@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import MeshError, WrapError
@@ -103,13 +102,13 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
 
     Args:
         model: The root: not sharded, not wrapped.
-        mesh: As of `fully_shard`. A number of ranks, or a mesh shape, with ``apply=False`` only:
-            plans for ranks that are not there.
-        policy: Which modules form groups.
+        mesh: A mesh as of `fully_shard`. A number of ranks, or a mesh shape, with ``apply=False``
+            only: plans for ranks that are not there.
+        policy: The choice of modules that form groups.
         units: More groups, as of a mapping, or as a collection of names and tuples. A module that
             is named here is taken out of the groups of the policy.
         strategy: A name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
-        before: Called with each module of a group that is not the root, before it is sharded, for
+        before: A function of each module of a group that is not the root, before it is sharded, for
             instance `checkpoint_module`. What it returns takes the module's place, if it is
             another module.
         offload_budget_nbytes: So many bytes of shards, gradients and AdamW's state may stay on the
@@ -117,9 +116,10 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
             rest fits.
         param_init_fn: Gives values to a model on the meta device, module by module, when all
             groups are there; see `materialize`, to which it is passed.
-        apply: False: only plan.
+        apply: Whether to shard; False: only plan.
         verbose: The first rank prints the plan.
-        mp_policy: As of `fully_shard`, where the policy says nothing else. So are the next four.
+        mp_policy: A policy as of `fully_shard`, where the policy says nothing else. So are the next
+            four.
         reshard_after_forward: See there.
         shard_placement_fn: See there.
         offload_policy: See there.
@@ -140,9 +140,8 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
 
     Cost: no collective. All ranks plan the same, for only names, shapes and dtypes count.
     """
-    wanted = _Wanted.of(
-        policy, before, auto_wrap_policy, auto_wrapper_callable, fsdp_min_num_params
-    )
+    policy = _policy_of(policy, auto_wrap_policy, fsdp_min_num_params)
+    prepare = _prepare_of(before, auto_wrapper_callable)
     _check_model(model)
     checks.check_ignored(ignored_params or set())
     chosen = None if strategy is None else strategy_of(strategy)
@@ -162,12 +161,12 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         "ignored_params": ignored_params or set(),
     }
     shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply)
-    choice = _choice(model, wanted.policy, units, shard_mesh, common)
+    choice = _choice(model, policy, units, shard_mesh, common)
     planned = _planned(model, shard_mesh, choice, common)
     if offload_budget_nbytes is not None:
         offload_to_fit(planned, offload_budget_nbytes)
     plan = ShardPlan(
-        model, shard_mesh, planned, strategy=chosen, prepare=wanted.prepare, init_fn=param_init_fn
+        model, shard_mesh, planned, strategy=chosen, prepare=prepare, init_fn=param_init_fn
     )
     if verbose and shard_mesh.rank == shard_mesh.ranks[0]:
         sys.stdout.write(f"{plan}\n")
@@ -176,48 +175,28 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What users said under one of several names.
+def _policy_of(policy: Any, auto_wrap_policy: Any, min_num_params: int | None) -> Any:
+    """Return the policy that was passed under one of three names, or None."""
+    by_size = None if min_num_params is None else size_policy(min_num_params)
+    given = [p for p in (policy, auto_wrap_policy, by_size) if p is not None]
+    if len(given) > 1:
+        msg = "policy, auto_wrap_policy and fsdp_min_num_params all choose modules. Pass one."
+        raise WrapError(msg)
+    return given[0] if given else None
 
-    Attributes:
-        policy: Which modules.
-        prepare: Called with a module and the arguments of its `fully_shard` call.
-    """
 
-    policy: Any
-    prepare: Callable[[nn.Module, dict[str, Any]], Any] | None
-
-    @classmethod
-    def of(
-        cls,
-        policy: Any,
-        before: Callable[[nn.Module], Any] | None,
-        auto_wrap_policy: Any,
-        auto_wrapper_callable: Callable[..., Any] | None,
-        min_num_params: int | None,
-    ) -> _Wanted:
-        by_size = None if min_num_params is None else size_policy(min_num_params)
-        given = [p for p in (policy, auto_wrap_policy, by_size) if p is not None]
-        if len(given) > 1:
-            msg = "policy, auto_wrap_policy and fsdp_min_num_params all choose modules. Pass one."
-            raise WrapError(msg)
-        if before is not None and auto_wrapper_callable is not None:
-            msg = "before and auto_wrapper_callable both prepare modules. Pass one of them."
-            raise WrapError(msg)
-        prepare: Callable[[nn.Module, dict[str, Any]], Any] | None = None
-        if before is not None:
-
-            def prepare(module: nn.Module, arguments: dict[str, Any]) -> Any:
-                del arguments
-                return before(module)
-
-        elif auto_wrapper_callable is not None:
-
-            def prepare(module: nn.Module, arguments: dict[str, Any]) -> Any:
-                return auto_wrapper_callable(module, **arguments)
-
-        return cls(given[0] if given else None, prepare)
+def _prepare_of(
+    before: Callable[[nn.Module], Any] | None, auto_wrapper_callable: Callable[..., Any] | None
+) -> Callable[[nn.Module, dict[str, Any]], Any] | None:
+    """Return what is called with a module and the arguments of its `fully_shard` call."""
+    if before is not None and auto_wrapper_callable is not None:
+        msg = "before and auto_wrapper_callable both prepare modules. Pass one of them."
+        raise WrapError(msg)
+    if before is not None:
+        return lambda module, _: before(module)
+    if auto_wrapper_callable is not None:
+        return lambda module, arguments: auto_wrapper_callable(module, **arguments)
+    return None
 
 
 def _check_model(model: Any) -> None:

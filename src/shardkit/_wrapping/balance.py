@@ -63,8 +63,8 @@ def choose_balanced(
 
     Args:
         tree: The model.
-        policy: Says in how many bytes a parameter is gathered.
-        num_ranks: Of the shard axis.
+        policy: The dtypes: in how many bytes a parameter is gathered.
+        num_ranks: The size of the shard axis.
 
     Returns:
         Names of modules by group; empty if the model is small.
@@ -76,7 +76,7 @@ def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
     """Divide neighbours into groups of at least `smallest`, as many and as equal as can be.
 
     Args:
-        sizes: Of each, in their order.
+        sizes: The size of each, in their order.
         smallest: One of this size or more is a group by itself; smaller ones in front of the first
             such one, or too few behind one, join it.
 

@@ -22,7 +22,7 @@ def offload_to_fit(units: Sequence[PlannedUnit], budget_nbytes: int) -> None:
 
     Args:
         units: All groups; their arguments are changed.
-        budget_nbytes: What may stay on the device.
+        budget_nbytes: The bytes that may stay on the device.
 
     Raises:
         WrapError: The budget is no number of bytes.

@@ -20,7 +20,7 @@ from shardkit._wrapping.records import (
     table,
 )
 from shardkit._wrapping.shape_only import is_shape_only
-from shardkit._wrapping.traffic import GroupToRun, plan_gathers
+from shardkit._wrapping.traffic import plan_gathers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,10 +41,10 @@ class PlannedUnit:
     """A unit with all that decides how it is sharded.
 
     Attributes:
-        unit: Its modules and parameters.
-        mesh: Over which.
-        arguments: Of `fully_shard`.
-        buckets: What its group will consist of.
+        unit: The modules and parameters.
+        mesh: The mesh over which they are sharded.
+        arguments: The arguments of `fully_shard`.
+        buckets: The buckets that its group will consist of.
     """
 
     unit: Unit
@@ -124,9 +124,9 @@ class PlannedUnit:
         """Return what the group communicates in a step.
 
         Args:
-            gathers: How often it is gathered.
-            passes: How many of these go over all ranks, where others go over neighbours.
-            reductions: How often it is reduced.
+            gathers: The number of its gathers.
+            passes: The number of those that go over all ranks, where others go over neighbours.
+            reductions: The number of its reductions.
         """
         copies, ranks = (1, *self.mesh.shape)[-2:]
         gathered = [bucket for bucket in self.buckets if bucket.unsharded_nbytes]
@@ -139,12 +139,11 @@ class PlannedUnit:
             whole, near = min(gathers, passes), value
         received = whole * unsharded * (ranks - 1) // ranks
         received += (gathers - whole) * unsharded * (near - 1) // near
-        is_gathered, is_reduced, is_copied = ranks > 1, ranks > 1, copies > 1
         own = sum(bucket.sum_nbytes for bucket in trained)
         return PlannedTraffic(
-            all_gathers=gathers * len(gathered) * is_gathered,
-            reduce_scatters=reductions * len(trained) * is_reduced,
-            all_reduces=reductions * len(trained) * is_copied,
+            all_gathers=gathers * len(gathered) * (ranks > 1),
+            reduce_scatters=reductions * len(trained) * (ranks > 1),
+            all_reduces=reductions * len(trained) * (copies > 1),
             gathered_nbytes=received,
             reduced_nbytes=reductions * sent * (ranks - 1) // ranks,
             all_reduced_nbytes=reductions * 2 * own * (copies - 1) // copies,
@@ -162,7 +161,7 @@ class ShardPlan:
         groups: Every group that has parameters, in the order of sharding; the root's is last.
         without_group: Names of units that have no group, for all their parameters are tied or
             shared, and belong to a unit around them.
-        strategy: Of the call, or None.
+        strategy: The strategy of the call, or None.
         is_applied: The model is sharded.
     """
 
@@ -270,19 +269,10 @@ class ShardPlan:
         strategy = self.strategy
         stays = strategy is not None and not strategy.reshard_after_backward
         sums_whole = strategy is not None and not strategy.reduces_each_micro_batch
-        to_run = [
-            GroupToRun(
-                held.unit.modules,
-                group.unsharded_nbytes,
-                is_trainable=bool(group.send_nbytes),
-                reshard_after_forward=group.is_resharded,
-                reshard_after_backward=not stays,
-            )
-            for group, held in zip(self.groups, self._held, strict=True)
-        ]
-        gathers = plan_gathers(
+        counts, peak_nbytes = plan_gathers(
             self.model,
-            to_run,
+            [(g, held.unit.modules) for g, held in zip(self.groups, self._held, strict=True)],
+            stays=stays,
             micro_batches=micro_batches,
             batches_small=self._mesh.backend.batches_small_groups,
         )
@@ -290,9 +280,9 @@ class ShardPlan:
         reductions = 1 if sums_whole else micro_batches
         costs = [
             unit.traffic(count, passes, reductions)
-            for unit, count in zip(self._held, gathers.counts, strict=True)
+            for unit, count in zip(self._held, counts, strict=True)
         ]
-        return costs, gathers.peak_nbytes
+        return costs, peak_nbytes
 
     # --- shown ---
 

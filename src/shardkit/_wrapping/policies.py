@@ -57,9 +57,9 @@ def choose(
 
     Args:
         tree: The model.
-        policy: As `auto_shard` takes it.
-        mp_policy: Says in how many bytes a parameter is gathered.
-        num_ranks: Of the shard axis.
+        policy: A policy as `auto_shard` takes it.
+        mp_policy: The dtypes: in how many bytes a parameter is gathered.
+        num_ranks: The size of the shard axis.
 
     Raises:
         WrapError: It chooses nothing, though not by size; names what is not there; or is no policy.

@@ -77,10 +77,10 @@ def size_based_auto_wrap_policy(
     Use it as ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000_000)``.
 
     Args:
-        module: It is asked about.
+        module: The module that is asked about.
         recurse: Whether to look at its children; otherwise whether it is a unit.
         unwrapped_params: Elements of its parameters that no unit inside of it holds.
-        min_num_params: So many elements make a unit.
+        min_num_params: The number of elements that make a unit.
         force_leaf_modules: Classes into which nobody looks; None: ``{nn.MultiheadAttention}``.
         exclude_wrap_modules: Classes that are no units; None: ``{nn.ModuleList, nn.ModuleDict}``.
 

@@ -19,22 +19,22 @@ class GroupPlan:
     """A group of a `ShardPlan`.
 
     Attributes:
-        names: Of its modules; ``("",)`` is the root.
+        names: The names of its modules; ``("",)`` is the root.
         kinds: Classes of its modules.
         num_params: Parameters.
-        numel: Their elements.
-        nbytes: Their bytes in the dtype they are stored in, all ranks together.
+        numel: The number of their elements.
+        nbytes: The bytes in the dtype they are stored in, all ranks together.
         padding_nbytes: Bytes of all shards beyond that.
-        shard_nbytes: Of this rank's shard.
-        unsharded_nbytes: Of the unsharded parameters while they exist; 0: the shard is used itself.
-        send_nbytes: Of the buffer that a reduction sends; 0: nothing is trained.
-        state_nbytes: What the rank keeps of the group between steps with AdamW: shard, gradients
-            and two tensors of state.
-        is_resharded: Its unsharded parameters are freed between forward and backward.
-        is_offloaded: Its shard, gradients and optimizer state are on the host.
+        shard_nbytes: Bytes of this rank's shard.
+        unsharded_nbytes: Bytes of the unsharded parameters; 0: the shard is used itself.
+        send_nbytes: Bytes of the buffer that a reduction sends; 0: nothing is trained.
+        state_nbytes: Bytes that the rank keeps of the group between steps with AdamW: shard,
+            gradients and two tensors of state.
+        is_resharded: Whether unsharded parameters are freed between forward and backward.
+        is_offloaded: Whether shard, gradients and optimizer state are on the host.
         tied: Names of parameters that several modules hold.
         shared: Names of modules that units inside have in common, and whose parameters it takes.
-        arguments: What its call of `fully_shard` gets beside the module.
+        arguments: The arguments of its call of `fully_shard`, beside the module.
     """
 
     names: tuple[str, ...]
@@ -68,12 +68,12 @@ class PlannedTraffic:
     2 (R-1)/R of an all-reduced one.
 
     Attributes:
-        all_gathers: Over the shard axis.
-        reduce_scatters: Over the shard axis.
-        all_reduces: Over the replicate axis.
-        gathered_nbytes: By all-gathers.
-        reduced_nbytes: By reduce-scatters.
-        all_reduced_nbytes: By all-reduces.
+        all_gathers: The number of all-gathers over the shard axis.
+        reduce_scatters: The number of reduce-scatters over the shard axis.
+        all_reduces: The number of all-reduces over the replicate axis.
+        gathered_nbytes: Bytes by all-gathers.
+        reduced_nbytes: Bytes by reduce-scatters.
+        all_reduced_nbytes: Bytes by all-reduces.
     """
 
     all_gathers: int = 0
@@ -105,7 +105,7 @@ class PlannedMemory:
 
     Attributes:
         shard_nbytes: Shards, on the device or the host.
-        host_nbytes: Of these, on the host.
+        host_nbytes: The bytes of these that are on the host.
         largest_nbytes: Unsharded parameters of the largest group.
         kept_nbytes: Unsharded parameters that exist from forward to backward.
         peak_unsharded_nbytes: The most unsharded parameters at once, if modules run once each, in

@@ -45,16 +45,16 @@ class StrategyCost:
     `unsharded` in `param_dtype`.
 
     Attributes:
-        all_gathers: Over the shard axis.
-        reduce_scatters: Over the shard axis.
-        all_reduces: Over the replicate axis.
+        all_gathers: The number of all-gathers over the shard axis.
+        reduce_scatters: The number of reduce-scatters over the shard axis.
+        all_reduces: The number of all-reduces over the replicate axis.
         gathered: Bytes that come by gathers.
         reduced: Bytes that are sent by reduce-scatters.
         all_reduced: Bytes that are sent by all-reduces (2 (R-1)/R of what each carries).
-        parameters: Of the shards.
-        unsharded: Of the whole parameters that exist from forward to backward; 0: only groups in
-            use (two at a time), and the root's.
-        gradients: Between the micro-batches of a step.
+        parameters: Bytes of the shards.
+        unsharded: Bytes of the whole parameters that exist from forward to backward; 0: only groups
+            in use (two at a time), and the root's.
+        gradients: Bytes between the micro-batches of a step.
         optimizer: Of the optimizer's state, for each tensor that it has of a parameter's size.
     """
 
@@ -77,10 +77,10 @@ class Strategy:
     Get one by `strategy`.
 
     Attributes:
-        name: As `strategy` takes it.
+        name: The name that `strategy` takes.
         aliases: Other names of it: those of FSDP1 and Accelerate.
-        shards: What a rank has only its part of.
-        mesh_rule: Which shape of mesh it takes, in words; n is the number of ranks.
+        shards: The things that a rank has only its part of.
+        mesh_rule: The shape of mesh it takes, in words; n is the number of ranks.
         mesh_ndim: Axes of that mesh.
         reshard_after_forward: Argument of `fully_shard`.
         reshard_after_backward: As `set_reshard_after_backward`. False: one gather serves all
@@ -107,7 +107,8 @@ class Strategy:
             fully_shard(layer, **arguments)
 
         Args:
-            mesh: Passed on, if it fits. None: `fully_shard` makes the 1-D mesh of all ranks.
+            mesh: A mesh that is passed on, if it fits. None: `fully_shard` makes the 1-D mesh of
+                all ranks.
 
         Raises:
             MeshError: The mesh has another shape than the strategy wants, or None is no such mesh.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardkit._schedule.unshard import Op, UnshardSchedule
@@ -13,98 +12,77 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._schedule.unshard import Action
-
-
-@dataclass(frozen=True, slots=True)
-class GroupToRun:
-    """A group as far as the schedule is concerned.
-
-    Attributes:
-        modules: Of the group.
-        unsharded_nbytes: 0: nothing is gathered.
-        is_trainable: It has gradients.
-        reshard_after_forward: Its memory is freed between forward and backward.
-        reshard_after_backward: Its memory is freed after backward.
-    """
-
-    modules: Sequence[nn.Module]
-    unsharded_nbytes: int
-    is_trainable: bool
-    reshard_after_forward: bool
-    reshard_after_backward: bool
-
-
-@dataclass(slots=True)
-class PlannedGathers:
-    """What is gathered.
-
-    Attributes:
-        counts: How often each group is gathered in a step, by number.
-        peak_nbytes: The most unsharded bytes at once, from the first step on.
-    """
-
-    counts: list[int]
-    peak_nbytes: int
+    from shardkit._wrapping.records import GroupPlan
 
 
 def plan_gathers(
-    root: nn.Module, groups: Sequence[GroupToRun], *, micro_batches: int, batches_small: bool
-) -> PlannedGathers:
-    """Return what a step gathers, if modules run once each, in the order in which they are defined.
+    root: nn.Module,
+    groups: Sequence[tuple[GroupPlan, Sequence[nn.Module]]],
+    *,
+    stays: bool,
+    micro_batches: int,
+    batches_small: bool,
+) -> tuple[list[int], int]:
+    """Rehearse steps in which modules run once each, in the order in which they are defined.
 
     Args:
         root: The model.
-        groups: Its groups.
-        micro_batches: Forwards and backwards in a step.
-        batches_small: Small groups are gathered several at a time.
+        groups: The groups with their modules.
+        stays: Whether memory is kept after backward, to the next step.
+        micro_batches: The number of forwards and backwards in a step.
+        batches_small: Whether small groups are gathered several at a time.
+
+    Returns:
+        The number of gathers of each group in a step, and the most unsharded bytes at once, from
+        the first step on.
     """
-    return _Rehearsal(root, groups, batches_small=batches_small).run(micro_batches)
+    rehearsal = _Rehearsal(root, groups, stays=stays, batches_small=batches_small)
+    for _ in range(3):  # Learn the order in one step, take another, count in a third.
+        rehearsal.counts = [0] * len(groups)
+        for micro in range(micro_batches):
+            rehearsal.run_pass(is_first=micro == 0)
+    return rehearsal.counts, rehearsal.peak_nbytes
 
 
 class _Rehearsal:
     """Steps of which only the schedule knows."""
 
     def __init__(
-        self, root: nn.Module, groups: Sequence[GroupToRun], *, batches_small: bool
+        self,
+        root: nn.Module,
+        groups: Sequence[tuple[GroupPlan, Sequence[nn.Module]]],
+        *,
+        stays: bool,
+        batches_small: bool,
     ) -> None:
         self._root = root
         self._groups = groups
-        nbytes = [group.unsharded_nbytes for group in groups]
+        nbytes = [group.unsharded_nbytes for group, _ in groups]
         self._schedule = UnshardSchedule(
             nbytes=nbytes if batches_small else (), is_idle=not any(nbytes)
         )
         options = self._schedule.options
-        options.several_modules = {i for i, g in enumerate(groups) if len(g.modules) > 1}
+        options.several_modules = {i for i, (_, modules) in enumerate(groups) if len(modules) > 1}
         options.no_reshard_after_forward = {
-            i for i, g in enumerate(groups) if not g.reshard_after_forward
+            i for i, (group, _) in enumerate(groups) if not group.is_resharded
         }
-        options.no_reshard_after_backward = {
-            i for i, g in enumerate(groups) if not g.reshard_after_backward
-        }
-        self._group_of = {id(m): i for i, group in enumerate(groups) for m in group.modules}
+        options.no_reshard_after_backward = set(range(len(groups))) if stays else set()
+        self._group_of = {id(m): i for i, (_, modules) in enumerate(groups) for m in modules}
         self._nbytes = 0
-        self._peak = 0
-        self._counts = [0] * len(groups)
-
-    def run(self, micro_batches: int) -> PlannedGathers:
-        """Learn the order in one step, take another, count in a third."""
-        for _ in range(3):
-            self._counts = [0] * len(self._groups)
-            for micro in range(micro_batches):
-                self._pass(is_first=micro == 0)
-        return PlannedGathers(self._counts, self._peak)
+        self.peak_nbytes = 0
+        self.counts = [0] * len(groups)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for op, index in actions:
-            nbytes = self._groups[index].unsharded_nbytes
+            nbytes = self._groups[index][0].unsharded_nbytes
             if op in (Op.GATHER, Op.PREFETCH):
-                self._counts[index] += bool(nbytes)
+                self.counts[index] += bool(nbytes)
                 self._nbytes += nbytes
-                self._peak = max(self._peak, self._nbytes)
+                self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
             elif op is Op.FREE:
                 self._nbytes -= nbytes
 
-    def _pass(self, *, is_first: bool) -> None:
+    def run_pass(self, *, is_first: bool) -> None:
         """Run one forward and backward; before the first one of a step shards have changed."""
         schedule = self._schedule
         self._stale = set(schedule.live) if is_first else set()
@@ -138,8 +116,8 @@ class _Rehearsal:
             self._forward(child, seen)
         if index is None:
             return
-        group = self._groups[index]
-        self._has_trainable |= group.is_trainable
+        group, modules = self._groups[index]
+        self._has_trainable |= bool(group.send_nbytes)
         if self._has_trainable:
             self._left.append(("exit", index, False))
         else:
@@ -148,6 +126,6 @@ class _Rehearsal:
             self._schedule.exit_forward(
                 index,
                 needs_backward=self._has_trainable,
-                is_unfinished=self._run[index] < len(group.modules),
+                is_unfinished=self._run[index] < len(modules),
             )
         )

@@ -33,7 +33,7 @@ class ModuleTree:
 
     Attributes:
         model: The root.
-        modules: By name, parents before their children; the root's name is empty.
+        modules: The modules by name, parents before their children; the root's name is empty.
     """
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
@@ -67,7 +67,8 @@ class ModuleTree:
         several where modules share a weight (tied), and where parents share a module.
 
         Args:
-            labels: Of modules, by their ids; the root has one. Several modules may have the same.
+            labels: The labels of modules, by their ids; the root has one. Several modules may have
+                the same.
         """
         own = {key: {label} for key, label in labels.items()}
         around = {id(self.model): own[id(self.model)]}
@@ -91,7 +92,7 @@ class ModuleTree:
         """Return the outermost module with several parents on the way to a parameter, or ``""``.
 
         Args:
-            name: Of the parameter, the first of its names.
+            name: The name of the parameter, the first of its names.
         """
         parts = name.split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts)))

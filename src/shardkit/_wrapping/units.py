@@ -24,9 +24,9 @@ class Unit:
     """What one call of `fully_shard` is to take.
 
     Attributes:
-        names: Of its modules; an empty name is the root's.
+        names: The names of its modules; an empty name is the root's.
         modules: One, or those of a list.
-        arguments: Of the call.
+        arguments: The arguments of the call.
         entries: The parameters that it takes, by their names in the root.
         left_out: Parameters in it that belong to a unit around it: they are tied or shared.
         shared: Names of modules in it that units inside have in common, so that it takes their
