@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardkit import _compat
 from shardkit._errors import ShardedTensorError
+from shardkit._host_values import HostValues
 from shardkit._tensor import dcp_protocol
-from shardkit._tensor.host_values import HostValues
 from shardkit._tensor.replicated import ReplicatedTensor, is_replica
 from shardkit._tensor.user_hooks import OwnHook, relay_hooks
 

@@ -30,9 +30,9 @@ def main(arguments: list[str]) -> None:
     _say_restart()
     try:
         if install:
-            import shardkit
+            from shardkit._install import install as take_over
 
-            shardkit.install()
+            take_over()
         if is_module:
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardkit import _compat
 from shardkit._errors import ShardedTensorError
-from shardkit._tensor.host_values import HostValues
+from shardkit._host_values import HostValues
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.write_log import note_raised
 from shardkit._tensor.written_values import follow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardkit import _compat
-from shardkit._tensor.host_values import HostValues
+from shardkit._host_values import HostValues
 from shardkit._tensor.ops.common import refuse
 
 if TYPE_CHECKING:

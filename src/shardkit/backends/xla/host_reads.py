@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from shardkit._errors import ShardedTensorError, StateError
-from shardkit._tensor.sharded import ShardedTensor
+from shardkit._host_values import HostValues
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if func in _HARMLESS:
         return
     for arg in iter_tensors((args, kwargs), depth=0):
-        if isinstance(arg, ShardedTensor):
-            _refuse_sharded(func, arg)
+        if isinstance(arg, HostValues):
+            _refuse_sharded(func, getattr(arg, "base", arg))  # Of a view, what it views.
     source = _read_by(func, args, kwargs)
     if source is not None and _is_inside(source):
         _refuse_read(func)
@@ -145,7 +145,7 @@ def _refuse_read(func: Any) -> NoReturn:
     raise StateError(msg)
 
 
-def _refuse_sharded(func: Any, tensor: ShardedTensor) -> NoReturn:
+def _refuse_sharded(func: Any, tensor: Any) -> NoReturn:
     msg = (
         f"{func} on sharded {tensor.spec.name!r} of shape {tuple(tensor.shape)} inside the forward "
         f"of another module: it is not gathered there. Shard both modules in one group, or call "

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._tensor.sharded import ShardedTensor
+from shardkit._host_values import HostValues
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.xla import host_reads
 
@@ -90,7 +90,8 @@ class DrawApart(TorchDispatchMode):
     ) -> Any:
         """Draw, or run `func` as it is."""
         kwargs = kwargs or {}
-        if _is_plain(func) and "device" not in kwargs and ShardedTensor not in types:
+        is_sharded = any(issubclass(each, HostValues) for each in types)
+        if _is_plain(func) and "device" not in kwargs and not is_sharded:
             return func(*args, **kwargs)  # By far the most.
         if not self._may_read:
             host_reads.check(func, args, kwargs)
