@@ -183,16 +183,12 @@ class Background:
             state = self.staging.copy(job.collect())
         except Exception as error:  # noqa: BLE001 - raised on all ranks by `result`
             state = error
-        self._see_ends()
-        self._last = SaveHandle(job, state, group)
-        return self._last
-
-    def _see_ends(self) -> None:
-        """Have the end of the process and of its process group wait for the save."""
         if not self._ends_are_seen:
             self._ends_are_seen = True
             _compat.before_threads_end(self._end_process)
             _compat.before_world_ends(self._end_world)
+        self._last = SaveHandle(job, state, group)
+        return self._last
 
     def _end_process(self) -> None:
         if self._last is not None:

@@ -131,12 +131,11 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
         ) as writer,
     ):
         meter.expect(sum(info_nbytes(infos[name]) for name in kept))
-        reader = _Parts(checkpoint, [plan.names[name] for name in kept])
-        for name in kept:
-            for part in reader.of(plan.names[name]):
-                saved = part.to(infos[name].dtype)
-                writer.append(name, saved)
-                meter.add(saved.nbytes)
+        for key, part in _parts(checkpoint, [plan.names[name] for name in kept]):
+            name = by_key[key]
+            saved = part.to(infos[name].dtype)
+            writer.append(name, saved)
+            meter.add(saved.nbytes)
     return Path(out)
 
 
@@ -182,35 +181,25 @@ def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) ->
     return [Path(name) for name in sorted(glob.glob(glob.escape(str(prefix)) + suffix))]  # noqa: PTH207 - a prefix is no directory
 
 
-class _Parts:
-    """Reads tensors part after part into one buffer, so that none is there beside the next.
+def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield key and part of flattened tensors, in order; each part is good until the next.
 
-    From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
-
-    Args:
-        checkpoint: Source to read.
-        keys: Names of all tensors that will be read.
+    They are read into one buffer, so that none is there beside the next. From a checkpoint
+    directory a tensor is read as a whole, since chunks may be any boxes of it.
     """
-
-    def __init__(self, checkpoint: Source, keys: list[str]) -> None:
-        self._checkpoint = checkpoint
-        largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
-        is_whole = isinstance(checkpoint, DistributedCheckpoint)
-        self._room = torch.empty(
-            largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8
-        )
-
-    def of(self, key: str) -> Iterator[Tensor]:
-        """Yield a flattened tensor in order, in parts of 16 MiB, each good until the next."""
-        info = self._checkpoint.infos[key]
-        numel = math.prod(info.shape)
-        room_numel = self._room.numel() // info.dtype.itemsize
-        room = self._room[: room_numel * info.dtype.itemsize].view(info.dtype)
+    largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
+    is_whole = isinstance(checkpoint, DistributedCheckpoint)
+    memory = torch.empty(largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8)
+    for key in keys:
+        info = checkpoint.infos[key]
+        numel, room_numel = math.prod(info.shape), memory.numel() // info.dtype.itemsize
+        room = memory[: room_numel * info.dtype.itemsize].view(info.dtype)
         for start in range(0, numel, max(room_numel, 1)):
             read = room[: min(room_numel, numel - start)]
             with reading(f"{key!r} of the checkpoint"):
-                self._checkpoint.read_into(key, start, read)
-            yield from read.split(PART_NBYTES // info.dtype.itemsize)
+                checkpoint.read_into(key, start, read)
+            for part in read.split(PART_NBYTES // info.dtype.itemsize):
+                yield key, part
 
 
 # --- which entries --------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardkit._errors import CheckpointError
-from shardkit._state.full import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.watch.channel import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
@@ -221,15 +220,11 @@ def _is_kept(value: Any) -> bool:
 
 def _is_distributed_state(value: Any) -> bool:
     """Whether ranks hold different parts of a value: it has sharded tensors in it."""
-    found = False
-
-    def look(leaf: Any) -> Any:
-        nonlocal found
-        found |= hasattr(leaf, "__create_write_items__")
-        return leaf
-
-    map_leaves(value, look)
-    return found
+    if isinstance(value, dict):
+        return any(map(_is_distributed_state, value.values()))
+    if isinstance(value, list) or type(value) is tuple:
+        return any(map(_is_distributed_state, value))
+    return hasattr(value, "__create_write_items__")
 
 
 def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:

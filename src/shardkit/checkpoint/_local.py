@@ -75,7 +75,8 @@ def local_state_dict(
         optimizer: One optimizer or several.
 
     Returns:
-        See the module's docstring. The tensors share memory with the model and the optimizer.
+        State, as the module's docstring says. The tensors share memory with the model and the
+        optimizer.
 
     Raises:
         CheckpointError: The model is not sharded, on meta, on XLA devices, or split by tensor
@@ -93,10 +94,7 @@ def local_state_dict(
         "format": FORMAT,
         "version": VERSION,
         "save": save,
-        "rank": mesh.ranks.index(mesh.rank),
-        "world_size": len(mesh.ranks),
-        "tied": {n: entry.names[0] for entry in by_identity(state) for n in entry.names[1:]},
-        MODEL: {n: _describe(n, v) for n, v in state.items() if isinstance(v, Tensor)},
+        **_describe_all(state, mesh),
     }
     result = {MODEL: {name: _local(value) for name, value in state.items()}}
     if optimizer is not None:
@@ -142,22 +140,14 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
     state = state_of(model)
     mesh = mesh_of(state, "shard metadata", allow_meta=True)
     _check_has_ranks(mesh)
-    position = mesh.ranks.index(mesh.rank)
-    coordinate: list[int] = []
-    for size in reversed(mesh.shape):
-        position, on_axis = divmod(position, size)
-        coordinate.insert(0, on_axis)
     return {
-        "rank": mesh.ranks.index(mesh.rank),
-        "world_size": len(mesh.ranks),
+        **_describe_all(state, mesh),
         "mesh": {
             "device_type": mesh.device_type,
             "shape": list(mesh.shape),
             "names": mesh.mesh_dim_names,
-            "coordinate": coordinate,
+            "coordinate": mesh.get_coordinate(),
         },
-        "tied": {n: entry.names[0] for entry in by_identity(state) for n in entry.names[1:]},
-        MODEL: {n: _describe(n, v) for n, v in state.items() if isinstance(v, Tensor)},
     }
 
 
@@ -176,6 +166,15 @@ def _local(value: Any) -> Any:
         value.spec.check_saved()
         return value.to_local().detach()
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _describe_all(state: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    return {
+        "rank": mesh.ranks.index(mesh.rank),
+        "world_size": len(mesh.ranks),
+        "tied": {n: entry.names[0] for entry in by_identity(state) for n in entry.names[1:]},
+        MODEL: {n: _describe(n, v) for n, v in state.items() if isinstance(v, Tensor)},
+    }
 
 
 def _describe(name: str, tensor: Tensor) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class FileStream:
             data_offset: Offset of the elements, as in `Item`.
 
         Returns:
-            Where it is, and its checksums.
+            Place of it, and its checksums.
 
         Raises:
             OSError: The disk is full, or gone.

@@ -47,7 +47,7 @@ class Owner:
         host: Name of its host, maybe cut.
         pid: Process id.
         place: Checksum that tells apart hosts, their boots, and containers; empty if not known.
-        start: When it began, in ticks of its host: process ids are used again.
+        start: Time at which it began, in ticks of its host: process ids are used again.
     """
 
     host: str

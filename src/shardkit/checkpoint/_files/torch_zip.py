@@ -254,7 +254,7 @@ class _Entry:
         nbytes: Number of them.
         crc_places: Offsets of its checksum, behind the bytes and in the directory.
         written: Bytes that have come.
-        crc: Their checksum.
+        crc: Checksum of them.
     """
 
     begin: int

@@ -111,7 +111,7 @@ class XlaFsdpFiles(RankFiles):
         Args:
             name: Name in the model.
             info: Shape and dtype of it.
-            files: Those that hold it: the first one alone if it is no shard.
+            files: Files that hold it: the first one alone if it is no shard.
             saved: Name in each file.
             start: Offset of its first element in what the files hold, end to end.
         """

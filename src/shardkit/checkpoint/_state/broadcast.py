@@ -11,6 +11,7 @@ from torch import Tensor
 from shardkit._errors import CheckpointError
 from shardkit._params.host_heap import give_back
 from shardkit.backends.watch.channel import channel_of
+from shardkit.checkpoint._files.bytes_io import TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -25,8 +26,8 @@ class FromRank0:
         device: Device on which tensors are sent.
 
     Attributes:
-        shapes: Shape of every tensor with dimensions, on every rank: may be checked before any is
-            sent.
+        infos: Shape and dtype of every tensor with dimensions, on every rank: may be checked before
+            any is sent.
 
     Raises:
         CheckpointError: On every rank: rank 0 has a tensor that is not plain.
@@ -38,16 +39,14 @@ class FromRank0:
     def __init__(self, entries: Mapping[Any, Any], *, device: torch.device) -> None:
         self._entries = entries
         self._device = device
-        described: list[Any] = [None]
-        if self.is_source:
-            described = [_describe(entries)]
-        _broadcast_objects(described)
+        described: list[Any] = [_describe(entries) if self.is_source else None]
+        if dist.is_initialized():
+            with channel_of(None).run("broadcast", "keys", 0):
+                dist.broadcast_object_list(described, src=0)
         if isinstance(described[0], str):
             raise CheckpointError(described[0])
         self._described: list[tuple[Hashable, Any]] = described[0]
-        self.shapes = {
-            key: value.shape for key, value in self._described if isinstance(value, _Sent)
-        }
+        self.infos = {key: value for key, value in self._described if isinstance(value, TensorInfo)}
 
     @property
     def is_source(self) -> bool:
@@ -58,7 +57,7 @@ class FromRank0:
     def receive(self) -> Iterator[tuple[Any, Any]]:
         """Yield key and value of every entry, in rank 0's order. Collective: exhaust it."""
         for key, value in self._described:
-            if not isinstance(value, _Sent):
+            if not isinstance(value, TensorInfo):
                 yield key, value
                 continue
             if self.is_source:
@@ -73,14 +72,6 @@ class FromRank0:
                 give_back(tensor.nbytes)  # The one before it, for this one is still referred to.
 
 
-class _Sent:
-    """Stands for a tensor that is sent apart."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-
 def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
     """Return entries with tensors described, those without dimensions as they are; or an error."""
     described = []
@@ -92,13 +83,8 @@ def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
             )
         if isinstance(value, Tensor):
             plain = value.detach()
-            described.append((key, _Sent(plain) if plain.ndim else plain.cpu()))
+            info = TensorInfo(tuple(plain.shape), plain.dtype)
+            described.append((key, info if plain.ndim else plain.cpu()))
         else:
             described.append((key, value))
     return described
-
-
-def _broadcast_objects(objects: list[Any]) -> None:
-    if dist.is_initialized():
-        with channel_of(None).run("broadcast", "keys", 0):
-            dist.broadcast_object_list(objects, src=0)

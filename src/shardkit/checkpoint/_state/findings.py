@@ -40,7 +40,7 @@ class Findings:
         """Return what is wrong; None if nothing is.
 
         Args:
-            of_all_ranks: These, and those of the other ranks. What one of them wants is not
+            of_all_ranks: Findings of all ranks, these among them. What one of them wants is not
                 unexpected: stages of a pipeline have different entries.
             strict: Report more than entries that do not fit.
         """

@@ -254,9 +254,9 @@ def _placed(
 def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rank 0 has of a model: sharded parameters in place, others whole."""
     sent = FromRank0(state, device=device_of(own.values()))
-    for name, shape in sent.shapes.items():
+    for name, info in sent.infos.items():
         if isinstance(own.get(name), ShardedTensor):
-            check_shape(name, shape, tuple(own[name].shape))
+            check_shape(name, info.shape, tuple(own[name].shape))
     received: dict[str, Any] = {}
     for name, value in sent.receive():
         target = own.get(name)
@@ -282,8 +282,8 @@ def _received_optimizer(
     }
     sent = FromRank0(entries, device=device_of(named.values()))
     saved: dict[str, dict[str, TensorInfo | None]] = {}
-    for name, key in sent.shapes:
-        saved.setdefault(name, {})[key] = TensorInfo(sent.shapes[name, key], torch.float32)
+    for (name, key), info in sent.infos.items():
+        saved.setdefault(name, {})[key] = info
     received: dict[str, Any] = {"state": {}, "param_groups": []}
     for (name, *keys), value in sent.receive():
         if not keys:
