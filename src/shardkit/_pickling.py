@@ -47,23 +47,16 @@ def reduce_tensor(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     """
     spec, mesh = tensor.spec, tensor.spec.mesh
     spec.check_saved()
+    problem, remedy = "", "Save full_tensor(), called on all ranks."
     if spec.tensor_parallel is not None:
-        msg = (
-            f"sharded {spec.name!r} is split over a tensor-parallel mesh as well, and such pieces "
-            f"cannot be pickled. Save full_tensor(), called on all ranks."
-        )
-        raise ShardedTensorError(msg)
-    if spec.subclass is not None:
-        msg = (
-            f"sharded {spec.name!r} is a {spec.subclass.cls.__name__}, which a pickle cannot "
-            f"describe. Save full_tensor(), called on all ranks."
-        )
-        raise ShardedTensorError(msg)
-    if spec.packing is not None:
-        msg = (
-            f"sharded {spec.name!r} is a {spec.packing.cls.__name__}, which a pickle cannot "
-            f"describe. Save by shardkit.checkpoint.save or torch.distributed.checkpoint."
-        )
+        problem = "split over a tensor-parallel mesh as well, and such pieces cannot be pickled"
+    elif spec.subclass is not None:
+        problem = f"a {spec.subclass.cls.__name__}, which a pickle cannot describe"
+    elif spec.packing is not None:
+        problem = f"a {spec.packing.cls.__name__}, which a pickle cannot describe"
+        remedy = "Save by shardkit.checkpoint.save or torch.distributed.checkpoint."
+    if problem:
+        msg = f"sharded {spec.name!r} is {problem}. {remedy}"
         raise ShardedTensorError(msg)
     is_param = isinstance(tensor, nn.Parameter)
     return rebuild_tensor, (

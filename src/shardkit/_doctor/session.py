@@ -219,10 +219,7 @@ class Session:
             word = self._wait("collectives", 3 * self._timeout_s, group[self._place.rank].host)
             return word.decode() or None
         checkup = self.checkup
-        answers = self._collect(_LINKS, range(self._place.world_size))
-        for text in answers.values():
-            checkup.links += [Link(**link) for link in json.loads(text)]
-        self._note_silent(_LINKS, answers)
+        checkup.links += [Link(**link) for link in self._collect_lists(_LINKS)]
         is_closed = any(link.error is not None and link.is_primary for link in checkup.links)
         types = {facts.device_type if facts.devices else None for facts in group}
         is_shared = any(
@@ -242,10 +239,8 @@ class Session:
         timings = list(collectives.measure(self._place, store, kind, timeout_s=self._timeout_s))
         self._put(_COLLECTIVES, json.dumps([dataclasses.asdict(timing) for timing in timings]))
         if self._place.rank == 0:
-            answers = self._collect(_COLLECTIVES, range(self._place.world_size))
-            for text in answers.values():
-                self.checkup.timings += [Timing(**timing) for timing in json.loads(text)]
-            self._note_silent(_COLLECTIVES, answers)
+            found = self._collect_lists(_COLLECTIVES)
+            self.checkup.timings += [Timing(**timing) for timing in found]
 
     def _result(self) -> Checkup | None:
         """End together: a store must not go before others have read what they need."""
@@ -279,10 +274,13 @@ class Session:
             time.sleep(_POLL_S)
         return dict(sorted(found.items()))
 
-    def _note_silent(self, step: str, answers: dict[int, str]) -> None:
-        silent = [rank for rank in range(self._place.world_size) if rank not in answers]
-        if silent:
+    def _collect_lists(self, step: str) -> list[Any]:
+        """Return the lists of all ranks as one; note who put none."""
+        ranks = range(self._place.world_size)
+        answers = self._collect(step, ranks)
+        if silent := [rank for rank in ranks if rank not in answers]:
             self.checkup.silent[step] = silent
+        return [item for text in answers.values() for item in json.loads(text)]
 
     def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
         try:

@@ -13,7 +13,6 @@ from shardkit.config._schema import (
     reshards,
     strategy_name,
 )
-from shardkit.config._source import Section
 
 if TYPE_CHECKING:
     from shardkit.config._schema import Found
@@ -41,9 +40,7 @@ def _check_type(found: Found) -> None:
             found.complain("distributed_type", "is missing. As a rule it is FSDP.")
         return
     for section in ("fsdp_config", "parallelism_config"):
-        written = found.document.entries.get(section)
-        has_fields = written and isinstance(written.value, Section) and written.value.entries
-        if has_fields and not is_fsdp_type(found):
+        if found.has_fields(section) and not is_fsdp_type(found):
             found.complain(
                 section,
                 f"is there, but distributed_type is {kind}, which uses none of it. Write "
@@ -206,13 +203,11 @@ def _check_parallelism(found: Found) -> None:
             "parallelism_config",
             f"is about {text}: tensor parallelism beside replicas needs dp_shard_size above 1.",
         )
-    if sizes.tp_size > 1 and (
-        found.value("fsdp_cpu_ram_efficient_loading") or found.value("fsdp_sync_module_states")
-    ):
-        name = "fsdp_cpu_ram_efficient_loading"
-        name = name if found.value(name) else "fsdp_sync_module_states"
+    senders = ("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states")
+    written = [name for name in senders if found.value(name)]
+    if sizes.tp_size > 1 and written:
         found.complain(
-            name,
+            written[0],
             "is true, and tp_size is above 1: weights that are split over tp are sent by "
             "parallelize_module, and others must be equal on all ranks. Write false.",
         )

@@ -89,6 +89,11 @@ class Found:
         """Return the value of a field, by its whole name."""
         return self._values.get(name, default)
 
+    def has_fields(self, section: str) -> bool:
+        """Whether a section was written, and is not empty."""
+        written = self.document.entries.get(section)
+        return bool(written and isinstance(written.value, Section) and written.value.entries)
+
     def complain(self, name: str, text: str) -> None:
         """Say that a field is wrong; `text` goes on from its name."""
         place = (self._entries.get(name) or self.document).place
@@ -210,11 +215,8 @@ def settings_of(found: Found) -> Settings:
 
 def is_fsdp_type(found: Found) -> bool:
     """Whether fsdp_config is meant; on XLA it is where it is there."""
-    written = found.document.entries.get("fsdp_config")
-    has_fields = written is not None and isinstance(written.value, Section)
     kind = found.value("distributed_type")
-    on_xla = kind == "XLA" and has_fields and bool(written and written.value.entries)
-    return kind == "FSDP" or on_xla
+    return kind == "FSDP" or (kind == "XLA" and found.has_fields("fsdp_config"))
 
 
 def strategy_name(found: Found) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
 
 
+@dataclass
 class Values:
     """What rank 0's model holds, kept while the model is sharded on meta.
 
-    Args:
-        mesh: All of its ranks make this object.
+    Attributes:
+        mesh: The mesh; all of its ranks make this object.
         state: A state dict; on ranks other than 0 its tensors are not looked at.
         other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
             dicts leave out.
@@ -28,23 +30,15 @@ class Values:
         places: All names of a buffer in this rank's model, by each of them.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        state: dict[str, Any],
-        other: dict[str, Tensor],
-        taken: list[tuple[nn.Parameter, nn.Parameter]],
-        places: dict[str, list[str]],
-    ) -> None:
-        self._mesh = mesh
-        self._state = state
-        self._other = other
-        self._places = places
-        self._taken = taken
+    mesh: DeviceMesh
+    state: dict[str, Any]
+    other: dict[str, Tensor]
+    taken: list[tuple[nn.Parameter, nn.Parameter]]
+    places: dict[str, list[str]]
 
     def put_back(self) -> None:
         """Give the values back to this rank's parameters, but for those that are sharded."""
-        for param, values in self._taken:
+        for param, values in self.taken:
             if not isinstance(param, ShardedTensor):
                 torch.utils.swap_tensors(param, values)
 
@@ -53,12 +47,12 @@ class Values:
         from shardkit.checkpoint import load_full
         from shardkit.checkpoint._state.broadcast import FromRank0
 
-        self._taken.clear()
-        load_full(self._state, model, broadcast_from_rank0=True, progress=False)
-        self._state = {}
-        device = self._mesh.backend.device
-        for name, value in FromRank0(self._other, device=device).receive():
-            _set(model, self._places.get(name, [name]), value.to(device))
+        self.taken.clear()
+        load_full(self.state, model, broadcast_from_rank0=True, progress=False)
+        self.state = {}
+        device = self.mesh.backend.device
+        for name, value in FromRank0(self.other, device=device).receive():
+            _set(model, self.places.get(name, [name]), value.to(device))
 
 
 def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> Values | None:

@@ -33,11 +33,6 @@ def wants_colour(choice: str, stream: TextIO) -> bool:
     return choice == "always"
 
 
-def coloured(rank: int, text: str) -> str:
-    """Return a text in the colour of a rank."""
-    return f"{_COLOURS[rank % len(_COLOURS)]}{text}{_RESET}"
-
-
 def bold(text: str) -> str:
     """Return a text that stands out."""
     return f"{_BOLD}{text}{_RESET}"
@@ -96,5 +91,7 @@ class RankLines:
 
     def _show(self, rank: int, line: str) -> None:
         header = f"[rank {rank}]"
-        self._stream.write(f"{coloured(rank, header) if self._colour else header} {line}")
+        if self._colour:
+            header = f"{_COLOURS[rank % len(_COLOURS)]}{header}{_RESET}"
+        self._stream.write(f"{header} {line}")
         self._stream.flush()
