@@ -11,7 +11,7 @@ import torch.distributed as dist  # noqa: TID251 - it asks the ranks of another 
 
 from shardkit._errors import StateError
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.diagnosis import describe
+from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
 from shardkit.backends.watch.status import RankStatus
 from shardkit.backends.watch.store import connect
@@ -44,7 +44,7 @@ class Report:
         """
         lines = [self.title, self.verdict or "No rank waits.", ""]
         for answer in self.answers:
-            lines += [describe(answer), *(f"  {line}" for line in answer.engine)]
+            lines += [describe_rank(answer), *(f"  {line}" for line in answer.engine)]
             if stacks and answer.stack:
                 lines += ["", answer.stack.rstrip(), ""]
         return lines

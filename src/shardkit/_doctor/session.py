@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardkit._doctor import collectives, links
+from shardkit._doctor import links
+from shardkit._doctor.collectives import measure
 from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, Link, RankFacts, Timing
 from shardkit._doctor.machine import facts_of
 from shardkit.backends.world import engine_of
@@ -236,7 +237,7 @@ class Session:
 
     def _time(self, kind: str) -> None:
         store = _prefixed("group", self._store)
-        timings = list(collectives.measure(self._place, store, kind, timeout_s=self._timeout_s))
+        timings = list(measure(self._place, store, kind, timeout_s=self._timeout_s))
         self._put(_COLLECTIVES, json.dumps([dataclasses.asdict(timing) for timing in timings]))
         if self._place.rank == 0:
             found = self._collect_lists(_COLLECTIVES)

@@ -19,7 +19,7 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.optim import Optimizer
+    from torch.optim.optimizer import Optimizer
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose state was looked at since it could last become whole."""

@@ -17,6 +17,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import accelerator_type, tensor_parallel_of
+from shardkit.config._meshes import in_words
 from shardkit.config import _contradictions, _meshes, _states, _sync
 from shardkit.config._schema import Found, Settings, settings_of
 from shardkit.config._source import read
@@ -140,7 +141,7 @@ class Config:
         prefetch = f"forward {settings.forward_prefetch}, backward {settings.backward_prefetch}"
         lines = [
             f"strategy: {chosen.name} (split among ranks: {chosen.shards})",
-            f"mesh: {self.device_type}, {_meshes.in_words(settings)}",
+            f"mesh: {self.device_type}, {in_words(settings)}",
             f"groups: {wrapped[settings.wrap]}",
             f"mixed precision: {policy if settings.precision != 'no' else 'no'}",
             f"offload: {'to the CPU' if settings.offload_params else 'no'}",

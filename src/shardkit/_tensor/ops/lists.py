@@ -83,8 +83,8 @@ def _local_list(func: Any, items: Any, first: Sequence[Any]) -> list[Any] | Any:
     if not isinstance(items, (list, tuple)) or not items or not isinstance(items[0], Tensor):
         return items
     pieces = []
-    for item, reference in zip(items, first, strict=True):
-        piece = _local_entry(func, item, reference)
+    for each, reference in zip(items, first, strict=True):
+        piece = _local_entry(func, each, reference)
         if piece is None:
             return None
         pieces.append(piece)
