@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from shardkit.backends.watch.place import CodePlace
 from shardkit.backends.watch.rounds import Answering, Rounds
-from shardkit.backends.watch.status import GroupStatus, RankStatus, WaitStatus
+from shardkit.backends.watch.status import CodePlace, GroupStatus, RankStatus, WaitStatus
 from shardkit.backends.watch.store import RunStore
 from shardkit.backends.watch.watchdog import Watchdog
 

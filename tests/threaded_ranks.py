@@ -10,7 +10,7 @@ import typing
 import torch
 from torch import Tensor
 
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import FlatLayout
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends.base import MeshBackend

@@ -17,33 +17,30 @@ from shardkit._errors import (
     StateError,
     WrapError,
 )
+from shardkit._errors import show_short as _show_short
 from shardkit._install import Installed, install
 from shardkit._mesh import DeviceMesh
-from shardkit._module.activation_checkpoint import checkpoint_module
-from shardkit._module.checkpoint_policy import checkpoint_activations
-from shardkit._module.deferred import defer_sharding
+from shardkit._module.activation_checkpoint import checkpoint_activations, checkpoint_module
 from shardkit._module.even_steps import EvenSteps, even_steps
-from shardkit._module.forward_methods import register_fsdp_forward_method
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.full_params import apply_full, summon_full_params
-from shardkit._module.fully_shard import fully_shard
+from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._module.materialize import materialize
-from shardkit._params.parts import register_parts
+from shardkit._module.on_meta import defer_sharding
+from shardkit._params.packing import register_parts
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
-from shardkit._tracebacks import show_short as _show_short
 from shardkit._watch_settings import set_watch
 from shardkit._wrapping.auto_shard import auto_shard
-from shardkit._wrapping.plan import ShardPlan
-from shardkit._wrapping.protocol import (
+from shardkit._wrapping.plan import GroupPlan, PlannedMemory, PlannedTraffic, ShardPlan
+from shardkit._wrapping.policies import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from shardkit._wrapping.records import GroupPlan, PlannedMemory, PlannedTraffic
 from shardkit._wrapping.strategies import Strategy, StrategyCost, strategy
 from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config

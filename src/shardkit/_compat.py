@@ -1,17 +1,21 @@
 """Every private torch name that shardkit uses: why, and the versions it was tried on.
 
-Tried on torch 2.9.0 and 2.13.0 (CPU). Those of checkpoints are in `_compat_checkpoints`, those of
-modules in `_compat_modules`. Nothing else in the library may use a private torch name.
+Tried on torch 2.9.0 and 2.13.0 (CPU). Nothing else in shardkit imports a private name of torch.
+Those of plain torch come first, those of modules and of checkpoints have parts of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.abc
+import importlib.util
 import os
 import sys
 import threading
 import types
+import weakref
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -20,11 +24,62 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd import profiler as _autograd_profiler
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
+from torch.nn.utils import stateless
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 
+from shardkit._errors import StateError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+
+# --- what is to be done when somebody imports a module that takes long to import ------------------
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module right after it was imported, once.
+
+    Put it first into ``sys.meta_path``.
+    """
+
+    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+        self._is_asking = False
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
+        """Let others find the module; add the call to what loads it.
+
+        Who only asks whether the module is there, by ``importlib.util.find_spec``, loads nothing.
+        """
+        del path, target
+        if fullname != self._name or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            sys.meta_path.remove(self)  # It is not there.
+        else:
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                is_first = self in sys.meta_path
+                if is_first:
+                    sys.meta_path.remove(self)
+                execute(module)
+                if is_first:
+                    self._then(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+# --- every private torch name that shardkit uses: why, and the versions it was tried on -----------
 
 OPERATOR_KINDS: tuple[type, ...] = (
     torch._ops.OpOverload,
@@ -521,3 +576,218 @@ def share_hooks(tensor: Tensor, hooks: Any) -> None:
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+# --- private torch names of modules and wrappers: why, and the versions they were tried on --------
+#
+# Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
+
+
+def is_called_by_ddp(frame: types.FrameType | None) -> bool:
+    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
+
+    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    """
+    caller = frame.f_back if frame is not None else None
+    return (
+        caller is not None
+        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
+    )
+
+
+def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+
+    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
+    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
+
+
+def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Undo `rnn_forget_weight_refs`."""
+    module._flat_weight_refs = [
+        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
+    ]
+
+
+def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
+    return list(module._state_dict_hooks.values())
+
+
+def in_functional_call(max_frames: int | None = None) -> bool:
+    """Whether `torch.func.functional_call`, or the older one, is on the stack.
+
+    Args:
+        max_frames: Number of frames that are looked at, from the caller on; None: all.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and max_frames != 0:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+        max_frames = None if max_frames is None else max_frames - 1
+    return False
+
+
+def is_exported(module: torch.nn.Module) -> bool:
+    """Whether `torch.export` has made a module, which keeps weak references to its parameters."""
+    exported = sys.modules.get("torch.export.unflatten")
+    kinds = (getattr(exported, "InterpreterModule", ()), getattr(exported, "UnflattenedModule", ()))
+    return exported is not None and isinstance(module, (torch.fx.GraphModule, *kinds))
+
+
+def computed_name(hook: object) -> str:
+    """Return which attribute an older hook computes: `weight_norm`, `spectral_norm`, pruning."""
+    return str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", ""))
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
+
+
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a function and of all that it calls.
+
+    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
+    frames.set_code_exec_strategy(fn.__code__, strategy)
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
+    return fn
+
+
+def lambda_of_custom_policy(policy: object) -> Any:
+    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask it; else None.
+
+    The attribute is there in torch 2.9.0 and 2.13.0. Without it the policy is no callable, and
+    is refused.
+    """
+    module = sys.modules.get("torch.distributed.fsdp.wrap")
+    custom = getattr(module, "CustomPolicy", None)
+    if custom is None or not isinstance(policy, custom):
+        return None
+    return getattr(policy, "_lambda_fn", None)
+
+
+def _registry_key() -> str:
+    # From the list of modules: the package has a function of this module's name as well.
+    importlib.import_module("torch.distributed._composable.contract")
+    key: str = sys.modules["torch.distributed._composable.contract"].REGISTRY_KEY
+    return key
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate` was called on a module."""
+    return "replicate" in getattr(module, _registry_key(), ())
+
+
+def note_fully_sharded(cls: type) -> None:
+    """Have torch's composable functions, `replicate` for one, leave modules of a class alone."""
+    key = _registry_key()
+
+    def noted(module: Any) -> dict[str, Any]:
+        return {**module.__dict__.get(key, {}), "fully_shard": None}
+
+    setattr(cls, key, property(noted))
+
+
+# --- private torch names of checkpoints and state dicts: why, and the versions they were
+# tried on
+#
+# Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
+
+
+def dcp_storage_info() -> Any:
+    """Return the record of where an entry of a checkpoint is stored: part of every `.metadata`.
+
+    Like `dcp_memory_format` a function: torch.distributed.checkpoint takes as long to import as
+    torch.
+    """
+    from torch.distributed.checkpoint import filesystem  # noqa: TID251 - a record
+
+    return filesystem._StorageInfo
+
+
+def dcp_memory_format() -> Any:
+    """Return the enum of memory formats that stands in every `.metadata`."""
+    from torch.distributed.checkpoint import metadata  # noqa: TID251 - a record
+
+    return metadata._MEM_FORMAT_ENCODING
+
+
+# --- torch's functions for state dicts ------------------------------------------------------------
+
+_HELPERS_MODULE = "torch.distributed._state_dict_utils"
+_STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+_PUBLIC_STATE_DICT_FUNCTIONS = (
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+)
+
+HelperWrapper = Any
+"""``wrapper(original, *args, **kwargs)``: what to call instead of a helper of torch."""
+
+
+def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
+    """Let torch's functions for full state dicts call `wrappers` in the place of their helpers.
+
+    They ask ``isinstance(value, DTensor)`` and have no way to learn of other sharded tensors. Both
+    modules take long to import, so it is done when they are. Helpers by these names and arguments
+    are in torch 2.9.0 to 2.13.0. Where one is missing, the public functions refuse a full state
+    dict of a sharded model, instead of returning pieces as whole tensors.
+    """
+
+    def wrap(module: types.ModuleType) -> None:
+        if module.__name__ == _STATE_DICT_MODULE and not _has_all(wrappers):
+            _refuse_full_state_dicts(module)
+            return
+        for name, wrapper in wrappers.items():
+            original = getattr(module, name, None)
+            if original is not None and not hasattr(original, "wraps_torch"):
+                setattr(module, name, _wrapped(original, wrapper))
+
+    for name in (_HELPERS_MODULE, _STATE_DICT_MODULE):
+        if name in sys.modules:
+            wrap(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, AfterImport(name, wrap))
+
+
+def _has_all(names: Iterable[str]) -> bool:
+    modules = (sys.modules[_HELPERS_MODULE], sys.modules[_STATE_DICT_MODULE])
+    return all(any(hasattr(module, name) for module in modules) for name in names)
+
+
+def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
+    @functools.wraps(original)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    helper.wraps_torch = True  # type: ignore[attr-defined]
+    return helper
+
+
+def _refuse_full_state_dicts(module: types.ModuleType) -> None:
+    def refuse(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.get("options")
+        is_sharded = any(hasattr(param, "local_piece") for param in model.parameters())
+        if is_sharded and getattr(options, "full_state_dict", False):
+            msg = (
+                f"{original.__name__} of torch {torch.__version__} cannot handle full_state_dict="
+                f"True for modules sharded by shardkit. Use the function of the same name in "
+                f"shardkit.checkpoint."
+            )
+            raise StateError(msg)
+        return original(model, *args, **kwargs)
+
+    for name in _PUBLIC_STATE_DICT_FUNCTIONS:
+        setattr(module, name, _wrapped(getattr(module, name), refuse))

@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from shardkit._module.forward_methods import register_fsdp_forward_method
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
-from shardkit._module.fully_shard import fully_shard
+from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:

@@ -23,17 +23,15 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import MeshError, ShardedTensorError
-from shardkit._layout.even import EvenLayout
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import EvenLayout, FlatLayout
 from shardkit._mesh import known_meshes
 from shardkit._tensor import dcp_protocol
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
-from shardkit._tensor.spec import ShardSpec
-from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec
+from shardkit._tensor.spec import PaddedSpec, ShardSpec, WholeSpec
 from shardkit.backends import mesh_of_world
 
 if TYPE_CHECKING:
-    from shardkit._layout.boxes import Box
+    from shardkit._layout import Box
     from shardkit._mesh import DeviceMesh
 
 Description = tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
@@ -262,12 +260,12 @@ torch.serialization.add_safe_globals([rebuild_tensor])
 
 _MOVED = {
     "shardkit._group": {"Group": ("shardkit._runtime.group", "ParamGroup")},
-    "shardkit._module_copies": {"new_module": ("shardkit._module.copies", "new_module")},
+    "shardkit._module_copies": {"new_module": ("shardkit._module.fsdp_module", "new_module")},
     "shardkit._places": {"FoundParam": ("shardkit._params.sites", "ParamEntry")},
     "shardkit._schedule_options": {"BackwardPrefetch": ("shardkit._policy", "BackwardPrefetch")},
     "shardkit._state_dict": {
-        "load_into_sharded": ("shardkit._state.state_dict", "load_into_sharded"),
-        "save_sharded": ("shardkit._state.state_dict", "save_sharded"),
+        "load_into_sharded": ("shardkit._params.state_dicts", "load_into_sharded"),
+        "save_sharded": ("shardkit._params.state_dicts", "save_sharded"),
     },
 }
 """Modules that pickled modules name and that are no more: where each name is, and as what."""

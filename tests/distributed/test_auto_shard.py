@@ -15,12 +15,12 @@ from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within
 from shardkit import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    _schedule,
     always_wrap_policy,
     auto_shard,
     checkpoint_module,
     strategy,
 )
-from shardkit._schedule import unshard
 from wrapped_models import (
     Attention,
     FeedForward,
@@ -85,11 +85,11 @@ WRAPPED: dict[str, tuple[Case, typing.Any]] = {
 @contextlib.contextmanager
 def small_groups() -> Iterator[None]:
     """Let the balanced choice divide small models, too."""
-    before, unshard.BATCH_NBYTES = unshard.BATCH_NBYTES, 4096
+    before, _schedule.BATCH_NBYTES = _schedule.BATCH_NBYTES, 4096
     try:
         yield
     finally:
-        unshard.BATCH_NBYTES = before
+        _schedule.BATCH_NBYTES = before
 
 
 def train_wrapped(ranks: Ranks, name: str, chosen: str | None = None) -> Differences:

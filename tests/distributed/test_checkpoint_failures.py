@@ -22,7 +22,7 @@ from checkpoints import (
 from models import CASES, MLP
 from reference import OPTIMIZERS, make_mesh, shard
 from shardkit import checkpoint
-from shardkit.checkpoint._dcp import stream
+from shardkit.checkpoint._dcp import item_file
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -50,13 +50,13 @@ def fail_to_write(folder: str) -> None:
     def fail(*_: object) -> typing.NoReturn:
         raise OSError(28, "No space left on device")
 
-    real = stream.FileStream._write  # noqa: SLF001 - what calls the disk
+    real = item_file.FileStream._write  # noqa: SLF001 - what calls the disk
     if dist.get_rank() == 1:
-        stream.FileStream._write = fail  # noqa: SLF001
+        item_file.FileStream._write = fail  # noqa: SLF001
     try:
         checkpoint.save(pathlib.Path(folder, "x"), make_sharded(CASES["gpt"], (2,))[0])
     finally:
-        stream.FileStream._write = real  # noqa: SLF001
+        item_file.FileStream._write = real  # noqa: SLF001
 
 
 def fail_to_collect(folder: str) -> None:

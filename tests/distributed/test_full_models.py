@@ -19,7 +19,7 @@ from models import CASES
 from reference import full, make_mesh, my_batch, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import FullFile, load_full, save_full
-from shardkit.checkpoint._files import bytes_io
+from shardkit.checkpoint._files import disk
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -35,11 +35,11 @@ def there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: st
 @contextlib.contextmanager
 def small_buffers() -> typing.Iterator[None]:
     """Let pieces of these small models need several parts, as large ones do."""
-    before, bytes_io.PART_NBYTES = bytes_io.PART_NBYTES, 64
+    before, disk.PART_NBYTES = disk.PART_NBYTES, 64
     try:
         yield
     finally:
-        bytes_io.PART_NBYTES = before
+        disk.PART_NBYTES = before
 
 
 def check_there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: str) -> None:

@@ -17,7 +17,7 @@ from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, set_model_state_dict
-from shardkit.checkpoint._files import bytes_io
+from shardkit.checkpoint._files import disk
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -32,7 +32,7 @@ def load_from_memory(name: str, mesh_shape: tuple[int, ...], device: str, others
     with torch.device(device):
         model = shard(case, case.make(), make_mesh(mesh_shape))
     before = list(map(id, model.parameters()))
-    bytes_io.PART_NBYTES, kept = 64, bytes_io.PART_NBYTES  # So that tensors come in parts.
+    disk.PART_NBYTES, kept = 64, disk.PART_NBYTES  # So that tensors come in parts.
     try:
         if others == "all":
             loaded = load_full({"model": state}, model)
@@ -40,7 +40,7 @@ def load_from_memory(name: str, mesh_shape: tuple[int, ...], device: str, others
             mine: typing.Any = state if dist.get_rank() == 0 else others
             loaded = load_full(mine, model, broadcast_from_rank0=True)
     finally:
-        bytes_io.PART_NBYTES = kept
+        disk.PART_NBYTES = kept
     assert loaded == ([], [], [])
     assert_holds(model, state)
     assert list(map(id, model.parameters())) == before
@@ -137,7 +137,7 @@ LARGEST_MIB = WIDTH * WIDTH * 5 * 4 / MIB
 
 @pytest.mark.parametrize(
     ("way", "above"),
-    [("load_full", bytes_io.PART_NBYTES / MIB), ("set", LARGEST_MIB), ("torch", 2 * LARGEST_MIB)],
+    [("load_full", disk.PART_NBYTES / MIB), ("set", LARGEST_MIB), ("torch", 2 * LARGEST_MIB)],
 )
 def test_memory_above_the_shard(spawn: Spawn, way: str, above: float) -> None:
     """A part for `load_full`, a whole tensor for others; torch's first rank copies it as well."""

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from models import CASES
 from reference import make_mesh, my_batch, shard
-from shardkit._runtime import ranges
+from shardkit._runtime import traffic
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -49,7 +49,7 @@ def count_ranges_without_a_profiler() -> int:
     torch.manual_seed(0)
     model = shard(case, case.make(), make_mesh((2,)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "record_function", note)
+        patch.setattr(traffic, "record_function", note)
         case.loss(model, my_batch(case, 0)).backward()
     return len(made)
 

@@ -29,8 +29,8 @@ from shardkit.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from shardkit.checkpoint._files.bytes_io import TensorInfo
-from shardkit.checkpoint._state.optimizer import optimizer_template, put_optimizer_state
+from shardkit.checkpoint._files.disk import TensorInfo
+from shardkit.checkpoint._state.model_and_optimizer import optimizer_template, put_optimizer_state
 
 if typing.TYPE_CHECKING:
     from workers import Spawn

@@ -16,8 +16,8 @@ from accelerate.utils import constants
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from shardkit import from_config
-from shardkit.config import _fields
-from shardkit.config._questions import default_fields
+from shardkit.config import _schema
+from shardkit.config._command import default_fields
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -129,17 +129,17 @@ def test_it_reads_what_is_written_here(tmp_path: pathlib.Path, layers: str | Non
 
 
 def test_all_of_its_fields_are_known() -> None:
-    known = set(_fields.TOP)
+    known = set(_schema.TOP)
     assert set(ClusterConfig.__dataclass_fields__) <= known
     parser = launch.launch_command_parser()
     options = {action.dest for action in parser._actions}  # noqa: SLF001 - argparse has no other
     for prefix, fields in (
-        ("fsdp_", _fields.FSDP),
-        ("parallelism_config_", _fields.PARALLELISM),
+        ("fsdp_", _schema.FSDP),
+        ("parallelism_config_", _schema.PARALLELISM),
     ):
         assert {name for name in options if name.startswith(prefix)} <= set(fields)
-    assert list(_fields.STRATEGIES) == constants.FSDP_SHARDING_STRATEGY
-    assert list(_fields.WRAPS) == constants.FSDP_AUTO_WRAP_POLICY
-    assert list(_fields.PREFETCHES) == constants.FSDP_BACKWARD_PREFETCH
-    assert list(_fields.STATE_DICTS) == constants.FSDP_STATE_DICT_TYPE
+    assert list(_schema.STRATEGIES) == constants.FSDP_SHARDING_STRATEGY
+    assert list(_schema.WRAPS) == constants.FSDP_AUTO_WRAP_POLICY
+    assert list(_schema.PREFETCHES) == constants.FSDP_BACKWARD_PREFETCH
+    assert list(_schema.STATE_DICTS) == constants.FSDP_STATE_DICT_TYPE
     assert config_args.ClusterConfig is ClusterConfig

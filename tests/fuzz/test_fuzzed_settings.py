@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, checkpoint, from_config, fully_shard
 from shardkit._cli import app
-from shardkit.backends.world import world_size_or_raise
+from shardkit.backends.groups import world_size_or_raise
 from shardkit.checkpoint._files.full import parse_size
-from shardkit.config._fields import SECTIONS
+from shardkit.config._schema import SECTIONS
 from shardkit.launch.arguments import parse
 
 pytestmark = pytest.mark.helpers

@@ -11,11 +11,11 @@ import functools
 import typing
 from unittest import mock
 
-from shardkit._module import hooks
-from shardkit._params import flat_store, gradients, send_buffer, sites, store, whole
-from shardkit._runtime import chosen_inputs, reductions, runtime
-from shardkit._tensor import sharded, user_hooks
-from shardkit.checkpoint._state import optimizer
+from shardkit._module import full_params, hooks
+from shardkit._params import flat_store, gradients, sites
+from shardkit._runtime import backward, runtime, traffic
+from shardkit._tensor import sharded
+from shardkit.checkpoint._state import model_and_optimizer
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(store.Store, "is_stale", of="a changed shard is not gathered anew")
+@exchange(flat_store.Store, "is_stale", of="a changed shard is not gathered anew")
 def _(old: typing.Any) -> typing.Any:
     del old
     return property(lambda _: False)
@@ -85,7 +85,7 @@ def _(old: typing.Any) -> typing.Any:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@exchange(reductions.Reductions, "_reduce", of="the reduction of a layer is lost")
+@exchange(traffic.Reductions, "_reduce", of="the reduction of a layer is lost")
 def _(old: typing.Any) -> typing.Any:
     def new(self: typing.Any, of: typing.Any) -> None:
         if "blocks.1" not in of.name:
@@ -109,7 +109,7 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(send_buffer.SendBuffer, "write", of="a second gradient replaces the first one")
+@exchange(flat_store.SendBuffer, "write", of="a second gradient replaces the first one")
 def _(old: typing.Any) -> typing.Any:
     def new(self: typing.Any, index: int, *args: object) -> None:
         self.written.discard(index)
@@ -118,7 +118,7 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(reductions.Reductions, "reset", of="what was not synced outlives an exception")
+@exchange(traffic.Reductions, "reset", of="what was not synced outlives an exception")
 def _(old: typing.Any) -> typing.Any:
     def new(self: typing.Any) -> None:
         with mock.patch.object(gradients.GroupGradients, "reset", nothing):
@@ -139,7 +139,7 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(user_hooks._Relay, "__call__", of="a hook that was removed is called again")
+@exchange(sharded._Relay, "__call__", of="a hook that was removed is called again")
 def _(old: typing.Any) -> typing.Any:
     del old
 
@@ -147,7 +147,7 @@ def _(old: typing.Any) -> typing.Any:
         known = self.__dict__.setdefault("known", {})
         known.update(self._hooks() or {})
         for hook in known.values():
-            if not isinstance(hook, user_hooks.OwnHook):
+            if not isinstance(hook, sharded.OwnHook):
                 result = hook(grad)
                 grad = grad if result is None else result
         return grad
@@ -155,12 +155,12 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(chosen_inputs, "averaged", of="gradients that were asked for are not averaged")
+@exchange(backward, "averaged", of="gradients that were asked for are not averaged")
 def _(old: typing.Any) -> typing.Any:
     return lambda grad, like: old(grad, like) * like.spec.axis.size
 
 
-@exchange(chosen_inputs, "_pair", of="gradients of chosen parameters are not asked for")
+@exchange(backward, "_pair", of="gradients of chosen parameters are not asked for")
 def _(old: typing.Any) -> typing.Any:
     del old
     return lambda tensor: (tensor, None)
@@ -181,7 +181,9 @@ def _(old: typing.Any) -> typing.Any:
     return lambda of, _: of.note_writes()
 
 
-@exchange(whole.WholeBucket, "_write_values", of="what is written to a whole parameter is lost")
+@exchange(
+    full_params.WholeBucket, "_write_values", of="what is written to a whole parameter is lost"
+)
 def _(old: typing.Any) -> typing.Any:
     def new(self: typing.Any, index: int, *args: object) -> None:
         if index == 0:
@@ -190,13 +192,15 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(whole.WholeBucket, "_write_grad", of="what is written to a whole gradient is lost")
+@exchange(full_params.WholeBucket, "_write_grad", of="what is written to a whole gradient is lost")
 def _(old: typing.Any) -> typing.Any:
     del old
     return nothing
 
 
-@exchange(optimizer, "numbered_states", of="state of the optimizer comes to other parameters")
+@exchange(
+    model_and_optimizer, "numbered_states", of="state of the optimizer comes to other parameters"
+)
 def _(old: typing.Any) -> typing.Any:
     @functools.wraps(old)
     def new(*args: typing.Any, **options: typing.Any) -> typing.Any:

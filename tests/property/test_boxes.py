@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import strategies
-from shardkit._layout.boxes import Box, boxes_of_range
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import Box, FlatLayout, boxes_of_range
 
 Shape = tuple[int, ...]
 Range = tuple[Shape, int, int]

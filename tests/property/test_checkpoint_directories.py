@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import Header, Manifest
-from shardkit.checkpoint._files import asides
+from shardkit.checkpoint._files import disk
 
 pytestmark = pytest.mark.helpers
 
@@ -128,10 +128,10 @@ class Jobs(RuleBasedStateMachine):
     @initialize(has_exchange=strategies.booleans(), may_prune=strategies.booleans())
     def begin(self, has_exchange: bool, may_prune: bool) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(asides, "own", self.own)
+        self.patch.setattr(disk, "own", self.own)
         self.patch.setattr(directory, "own", self.own)
         self.patch.setattr(
-            asides.Owner, "is_alive", property(lambda owner: owner.pid in self.running)
+            disk.Owner, "is_alive", property(lambda owner: owner.pid in self.running)
         )
         exchange = directory.exchange if has_exchange else no_exchange
         self.patch.setattr(directory, "exchange", gated("exchange", exchange))
@@ -150,9 +150,9 @@ class Jobs(RuleBasedStateMachine):
         self.is_pruned = False
 
     @staticmethod
-    def own() -> asides.Owner:
+    def own() -> disk.Owner:
         number = getattr(threading.current_thread(), "number", 0)
-        return asides.Owner("host", number, "00000001", "1")
+        return disk.Owner("host", number, "00000001", "1")
 
     @rule(overwrite=strategies.sampled_from([True, True, True, False]))
     def save(self, overwrite: bool) -> None:
@@ -321,11 +321,11 @@ def delete_before_the_new_one_is_whole(patch: pytest.MonkeyPatch) -> None:
 
 
 def as_if_all_other_jobs_were_dead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(asides.Aside, "is_abandoned", True)
+    patch.setattr(disk.Aside, "is_abandoned", True)
 
 
 def as_if_no_job_ever_died(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(asides.Aside, "is_abandoned", False)
+    patch.setattr(disk.Aside, "is_abandoned", False)
 
 
 def latest_takes_what_is_half_written(patch: pytest.MonkeyPatch) -> None:

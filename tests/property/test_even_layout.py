@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import strategies
 from shardkit import LayoutError
-from shardkit._layout.even import ALIGN_NUMEL, EvenLayout
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import ALIGN_NUMEL, EvenLayout, FlatLayout
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

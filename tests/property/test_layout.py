@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import shardkit
 import strategies
 from shardkit import LayoutError
-from shardkit._layout.flat import ALIGN_NBYTES, FlatLayout, align_up
+from shardkit._layout import ALIGN_NBYTES, FlatLayout, align_up
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -208,7 +208,7 @@ import sys, types
 package = types.ModuleType("shardkit")
 package.__path__ = sys.argv[1:]
 sys.modules["shardkit"] = package
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import FlatLayout
 layout = FlatLayout.plan([(7, 13), (5,), (), (3, 2, 5)], world_size=4, itemsize=2)
 print(layout, [layout.owned_range(i, r) for i in range(4) for r in range(4)])
 print(sorted({"torch", "numpy"} & set(sys.modules)))

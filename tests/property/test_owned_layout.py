@@ -10,20 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit._layout.exchange import HeldPart, Spread, Traffic, gradient_traffic, value_traffic
-from shardkit._layout.flat import FlatLayout
-from shardkit._layout.owned import (
+from shardkit._layout import FlatLayout
+from shardkit.optim._team import (
+    HeldPart,
+    Spread,
+    Traffic,
     assign_owners,
+    gradient_traffic,
     loads_of,
     matrix_cost,
     owned_layout,
     plan_batches,
+    value_traffic,
 )
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardkit._layout.boxes import Box
+    from shardkit._layout import Box
 
 shapes = st.lists(
     st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=12

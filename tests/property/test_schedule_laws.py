@@ -15,13 +15,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from shardkit._schedule.reduce_order import ReduceOrder
-from shardkit._schedule.unshard import BATCH_NBYTES, Op, UnshardSchedule
+from shardkit._schedule import BATCH_NBYTES, Op, ReduceOrder, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardkit._schedule.unshard import Action
+    from shardkit._schedule import Action
 
 ROOT = 0
 groups = st.integers(0, 4)

@@ -71,7 +71,7 @@ class Mutation:
         }
 
 
-STREAMS = "backends.accelerator_streams"
+STREAMS = "backends.accelerator"
 OLDER = ("older_torch",)
 
 MUTATIONS = (
@@ -175,7 +175,7 @@ MUTATIONS = (
     ),
     # --- gradients ---
     Mutation(
-        "_params.send_buffer",
+        "_params.flat_store",
         "gradients wait for their slot",
         "kept_slots",
         new="self._send.acquire(pool)",
@@ -202,7 +202,7 @@ MUTATIONS = (
         new="self.gathers._followed = [*self._noted_versions]",
     ),
     Mutation(
-        "_runtime.gathers", "gathers wait for writes inside of a forward", "writes_in_forward"
+        "_runtime.traffic", "gathers wait for writes inside of a forward", "writes_in_forward"
     ),
     Mutation(
         "_runtime.runtime", "after an error compute waits for all streams", "interrupted_gather"
@@ -214,22 +214,22 @@ MUTATIONS = (
     Mutation("_runtime.runtime", "after an error the host waits for copies", "offload_interrupted"),
     Mutation("_runtime.runtime", "after a forward the host waits for copies", "offload"),
     Mutation("_runtime.runtime", "after a reshard the host waits for copies", "offload"),
-    Mutation("_runtime.gathers", "compute waits for the gather before its use", "zero3"),
+    Mutation("_runtime.traffic", "compute waits for the gather before its use", "zero3"),
     Mutation("_runtime.runtime", "gathers wait for the optimizer's event", "optimizer_event"),
     # --- groups and buckets ---
-    Mutation("_runtime.gathers", "freeing waits for the gather", "skipped"),
+    Mutation("_runtime.traffic", "freeing waits for the gather", "skipped"),
     Mutation(
-        "_runtime.gathers",
+        "_runtime.traffic",
         "a slot's next user waits for the last reader",
         "zero3",
         new="fence = self._noted_fence = "
         "getattr(self, '_noted_fence', None) or self._streams.fence()",
     ),
-    Mutation("_runtime.gathers", "gathers wait for kept parts", "kept_parts"),
+    Mutation("_runtime.traffic", "gathers wait for kept parts", "kept_parts"),
     # --- reductions ---
-    Mutation("_runtime.reductions", "the optimizer waits for all reductions", "zero3"),
+    Mutation("_runtime.traffic", "the optimizer waits for all reductions", "zero3"),
     Mutation(
-        "_runtime.reductions",
+        "_runtime.traffic",
         "a group's reduction waits for its previous one",
         "overlapping_backwards",
     ),

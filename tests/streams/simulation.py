@@ -17,8 +17,7 @@ from watching import Watch
 import shardkit.backends
 from shardkit._params import memory
 from shardkit.backends import groups, process_group
-from shardkit.backends.accelerator import AcceleratorBackend
-from shardkit.backends.accelerator_axis import AcceleratorAxis
+from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,18 +23,21 @@ ORDERING = re.compile(
 """What lines that order things look like, in the modules below."""
 
 WATCHED = (
-    "backends.accelerator_streams",
-    "backends.accelerator_sums",
+    "backends.accelerator",
     "_params.memory",
-    "_params.send_buffer",
-    "_params.bucket_gradients",
+    "_params.flat_store",
     "_params.gradients",
-    "_runtime.gathers",
+    "_runtime.traffic",
 )
 
 NEEDLESS = {
-    "backends.accelerator_streams": {
-        # Definitions, or what others are told by that are taken away themselves.
+    "_params.flat_store": {
+        "streams.wait_fence(self._receive.acquire(pool))": "receive buffers are the CPU's",
+        "def ": "a definition",
+        "_kept_part": "a definition; the wait for kept parts is taken away where they are gathered",
+        "return self._kept_part": "a definition",
+    },
+    "backends.accelerator": {
         "def ": "a definition",
         "return self._device.record(self._device.current_stream())": "fences are taken away",
         "issued.wait([work])": "a wait of the host, that is no order of streams",
@@ -45,29 +48,31 @@ NEEDLESS = {
         "self._device.synchronize(self.fence())": "for tensor subclasses: see the next test",
         "return DeviceCheckHandle(": "an event; its wait is taken away",
         "self._pinned": "a definition",
+        "self._kept = ": "a definition, or memory of an exchange that has been waited for",
+        "if self._kept:": "an exchange between owners that an error dropped",
+        "self._device.wait(self._device.current_stream(), self._event)": "of exchanges",
+        "self.device.wait(stream, self.device.record(": "of exchanges between owners",
+        "event = self.device.record(": "an event of such an exchange",
     },
-    "backends.accelerator_sums": {},
     "_params.memory": {
         "def ": "a definition",
         "return self._streams.fence()": "fences are taken away where they are used",
         "_kept": "a definition",
     },
-    "_params.send_buffer": {
-        "streams.wait_fence(self._receive.acquire(pool))": "receive buffers are the CPU's",
+    "_params.gradients": {
         "def ": "a definition",
+        "fence = pool.fence()": "every gather after a reset comes after `follow_compute`",
+        "started.handle.wait_sent()": "only frees: `join` has been called before",
+        "pool.passed(started.handle.fence)": "only frees: `join` has been called before",
     },
-    "_params.bucket_gradients": {"def ": "a definition"},
-    "_runtime.gathers": {
+    "_runtime.traffic": {
         "def ": "a definition",
         "handle.wait()": "its calls are taken away",
         "self._streams.follow_compute()": "its calls are taken away",
         "settle_host_reads(compute=": "its calls are taken away",
-    },
-    "_params.gradients": {
-        "fence = pool.fence()": "every gather after a reset comes after `follow_compute`",
-        "started.handle.wait_sent()": "only frees: `join` has been called before",
-        "def ": "a definition",
-        "pool.passed(started.handle.fence)": "only frees: `join` has been called before",
+        "streams.follow_compute()": "its calls in gathers are taken away",
+        "streams.start_all_reduce_max(": "a wait of the host, that is no order of streams",
+        "reducing.gradients.wait_sent(self._slots)": "its waits are taken away",
     },
 }
 """Lines without a mutation, by how they begin or what they hold, and why."""
@@ -96,7 +101,7 @@ def test_modules_imported_anew_work_as_before(spawn: Spawn) -> None:
         return spawn(complaints_without, NUM_RANKS.get(mutation.scenario, 2), mutation)
 
     for module in (
-        "backends.accelerator_streams",
+        "backends.accelerator",
         "_params.memory",
         "_params.gradients",
         "_runtime.runtime",

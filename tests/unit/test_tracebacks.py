@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import shardkit
-from shardkit._tracebacks import shorten
+from shardkit._errors import shorten
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -13,10 +13,9 @@ import parting_cases
 import pytest
 
 from launching import ASK_SOON, environment_of, free_port
-from shardkit import StateError, _why
+from shardkit import StateError, _cli
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.place import CodePlace
-from shardkit.backends.watch.status import RankStatus
+from shardkit.backends.watch.status import CodePlace, RankStatus
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +78,7 @@ def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
         runs.keep_diagnosis(f"run{number}", f"verdict {number}", [answer])
         os.utime(folder / f"run{number}.verdict", (number, number))
     assert len([*folder.iterdir()]) <= 21
-    found = _why.report()
+    found = _cli.report()
     assert found.verdict == "verdict 29"
     assert any("the stack" in line for line in found.lines(stacks=True))
     assert not any("the stack" in line for line in found.lines(stacks=False))
@@ -97,4 +96,4 @@ def test_files_of_processes_that_are_gone_go(folder: Path) -> None:
 
 def test_where_nothing_is_known_that_is_said() -> None:
     with pytest.raises(StateError, match="no run of shardkit is on this host"):
-        _why.report()
+        _cli.report()

@@ -3,25 +3,108 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
-from shardkit import _compat_modules
+from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._module import copies
-from shardkit._module.hooks import get_state, groups_in, state_of
+from shardkit._module.hooks import ModuleState, get_state, groups_in, state_of
 from shardkit._module.on_meta import NotedConversion
+from shardkit._module.optimizers import watch_optimizers
 from shardkit._params.bucket import settled
 from shardkit._policy import BackwardPrefetch
 from shardkit._runtime.agreement import check_same_replicas
-from shardkit._runtime.finite import check_gradients
-from shardkit._runtime.summoned import refuse_summoned
-from shardkit._settings import as_number
+from shardkit._runtime.backward import check_gradients
+from shardkit._runtime.group import refuse_summoned
+from shardkit._settings import RootSettings, as_number
 from shardkit._tensor.ops import total_norm
+
+if TYPE_CHECKING:
+    from shardkit._policy import MixedPrecisionPolicy
+    from shardkit._runtime.group import ParamGroup
+
+
+# --- deep copies and pickles of sharded modules; `_module.fsdp_module` gives them their class -----
+
+Written = tuple[dict[str, Any], "ParamGroup | None", "MixedPrecisionPolicy", dict[str, Any]]
+"""What is pickled of a module: its attributes, its group, its policy, its `RootSettings`."""
+
+
+def deep_copy(state: ModuleState, original: type[nn.Module], memo: dict[int, Any]) -> Any:
+    """Return an independent copy of a module, of the class it had before it was sharded.
+
+    Args:
+        state: The state of the module.
+        original: The class.
+        memo: The memo of `copy.deepcopy`. With a module of a list come the others.
+    """
+    result: Any = new_module(original)
+    memo[id(state.module)] = result
+    for name, value in state.without_own_hooks(state.module.__dict__).items():
+        result.__dict__[name] = copy.deepcopy(value, memo)
+    copied = ModuleState(result, None, state.policy)
+    copied.settings = dataclasses.replace(state.settings)
+    copied.install()
+    if state.group is not None:
+        _copy_group(state.group, copied, memo)
+    return result
+
+
+def _copy_group(group: ParamGroup, copied: ModuleState, memo: dict[int, Any]) -> None:
+    """Copy a group for the copy of one of its modules; with it come the other modules of a list."""
+    key: Any = ("copies of a group", id(group))
+    is_first = key not in memo
+    states: list[ModuleState] = memo.setdefault(key, [])
+    states.append(copied)
+    if is_first:
+        for module in group.modules:
+            copy.deepcopy(module, memo)
+        result = group.copy_for(memo)
+        for state in states:
+            state.group = result
+
+
+def new_module(original: type[nn.Module]) -> nn.Module:
+    """Return a module without attributes."""
+    return nn.Module.__new__(original)
+
+
+def write(state: ModuleState) -> Written:
+    """Return what is pickled of a module."""
+    module: Any = state.module
+    attributes = state.without_own_hooks(dict(module.__getstate__()))
+    return attributes, state.group, state.policy, dataclasses.asdict(state.settings)
+
+
+def restore(module: Any, written: Written) -> None:
+    """Give a new module what was written of another."""
+    attributes, group, policy, settings = written
+    module.__setstate__(attributes)
+    # Hooks keep the numbers they had in another process; new ones must not take their places.
+    numbers = [
+        number
+        for child in module.modules()
+        for name, hooks in child.__dict__.items()
+        if name.endswith("hooks") and isinstance(hooks, dict)
+        for number in hooks
+    ]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
+    state = ModuleState(module, group, policy)
+    state.settings = RootSettings.restored(settings)
+    state.install()
+    watch_optimizers()
+    if group is not None:
+        group.note_restored()
+
+
+# --- what a module gains by `fully_shard`: its class, and the methods that steer its group --------
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +112,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._custom_comm import AllGather, AllReduce, ReduceScatter
-    from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import RootSettings
 
     class _Base(nn.Module):
         """What a type checker sees below `FSDPModule`: the class that is sharded comes after it."""
@@ -104,7 +185,7 @@ class FSDPModule(_Base):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Refuse to be wrapped in DistributedDataParallel, which asks for this first."""
-        if _compat_modules.is_called_by_ddp(inspect.currentframe()):
+        if _compat.is_called_by_ddp(inspect.currentframe()):
             msg = (
                 f"DistributedDataParallel cannot wrap this {own_class(self).__name__}: fully_shard "
                 f"averages its gradients already. Use it alone; to replicate between hosts pass "
@@ -122,7 +203,7 @@ class FSDPModule(_Base):
         refuse_summoned(groups_in(self, recurse=False), "copy.deepcopy() was called")
         if state.runtime is not None and state.group is not None:
             state.runtime.reshard(state.group)
-        result = copies.deep_copy(state, own_class(self), memo)
+        result = deep_copy(state, own_class(self), memo)
         swap_class(result)
         return result
 
@@ -142,8 +223,8 @@ class FSDPModule(_Base):
         state = state_of(self)
         refuse_summoned(groups_in(self, recurse=False), "pickling was tried")
         self.reshard()
-        written = copies.write(state)
-        return copies.new_module, (own_class(self),), written, None, None, _restore
+        written = write(state)
+        return new_module, (own_class(self),), written, None, None, _restore
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert the pieces (``to``, ``half``, ``to_empty``, ...), and lay them end to end again.
@@ -762,12 +843,12 @@ class FSDPModule(_Base):
         _update_options(self)
 
 
-_compat_modules.note_fully_sharded(FSDPModule)
+_compat.note_fully_sharded(FSDPModule)
 
 
-def _restore(module: Any, written: copies.Written) -> None:
+def _restore(module: Any, written: Written) -> None:
     """Turn an unpickled module into what it was; pickles name this function."""
-    copies.restore(module, written)
+    restore(module, written)
     swap_class(module)
 
 

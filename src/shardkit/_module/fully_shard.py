@@ -1,21 +1,20 @@
-"""`fully_shard`: the order in which it does things."""
+"""`fully_shard`: the order in which it does things; methods other than forward that gather."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import nn
 
-# Lets sharded tensors be pickled, and be known to torch's functions for state dicts.
 from shardkit import _pickling  # noqa: F401
-from shardkit._errors import WrapError
+from shardkit._errors import StateError, WrapError
 from shardkit._module import checks
-from shardkit._module.deferred import execute_sharding
 from shardkit._module.fsdp_module import FSDPModule, swap_class
 from shardkit._module.hooks import ModuleState, get_state
+from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
-from shardkit._params.host_heap import give_back
+from shardkit._params.memory import give_back
 from shardkit._policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -23,19 +22,85 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
-from shardkit._runtime.chosen_inputs import watch_engine
+from shardkit._runtime.backward import watch_engine
 from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
 from shardkit._settings import GroupSettings
-from shardkit._state import torch_state_dicts  # noqa: F401
 from shardkit.backends import accelerator_type, as_device_mesh
-from shardkit.backends.world import accelerator_of_world
+from shardkit.backends.groups import accelerator_of_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
     from shardkit.backends import TorchDeviceMesh
+
+
+# --- methods other than forward that use a sharded module's parameters, such as `generate` --------
+
+
+class ForwardMethod:
+    """Stands in for a module's method and runs it as a forward of the module.
+
+    An object rather than a closure, so that deep copies and pickles of the module get their own.
+    """
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._module = module
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method while the module's parameters are the unsharded ones."""
+        state = get_state(self._module)
+        if state is None:  # Of a copy that holds no shards.
+            return self._method(*args, **kwargs)
+        return state.run_method(self._method, args, kwargs)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a sharded module use its parameters as forward does.
+
+    For what is called from outside and is not forward, such as ``generate`` of an encoder-decoder
+    model, whose encoder it calls by itself. Within the method the module's own parameters are
+    unsharded, and modules inside are gathered and freed as usual; when it returns, all is as after
+    a forward. It may call the module's forward, any number of times: the module's own parameters
+    are gathered once. All ranks must call it, and in it the same modules in the same order:
+
+        fully_shard(model)
+        register_fsdp_forward_method(model, "generate")
+
+    Inputs and outputs are cast as those of forward are. Register after `fully_shard`; a module
+    that is not sharded is left alone, so that one script runs with and without sharding.
+
+    Args:
+        module: The module that `fully_shard` was called on.
+        method_name: Name of one of its methods.
+
+    Raises:
+        StateError: It has no such method.
+
+    Cost: as one forward, besides what the method calls.
+    """
+    if get_state(module) is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        msg = (
+            f"{type(module).__name__} has no method {method_name!r} to register as a forward: "
+            f"expected the name of a method, got {method!r}. Check the name, and that it belongs "
+            f"to this module and not to one inside it."
+        )
+        raise StateError(msg)
+    if not isinstance(method, ForwardMethod):
+        module.__dict__[method_name] = ForwardMethod(module, method)
+
+
+# --- `fully_shard`: the order in which it does things ---------------------------------------------
+
+# Lets sharded tensors be pickled, and be known to torch's functions for state dicts.
 
 
 @overload

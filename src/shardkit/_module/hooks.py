@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat, _compat_modules
+from shardkit import _compat
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
+from shardkit._runtime.group import refuse_summoned
 from shardkit._runtime.runtime import Runtime
-from shardkit._runtime.summoned import refuse_summoned
 from shardkit._settings import RootSettings
 from shardkit._tree import iter_tensors, map_tensors
 
@@ -126,7 +126,7 @@ class ModuleState:
             if name in dicts and own.intersection(value)
             else value
             for name, value in attributes.items()
-            if name not in (STATE_ATTRIBUTE, _compat_modules.COMPILED_CALL)
+            if name not in (STATE_ATTRIBUTE, _compat.COMPILED_CALL)
         }
 
     @_compat.unseen_by_transforms
@@ -225,7 +225,7 @@ class ModuleState:
 
     # --- hooks ---
 
-    @_compat_modules.untraced
+    @_compat.untraced
     def pre_forward(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -320,7 +320,7 @@ class ModuleState:
         stand_ins = dict(zip(found, watched, strict=True))
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
-    @_compat_modules.untraced
+    @_compat.untraced
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Hook the outputs for backward, reshard, cast the outputs.
 
@@ -350,7 +350,7 @@ class ModuleState:
                 with self._abandoning_trace() if forward.is_root else _NOTHING:
                     leave(group, record, outputs, module)
             if forward.is_root:
-                is_functional = _compat_modules.in_functional_call(_NEAR)
+                is_functional = _compat.in_functional_call(_NEAR)
                 runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
                 output = runtime.passes.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:

@@ -10,30 +10,546 @@ get their memory before that: what stays is not mixed with what goes, which woul
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, cast
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from shardkit import _compat_modules
+from shardkit import _compat
 from shardkit._errors import StateError, listed
-from shardkit._module.borrowed import Borrowed, is_unwritten
-from shardkit._module.deferred import execute_sharding
 from shardkit._module.hooks import get_state, groups_in
-from shardkit._module.initializers import InitializedModule, units_of
-from shardkit._module.lent import Lent
-from shardkit._module.on_meta import buffers_on_meta, params_on_meta
-from shardkit._params.fingerprint import WholeValues
-from shardkit._params.host_heap import give_back
+from shardkit._module.on_meta import buffers_on_meta, execute_sharding, params_on_meta
+from shardkit._params.bucket import WholeValues
+from shardkit._params.memory import give_back
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
-from shardkit.backends.world import group_rank
+from shardkit.backends.groups import group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from shardkit._progress import Progress
     from shardkit._runtime.group import ParamGroup
+
+
+# --- how a module's own parameters and buffers get values: which of its methods do it -------------
+
+_OWN = ("reset_parameters", "_reset_parameters", "init_weights")
+"""Methods of a module that give values to its own parameters; the first of them is called."""
+
+_OF_BUFFERS = ("reset_buffers", "rope_init")
+"""Methods of a module that compute its buffers, as torchtune's do; called after the first kind."""
+
+_OF_MODEL = "_init_weights"
+"""A model's method that initializes a module inside it, as in transformers and timm."""
+
+_OF_ROTARY = "rope_init_fn"
+"""What makes a table of rotary positions of a config, in modules of transformers before 5.0."""
+
+_TABLE, _FIRST_TABLE = "inv_freq", "original_inv_freq"
+"""Where such a module keeps the table, and the one that it began with."""
+
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(slots=True, eq=False)
+class InitializedModule:
+    """A module with the tensors that it holds itself.
+
+    Attributes:
+        name: The name of the module.
+        module: A `nn.ParameterList` or `nn.ParameterDict` is no unit, but belongs to its holder.
+        holders: The module, and containers of parameters that belong to it.
+        initializers: The functions that give it values: the first that writes all of them is
+            enough.
+    """
+
+    name: str
+    module: nn.Module
+    holders: list[nn.Module]
+    initializers: list[Callable[[], object]] = field(default_factory=list)
+
+
+def units_of(
+    model: nn.Module, init_fn: Callable[[nn.Module], object] | None = None
+) -> Iterator[InitializedModule]:
+    """Yield the modules in the order of `nn.Module.apply`, each once: those inside come first."""
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, owner: nn.Module | None) -> Iterator[InitializedModule]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if _takes(module, _OF_MODEL, 1):
+            owner = module
+        for child_name, child in module.named_children():
+            if not isinstance(child, _CONTAINERS):
+                yield from visit(f"{name}.{child_name}".removeprefix("."), child, owner)
+        unit = InitializedModule(name, module, list(_with_containers(module)))
+        if init_fn is not None:
+            unit.initializers = [lambda: init_fn(module)]
+        else:
+            unit.initializers = list(_defaults(module, owner))
+        yield unit
+
+    yield from visit("", model, None)
+
+
+def _with_containers(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _with_containers(child)
+
+
+def _defaults(module: nn.Module, owner: nn.Module | None) -> Iterator[Callable[[], object]]:
+    """Yield what to try.
+
+    A model's own way comes first. Modules that it says nothing about have the values of their
+    constructors, as in the plain model. Last come tables of rotary positions.
+    """
+    own = _own_methods(module, is_model=module is owner)
+
+    def run_own() -> None:
+        for method in own:
+            method()
+
+    if owner is not None:
+        init: Any = getattr(owner, _OF_MODEL)
+        yield lambda: init(module)
+
+        def run_both() -> None:
+            run_own()
+            init(module)
+
+        if own:
+            yield run_both
+    elif own:
+        yield run_own
+    if callable(module.__dict__.get(_OF_ROTARY)) and _TABLE in module._buffers:  # noqa: SLF001
+        yield lambda: _compute_rotary_table(module)
+
+
+def _compute_rotary_table(module: Any) -> None:
+    """Have a module of transformers compute the frequencies of rotary positions again."""
+    table = getattr(module, _OF_ROTARY)(module.config)[0]
+    for name in (_TABLE, _FIRST_TABLE):
+        if name in module._buffers:  # noqa: SLF001
+            getattr(module, name).copy_(table)
+
+
+def _own_methods(module: nn.Module, *, is_model: bool) -> list[Callable[[], object]]:
+    # `init_weights` of a model with `_init_weights` initializes all modules in it.
+    names = [name for name in _OWN if _takes(module, name, 0)]
+    if is_model:
+        names = [name for name in names if name != "init_weights"]
+    names = names[:1] + [name for name in _OF_BUFFERS if _takes(module, name, 0)]
+    return [getattr(module, name) for name in names]
+
+
+def _takes(module: nn.Module, name: str, num_args: int) -> bool:
+    """Whether a module has a method that can be called with so many arguments, and needs them."""
+    method = getattr(type(module), name, None) and getattr(module, name)
+    if not callable(method):
+        return False
+    needed = 0
+    for parameter in inspect.signature(method).parameters.values():
+        is_named = parameter.kind is not parameter.VAR_POSITIONAL
+        if parameter.default is parameter.empty and is_named:
+            needed += parameter.kind is not parameter.VAR_KEYWORD
+    return needed == num_args
+
+
+# --- whole tensors for a module while it is initialized, and whether that has written them --------
+
+_UNWRITTEN_BYTE = 0xA5
+
+
+class Borrowed:
+    """A context in which a module holds whole tensors, in the place of its own.
+
+    Replaced are those that have no values yet. On exit the module holds its own again.
+
+    Args:
+        unit: The module.
+        device: The device of the whole tensors.
+        pending: The tensors that have no values yet, by id.
+
+    Attributes:
+        stand_ins: The whole tensors, by the id of the module's own.
+    """
+
+    def __init__(
+        self, unit: InitializedModule, device: torch.device, pending: Container[int]
+    ) -> None:
+        self._device = device
+        self._pending = pending
+        self.stand_ins: dict[int, Tensor] = {}
+        self._places = [
+            (holder, tensors, attribute, tensor)
+            for holder in unit.holders
+            for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
+            for attribute, tensor in tensors.items()
+            if tensor is not None and id(tensor) in pending
+        ]
+
+    def __enter__(self) -> Self:
+        for holder, tensors, attribute, tensor in self._places:
+            stand_in = self.stand_ins.get(id(tensor))
+            if stand_in is None:
+                stand_in = self.stand_ins[id(tensor)] = self._whole(tensor)
+            put(holder, tensors, attribute, stand_in)
+        return self
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        mark_unwritten(whole)
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        whole.__dict__.update(user_attributes(tensor))
+        return whole
+
+    def unwritten(self) -> set[int]:
+        """Return the ids of the module's tensors that have no values still."""
+        held = self.results()
+        wanted = [key for key in held if key in self._pending]
+        return {key for key in wanted if held[key].is_meta or is_unwritten(held[key])}
+
+    def results(self) -> dict[int, Tensor]:
+        """Return what the module holds, by the id of its own tensor."""
+        held = [(tensor, tensors.get(name)) for _, tensors, name, tensor in self._places]
+        return {id(tensor): found for tensor, found in held if found is not None}
+
+    def __exit__(self, *error: object) -> None:
+        for holder, tensors, attribute, tensor in self._places:
+            put(holder, tensors, attribute, tensor)
+
+
+def put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Tensor) -> None:
+    """Let a module hold a tensor, past the checks of `setattr`."""
+    tensors[attribute] = tensor
+    if isinstance(holder, nn.RNNBase) and isinstance(tensor, nn.Parameter):
+        setattr(holder, attribute, tensor)  # It keeps a list of its weights as well.
+
+
+# --- tensors without values -----------------------------------------------------------------------
+
+
+def mark_unwritten(tensor: Tensor) -> None:
+    """Fill a new tensor with what no initialization writes."""
+    if _may_be_nan(tensor):
+        tensor.fill_(torch.nan)
+    else:
+        tensor.view(-1).view(torch.uint8).fill_(_UNWRITTEN_BYTE)
+
+
+def is_unwritten(tensor: Tensor) -> bool:
+    """Whether a parameter has an element that was not written, or nothing of a buffer was."""
+    if tensor.numel() == 0:
+        return False
+    values = tensor.detach()
+    if not _may_be_nan(tensor):
+        if not values.is_contiguous():
+            return False  # Another tensor than the one that was marked.
+        return bool((values.view(-1).view(torch.uint8) == _UNWRITTEN_BYTE).all())
+    if not values.sum().isnan():
+        return False  # Needs no memory; else it may also be the sum of infinities.
+    unwritten = values.isnan()
+    return bool(unwritten.any() if isinstance(tensor, nn.Parameter) else unwritten.all())
+
+
+def _may_be_nan(tensor: Tensor) -> bool:
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return is_number and tensor.dtype.itemsize > 1
+
+
+# --- tensors of the modules inside a module, lent to its initialization where that touches
+# them
+#
+# [Note: memory for one operator] A module may initialize what modules inside hold, as
+# `nn.Transformer` does for a whole model. So its stand-ins for their tensors have a storage
+# without memory. A function of torch that gets one, or a view of it, finds the values there. The
+# next function that gets another one lets them go, to where they belong. So one tensor is whole
+# at a time, however many the module writes.
+
+# fmt: off
+_OVERWRITES = frozenset((
+    "normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "kaiming_uniform_",
+    "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_",
+))
+"""Functions after which nothing of their first argument is left."""
+
+_LOOKS = frozenset((
+    "__get__", "__set__", "__len__", "__hash__", "dim", "ndimension", "size", "stride", "numel",
+    "nelement", "element_size", "storage_offset", "is_contiguous", "is_floating_point",
+    "is_complex", "get_device", "requires_grad_", "detach", "view", "view_as", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like",
+    "full_like", "rand_like", "randn_like",
+))
+"""Functions that read no values of their first argument, and do not ask for the size of memory."""
+
+_STRIDED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that torch makes only where there is memory."""
+# fmt: on
+
+_LEAKS = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"])
+"""Functions whose results lead to the memory past torch."""
+
+_PLAIN = (Tensor, int, float, complex, bool, str, torch.dtype, torch.device, torch.layout)
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    """A tensor, and what stands in for it.
+
+    Attributes:
+        name: The name of the tensor in the model.
+        target: The tensor.
+        stand_in: The tensor that modules hold in its place.
+        whole: Shares the memory of `stand_in`, whatever becomes of that.
+        storage: The memory of both.
+        is_loaded: Whether the memory is there.
+        is_pinned: Whether somebody may reach the memory past torch's functions.
+    """
+
+    name: str
+    target: Tensor
+    stand_in: Tensor
+    whole: Tensor
+    storage: torch.UntypedStorage
+    is_loaded: bool = False
+    is_pinned: bool = False
+
+
+class Lent(TorchFunctionMode):
+    """A context in which a module and those inside hold stand-ins for what is not borrowed.
+
+    Args:
+        name: The name of the module.
+        module: The module.
+        device: The device of the stand-ins.
+        borrowed: The stand-ins for the module's own tensors that are initialized, by their id.
+        pending: The tensors that have no values yet, by id.
+        take: A function that is called with the name, the tensor and its values, where they may
+            have been written. What it is not to keep it leaves out. The values are let go after the
+            call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        device: torch.device,
+        borrowed: Mapping[int, Tensor],
+        pending: Container[int],
+        take: Callable[[str, Tensor, Tensor], None],
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._borrowed = borrowed
+        self._pending = pending
+        self._take = take
+        stand_ins = set(map(id, borrowed.values()))
+        self._places = [
+            (f"{name}.{inner}.{attribute}".replace("..", ".").strip("."), *place)
+            for inner, holder in module.named_modules()
+            for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
+            for attribute, tensor in tensors.items()
+            if tensor is not None and id(tensor) not in stand_ins and _can_lend(tensor)
+            for place in [(holder, tensors, attribute, tensor)]
+        ]
+        self._loans: dict[int, _Loan] = {}
+        self._by_storage: dict[int, _Loan] = {}
+        self._loaded: list[_Loan] = []
+
+    def __enter__(self) -> Self:
+        for name, holder, tensors, attribute, tensor in self._places:
+            stand_in = self._borrowed.get(id(tensor))
+            if stand_in is None:
+                loan = self._loans.get(id(tensor)) or self._lend(name, tensor)
+                stand_in = loan.stand_in
+            put(holder, tensors, attribute, stand_in)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def _lend(self, name: str, tensor: Tensor) -> _Loan:
+        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        storage = whole.untyped_storage()
+        storage.resize_(0)
+        stand_in = whole.detach()
+        if isinstance(tensor, nn.Parameter):
+            stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+        stand_in.__dict__.update(user_attributes(tensor))
+        loan = _Loan(name, tensor, stand_in, whole, storage)
+        self._loans[id(tensor)] = self._by_storage[id(storage)] = loan
+        return loan
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        held = [(loan, tensors.get(attr)) for loan, tensors, attr in self._places_of_loans()]
+        for _, holder, tensors, attribute, tensor in self._places:
+            put(holder, tensors, attribute, tensor)
+        try:
+            if error[0] is None:
+                for loan, found in held:
+                    if found is not None:
+                        self._settle(loan, found)
+                for loan in list(self._loaded):
+                    self._let_go(loan)
+        finally:
+            held.clear()
+            self._by_storage.clear()
+            while self._loans:
+                _drop(self._loans.popitem()[1])
+
+    def _places_of_loans(self) -> Iterator[tuple[_Loan, dict[str, Any], str]]:
+        for _, _, tensors, attribute, tensor in self._places:
+            if id(tensor) in self._loans:
+                yield self._loans[id(tensor)], tensors, attribute
+
+    def _settle(self, loan: _Loan, found: Tensor) -> None:
+        """Take over what the initialization has put in the place of a stand-in."""
+        if found.untyped_storage() is not loan.storage and not found.is_meta:
+            self._load_for(_overwrites_none, (found,), {})
+            self._take(loan.name, loan.target, found.detach().clone())
+        if id(loan.target) in self._pending or not loan.target.is_meta:
+            loan.target.__dict__.update(user_attributes(found))
+
+    # --- touched tensors --------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, _: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function on values."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        looks = name in _LOOKS and _attribute_of(func) not in _STRIDED
+        touched = self._load_for(func, args[1:] if looks else args, kwargs)
+        result = func(*args, **kwargs)
+        if touched and (name in _LEAKS or not _is_plain(result)):
+            for loan in touched:
+                loan.is_pinned = True
+        return result
+
+    def _load_for(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> list[_Loan]:
+        """Have the values of the tensors that a function gets, and no others."""
+        tensors = [*_tensors_in((args, kwargs))]
+        touched = {id(loan): loan for loan in map(self._loan_of, tensors) if loan is not None}
+        if not touched:
+            return []
+        for loan in list(self._loaded):
+            if id(loan) not in touched and not loan.is_pinned:
+                self._let_go(loan)
+        is_overwritten = getattr(func, "__name__", "") in _OVERWRITES
+        for loan in touched.values():
+            if loan.is_loaded:
+                continue
+            aliases = [t for t in tensors if self._loan_of(t) is loan]
+            self._load(
+                loan,
+                is_overwritten=is_overwritten and aliases == tensors[:1] and _is_all(loan, tensors),
+            )
+        return [*touched.values()]
+
+    def _loan_of(self, tensor: Tensor) -> _Loan | None:
+        if isinstance(tensor, ShardedTensor) or tensor.layout is not torch.strided:
+            return None
+        try:
+            return self._by_storage.get(id(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # A subclass that has none.
+            return None
+
+    def _load(self, loan: _Loan, *, is_overwritten: bool) -> None:
+        target = loan.target
+        values: Tensor | None = None
+        if id(target) not in self._pending and not is_overwritten:
+            values = _whole_of(loan)
+        loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
+        loan.is_loaded = True
+        self._loaded.append(loan)
+        if values is not None:
+            loan.whole.copy_(values)
+        elif not is_overwritten:
+            mark_unwritten(loan.whole)
+
+    def _let_go(self, loan: _Loan) -> None:
+        self._loaded.remove(loan)
+        if loan.stand_in.untyped_storage() is loan.storage:
+            self._take(loan.name, loan.target, loan.whole)
+        loan.is_loaded = False
+        if loan.is_pinned:  # At the end; torch refuses to resize what NumPy shares.
+            return
+        nbytes = loan.storage.nbytes()
+        loan.storage.resize_(0)
+        if self._device.type == "cpu":
+            give_back(nbytes)
+
+
+def _attribute_of(func: Any) -> str:
+    """Return the name of the attribute that a function gets or sets."""
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _drop(loan: _Loan) -> None:
+    """Let go of a loan. What somebody still holds of it may be printed: it needs some memory."""
+    if not loan.is_loaded and not loan.is_pinned:
+        loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
+
+
+def _overwrites_none() -> None:
+    """Stand for the end of the initialization, which reads."""
+
+
+def _can_lend(tensor: Tensor) -> bool:
+    """Whether a plain tensor can stand in for one."""
+    if isinstance(tensor, ShardedTensor):
+        return True
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _whole_of(loan: _Loan) -> Tensor:
+    target = loan.target
+    if not isinstance(target, ShardedTensor):
+        return target.detach()
+    if target.spec.is_traced:
+        msg = (
+            f"an initialization reads parameter {loan.name!r} of a module inside, or writes a "
+            f"part of it. On XLA it can only overwrite it as a whole (nn.init, fill_, copy_). Pass "
+            f"materialize(model, init_fn), a function that initializes each module by itself."
+        )
+        raise StateError(msg)
+    return target.whole_values().detach()
+
+
+def _is_all(loan: _Loan, tensors: list[Tensor]) -> bool:
+    """Whether the first of some tensors is all of what is lent, each element once."""
+    first = tensors[0]
+    return first.numel() == loan.whole.numel() and first.is_contiguous()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in([*value.values()])
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether nothing in a result leads to memory, but tensors."""
+    if isinstance(result, list | tuple):
+        items: Iterable[Any] = result
+        return all(map(_is_plain, items))
+    return result is None or isinstance(result, _PLAIN)
+
+
+# --- `materialize`: memory and values for a model on the meta device, module by module ------------
 
 
 def materialize(
@@ -274,12 +790,12 @@ class Filling:
             and not any(isinstance(p, ShardedTensor) for p in module.parameters())
         ]
         for rnn in rnns:
-            _compat_modules.rnn_forget_weight_refs(rnn)
+            _compat.rnn_forget_weight_refs(rnn)
         try:
             yield
         finally:
             for rnn in rnns:
-                _compat_modules.rnn_restore_weight_refs(rnn)
+                _compat.rnn_restore_weight_refs(rnn)
 
     # --- one module -----------------------------------------------------------------------------
 
@@ -402,3 +918,36 @@ def _give_memory(group: ParamGroup, pending: Container[int]) -> None:
                 empty = torch.empty(spec.piece_numel, dtype=param.dtype, device=spec.device)
                 param.replace_piece(empty)
     group.take_up_pieces()
+
+
+# --- buffers that no file has, computed again by the modules that hold them -----------------------
+
+
+def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:
+    """Have modules compute buffers on meta; those that cannot be computed stay there.
+
+    As `materialize` does, which asks the same methods of modules. All else in the model keeps its
+    values, and random numbers drawn later are those that would have been drawn without it. A buffer
+    of random numbers gets the same ones on all ranks.
+
+    Cost: see `materialize`.
+    """
+    wanted = [buffer for buffer in buffers if buffer.is_meta]
+    if wanted:
+        filling = Filling(model, only=wanted)
+        with torch.inference_mode(mode=False), torch.no_grad(), _own_numbers(filling.device):
+            filling.run_where_possible()
+
+
+@contextlib.contextmanager
+def _own_numbers(device: torch.device) -> Iterator[None]:
+    """Draw from generators that begin at 0, and leave others where they are."""
+    accelerator = None
+    if device.type not in ("cpu", "xla"):
+        accelerator = torch.get_device_module(device)
+    own = [] if accelerator is None else [accelerator.current_device()]
+    with torch.random.fork_rng(devices=own, device_type=device.type if own else "cuda"):
+        torch.default_generator.manual_seed(0)
+        if accelerator is not None:
+            accelerator.manual_seed(0)
+        yield

@@ -1,7 +1,9 @@
-"""Which tensors of a model are on the meta device, or were: they have a shape, and no values."""
+"""Which tensors of a model have no values: on the meta device, or deferred on purpose."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 from typing import TYPE_CHECKING
 
@@ -11,11 +13,53 @@ from shardkit import _compat
 from shardkit._errors import StateError, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
     from shardkit._runtime.group import ParamGroup
+    from shardkit.backends.base import Region
+
+
+# --- when parameters are cut, where that is traced: at once, or together --------------------------
+
+_deferred = threading.local()
+
+
+def execute_sharding(region: Region) -> None:
+    """Run the cutting of parameters, so that the memory of the whole ones is free."""
+    regions: list[Region] | None = getattr(_deferred, "regions", None)
+    if regions is None:
+        region.finish_graph()
+    elif region not in regions:
+        regions.append(region)
+
+
+@contextlib.contextmanager
+def defer_sharding() -> Iterator[None]:
+    """Have the calls of `fully_shard` inside cut parameters together, at the end of the block.
+
+    On XLA devices only, where each call runs a graph that cuts its parameters, so that the memory
+    of the whole ones is free at once. Here one graph cuts all: fewer compilations, but the whole
+    model is in memory until then. Elsewhere it has no effect:
+
+        with defer_sharding():
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+    """
+    regions: list[Region] = []
+    before, _deferred.regions = getattr(_deferred, "regions", None), regions
+    try:
+        yield
+    finally:
+        _deferred.regions = before
+    for region in regions:
+        execute_sharding(region)
+
+
+# --- which tensors of a model are on the meta device, or were: they have a shape, and no
+# values
 
 _MAX_COMPARED = 4096
 

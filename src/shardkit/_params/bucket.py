@@ -12,15 +12,77 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardkit import _compat, _compat_modules
+from shardkit import _compat
 from shardkit._errors import WrapError
+from shardkit._params.packing import packing_of
 from shardkit._params.sites import ParamSites
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import fingerprint
+from shardkit._watch_settings import watch_settings
+from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from shardkit._params.store import Store
+    from torch import Tensor
+
+    from shardkit._params.flat_store import Store
+    from shardkit._params.sites import ParamEntry
+
+
+# --- what is known of whole values that ranks compare: fingerprints of parameters that were
+# cut
+
+
+class WholeValues:
+    """Fingerprints of the parameters of a group, when they were whole.
+
+    Args:
+        entries: The parameters, before they are cut; those on meta, and of classes that gather
+            themselves, are left out.
+
+    Attributes:
+        versions: Versions of the shards when they were cut.
+    """
+
+    def __init__(self, entries: Iterable[ParamEntry] = ()) -> None:
+        self.versions: tuple[int, ...] = ()
+        self._by_entry: dict[int, Tensor] = {}
+        if watch_settings.compare_values:
+            for entry in entries:
+                part = _plain_part(entry)
+                if part is not None:
+                    self.note(entry, part)
+
+    def note(self, entry: ParamEntry, whole: Tensor) -> None:
+        """Add the values of one parameter."""
+        if watch_settings.compare_values:
+            self._by_entry[id(entry)] = fingerprint(whole)
+
+    def known(self, versions: tuple[int, ...]) -> dict[int, int]:
+        """Return them by the entry's id; nothing if the shards have been written to since."""
+        if versions != self.versions or not self._by_entry:
+            return {}
+        values = torch.stack([*self._by_entry.values()]).tolist()  # One transfer from the device.
+        return dict(zip(self._by_entry, values, strict=True))
+
+
+def _plain_part(entry: ParamEntry) -> Tensor | None:
+    """Return a parameter, a DTensor's local part, or the bytes of a packed one.
+
+    None if it is of another kind, or on meta.
+    """
+    param: Any = entry.param
+    packing = None if param.is_meta else packing_of(entry)
+    if packing is not None:
+        return packing.pack(param)
+    part: Tensor = param.to_local() if tensor_parallel_of(param) is not None else param
+    if part.is_meta or type(part) not in (torch.Tensor, nn.Parameter):
+        return None
+    return part
+
+
+# --- one bucket: parameters of a group with one storage dtype, compute dtype and trainability -----
 
 _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
 """Buckets by the id of their unsharded parameters, which live at least as long."""
@@ -99,13 +161,13 @@ class Bucket:
         """
         entry, replacement = self.entries[index], self._replacements[index]
         for rnn in self._rnns(index):
-            _compat_modules.rnn_forget_weight_refs(rnn)
+            _compat.rnn_forget_weight_refs(rnn)
         if replacement is None:
             assert isinstance(entry.param, ShardedTensor)
             sharded = self.store.sharded(index)
             entry.param.repoint(sharded.local_piece, sharded.spec, sharded.flat)
             return
-        is_exported = all(_compat_modules.is_exported(module) for module, _ in entry.sites)
+        is_exported = all(_compat.is_exported(module) for module, _ in entry.sites)
         if is_exported or self.store.specs[index].tensor_parallel is not None:
             _compat.share_hooks(replacement, _compat.tensor_hooks(entry.param))
             entry.param, self._replacements[index] = replacement, entry.param
@@ -126,7 +188,7 @@ class Bucket:
         """Let RNNs keep weak references again, after what `swap_in` did was undone."""
         for index in range(len(self.entries)):
             for module in self._rnns(index):
-                _compat_modules.rnn_restore_weight_refs(module)
+                _compat.rnn_restore_weight_refs(module)
 
     def _rnns(self, index: int) -> Iterator[nn.RNNBase]:
         modules = (module for module, _ in self.entries[index].sites)

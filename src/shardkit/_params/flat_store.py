@@ -13,32 +13,473 @@ Where no cast and no other rank is involved the unsharded buffer IS the shard.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardkit import _compat
-from shardkit._layout.flat import FlatLayout
-from shardkit._params.memory import Buffer
-from shardkit._params.send_buffer import SendBuffer
-from shardkit._params.store import Store
+from shardkit._custom_comm import GradientPiece
+from shardkit._layout import FlatLayout
+from shardkit._params.memory import NAME_ATTRIBUTE, Buffer, class_without_memory
+from shardkit._policy import CPUOffloadPolicy
 from shardkit._tensor.ops import StateAllocator
-from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import tensor_parallel_of
 from shardkit.backends.base import Gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import Tensor
 
     from shardkit._custom_comm import AllGather
+    from shardkit._mesh import DeviceMesh
     from shardkit._params.memory import SlotPool
-    from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
-    from shardkit.backends.base import AxisComm
-    from shardkit.backends.events import Event
+    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+    from shardkit.backends.base import AxisComm, CommStreams, Event
+
+
+# --- where the parameters of a bucket are, and in which dtypes ------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Where the parameters of a bucket are, and in which dtypes.
+
+    Attributes:
+        mesh: Mesh over whose last axis they are sharded.
+        policy: Dtypes, as the user chose them.
+        offload: Place of the shard, as the user chose it.
+        axis: Communication along the shard axis.
+        orig_dtype: Dtype of the shard.
+        param_dtype: Dtype of the unsharded parameters.
+        reduce_dtype: Dtype of gradients on the wire.
+        device: Device of the unsharded parameters.
+        shard_device: Device of the shard.
+        home_device: Device where the shard belongs; `shard_device` is meta until it has values.
+        is_offloaded: Whether the shard is on the host, while the device has memory of its own.
+        is_pinned: Whether the shard is in page-locked memory.
+    """
+
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    axis: AxisComm
+    orig_dtype: torch.dtype
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    device: torch.device
+    shard_device: torch.device
+    home_device: torch.device
+    is_offloaded: bool
+    is_pinned: bool
+
+    @property
+    def aliases_shard(self) -> bool:
+        """Whether an unsharded buffer may be the shard: nothing to gather, nothing to cast."""
+        is_same_dtype = self.param_dtype == self.orig_dtype
+        return self.axis.size == 1 and is_same_dtype and not self.is_offloaded
+
+    def materialized(self) -> BucketPlan:
+        """Return the plan that holds once parameters on the meta device have got values."""
+        backend = self.mesh.backend
+        is_offloaded = isinstance(self.offload, CPUOffloadPolicy) and backend.has_own_memory
+        return replace(
+            self,
+            device=backend.device,
+            shard_device=self.home_device,
+            is_offloaded=is_offloaded,
+            is_pinned=is_offloaded and bool(getattr(self.offload, "pin_memory", False)),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        param: Tensor,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        *,
+        dtype: torch.dtype,
+    ) -> BucketPlan:
+        """Return the plan for a bucket whose first parameter is `param`, stored in `dtype`."""
+        backend = mesh.backend
+        param_dtype, reduce_dtype = policy.dtypes_for(dtype)
+        wants_host = isinstance(offload, CPUOffloadPolicy)
+        home = torch.device("cpu") if wants_host else backend.device
+        is_meta = param.device.type == "meta"
+        is_offloaded = wants_host and not is_meta and backend.has_own_memory
+        return cls(
+            mesh=mesh,
+            policy=policy,
+            offload=offload,
+            axis=backend.axis(mesh.ndim - 1),
+            orig_dtype=dtype,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            device=param.device if is_meta else backend.device,
+            shard_device=param.device if is_meta else home,
+            home_device=home,
+            is_offloaded=is_offloaded,
+            is_pinned=is_offloaded and bool(getattr(offload, "pin_memory", False)),
+        )
+
+
+# --- where the gradients of one bucket are collected, and from where they are sent ----------------
+
+
+class GradientBuffer(Protocol):
+    """What every store's buffer of gradients can do."""
+
+    @property
+    def flat(self) -> Tensor:
+        """1-D, what is sent, once `complete`."""
+
+    @property
+    def received(self) -> Tensor | None:
+        """1-D, room for what other ranks send, once `complete`; None: nothing is received."""
+
+    @property
+    def written(self) -> Collection[int]:
+        """Parameters whose gradients wait here to be sent."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that exist now."""
+
+    def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
+        """Copy a gradient, or add it to what is there."""
+
+    def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
+        """Copy several gradients, or add them to what is there."""
+
+    def complete(self, streams: CommStreams, pool: SlotPool) -> None:
+        """Make ready to send: zeros where nothing was written, room for what comes."""
+
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
+        """Give the send memory back; what was started is done at `fence`."""
+
+    def close_receive(self, pool: SlotPool) -> None:
+        """Give the receive memory back; the host waited for it."""
+
+
+class SendBuffer:
+    """Send and receive memory of one bucket, with views made once.
+
+    Args:
+        layout: Layout of the bucket.
+        plan: Plan of the bucket.
+        receive_numel: Number of elements in the receive buffer; 0: there is none.
+
+    Attributes:
+        flat: Buffer to send, 1-D, ``layout.padded_numel``.
+        received: Buffer for what others send, 1-D, `receive_numel`; None where nothing is received.
+        slots: Views into `flat`, one for each parameter.
+        written: Parameters whose slot holds a gradient.
+    """
+
+    def __init__(self, layout: FlatLayout, plan: BucketPlan, receive_numel: int) -> None:
+        dtype, device = plan.reduce_dtype, plan.device
+        self._send = Buffer(layout.padded_numel * dtype.itemsize, device)
+        self.flat = torch.empty(0, dtype=dtype, device=device)
+        self.flat.set_(self._send.storage, 0, (layout.padded_numel,), (1,))
+        parts = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
+        self.slots = [self.flat[at : at + numel].view(shape) for at, numel, shape in parts]
+        gaps = gaps_of(layout) if plan.mesh.backend.copies_gradients_together else []
+        self._gaps = [self.flat[start:stop] for start, stop in gaps]
+        self._zeros: list[Tensor] = []
+        if gaps:
+            longest = max(stop - start for start, stop in gaps)
+            zeros = torch.zeros(longest, dtype=plan.param_dtype, device=device)
+            self._zeros = [zeros[: stop - start] for start, stop in gaps]
+        self._has_open_gaps = True
+        self._send.close()
+        self._receive = Buffer(receive_numel * dtype.itemsize, device) if receive_numel else None
+        self.received: Tensor | None = None
+        if self._receive is not None:
+            self.received = torch.empty(0, dtype=dtype, device=device)
+            self.received.set_(self._receive.storage, 0, (receive_numel,), (1,))
+            self._receive.close()
+        self.written: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that exist now."""
+        buffers = (self._send, self._receive)
+        return sum(b.nbytes for b in buffers if b is not None and b.has_memory)
+
+    def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
+        """Copy a gradient into its slot, or add it to what is there."""
+        self.open(streams, pool)
+        slot = self.slots[index]
+        if index in self.written:
+            slot.add_(grad)
+        else:
+            self.written.add(index)
+            slot.copy_(grad)
+
+    def write_all(self, grads: Mapping[int, Tensor], streams: CommStreams, pool: SlotPool) -> None:
+        """Write several gradients, by few kernels, and zeros between the slots."""
+        self.open(streams, pool)
+        again = [index for index in grads if index in self.written]
+        if again:
+            _compat.foreach_add([self.slots[i] for i in again], [grads[i] for i in again])
+        new = [index for index in grads if index not in self.written]
+        targets, sources = [self.slots[i] for i in new], [grads[i] for i in new]
+        if self._has_open_gaps:
+            self._has_open_gaps = False
+            targets += self._gaps
+            sources += self._zeros
+        if targets:
+            _compat.foreach_copy(targets, sources)
+        self.written.update(new)
+
+    def open(self, streams: CommStreams, pool: SlotPool) -> None:
+        """Get memory to write gradients into, if there is none."""
+        if not self._send.has_memory:
+            streams.wait_fence(self._send.acquire(pool))  # order: gradients wait for their slot
+            self._has_open_gaps = True
+
+    def complete(self, streams: CommStreams, pool: SlotPool) -> None:
+        """Make ready to send: zeros where nothing was written, room for what comes."""
+        self.open(streams, pool)
+        if not self.written:
+            self.flat.zero_()
+        else:
+            for index, slot in enumerate(self.slots):
+                if index not in self.written:
+                    slot.zero_()
+        self.written.clear()
+        if self._receive is not None:
+            streams.wait_fence(self._receive.acquire(pool))
+
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
+        """Give the send buffer's memory back; what was started is done at `fence`."""
+        if self._send.has_memory:
+            self._send.release(pool, fence, by_compute=by_compute)
+        self.written.clear()
+
+    def close_receive(self, pool: SlotPool) -> None:
+        """Give the receive buffer's memory back; the host waited for it."""
+        if self._receive is not None and self._receive.has_memory:
+            self._receive.release(pool, None, by_compute=False)
+
+
+def gaps_of(layout: FlatLayout) -> list[tuple[int, int]]:
+    """Return the ranges of the flat space that no parameter takes."""
+    gaps, at = [], 0
+    for start, numel in sorted(zip(layout.offsets, layout.numels, strict=True)):
+        gaps.append((at, start))
+        at = max(at, start + numel)
+    gaps.append((at, layout.padded_numel))
+    return [(start, stop) for start, stop in gaps if start < stop]
+
+
+# --- what a bucket keeps its parameters in: this rank's shard, and the unsharded parameters -------
+#
+# `Store` says what every kind can do. The kinds are `flat_store`, for plain parameters and
+# DTensors, `packed_store`, for frozen parameters over several tensors, `subclass_store`, for
+# parameters that gather themselves, and `traced_store`, where operators are traced into a graph.
+
+
+class Store(ABC):
+    """The shard of a bucket, and its unsharded parameters, whose memory comes and goes.
+
+    Args:
+        plan: Plan of the bucket.
+        entries: Parameters of the bucket: ordinary ones, or sharded ones that were cut in the same
+            way.
+
+    Attributes:
+        layout: Layout of the bucket.
+        specs: Cut of each parameter.
+        unsharded: Parameters that modules hold while the memory is there.
+        bucket_id: Number of the bucket where collectives are traced.
+        aliases_shard: Whether the unsharded memory is the shard itself, so that nothing is
+            gathered.
+        keeps_flats: Whether reduced gradients are views of one tensor, as the pieces are of the
+            shard.
+        converts_gradients: Whether gradients are passed through `part_of_gradient`.
+        keeps_writes: Whether writes of a forward to an unsharded parameter can be kept.
+        why_lost: Reason why such writes are lost, in the middle of a sentence.
+    """
+
+    layout: Any
+    specs: list[ShardSpec]
+    unsharded: list[nn.Parameter]
+    bucket_id = 0
+    aliases_shard = False
+    keeps_flats = True
+    converts_gradients = False
+    keeps_writes = False
+    why_lost = ""
+
+    def __init__(self, plan: BucketPlan, entries: Sequence[ParamEntry]) -> None:
+        self.plan = plan
+        self.entries = entries
+        self._gathered_version = -1
+        self._classes: list[type] = []
+
+    # --- the shard ---
+
+    @abstractmethod
+    def sharded(self, index: int) -> ShardedTensor:
+        """Return parameter `index` as a tensor over its piece of the shard."""
+
+    @abstractmethod
+    def sharded_grad(self, index: int, grad: Tensor) -> ShardedTensor:
+        """Return this rank's piece of a whole gradient of parameter `index`, copied."""
+
+    @abstractmethod
+    def has_piece_of(self, index: int) -> bool:
+        """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
+
+    @abstractmethod
+    def piece(self, reduced: Tensor, index: int) -> Tensor:
+        """Return the part of a reduced gradient, as long as a shard, that is of one parameter."""
+
+    @property
+    @abstractmethod
+    def shard_version(self) -> int:
+        """Raised by every write to the shard."""
+
+    @property
+    @abstractmethod
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shard."""
+
+    # --- the unsharded parameters ---
+
+    @property
+    @abstractmethod
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded parameters while they exist; 0 where they are the shard."""
+
+    @property
+    @abstractmethod
+    def has_memory(self) -> bool:
+        """Whether there is memory that was gathered into, or is about to be."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard changed since it was gathered."""
+        return self.has_memory and self._gathered_version != self.shard_version
+
+    @abstractmethod
+    def acquire(self, pool: SlotPool) -> Event | None:
+        """Get memory for the unsharded parameters; return the fence to wait for before a write."""
+
+    @abstractmethod
+    def release(self, pool: SlotPool, fence: Event | None) -> None:
+        """Give the memory back; its readers are done at `fence`."""
+
+    @abstractmethod
+    def gather_jobs(self, comm: AllGather | None) -> list[Any]:
+        """Return what the backend has to gather."""
+
+    def finish_gather(self) -> None:  # noqa: B027 - for stores that need it
+        """Do what is left to do when everything has come."""
+
+    def _new_unsharded(self, index: int, data: Tensor) -> nn.Parameter:
+        """Return the parameter that is shown in the place of a sharded one."""
+        entry = self.entries[index]
+        param = nn.Parameter(data, requires_grad=entry.param.requires_grad)
+        own = param.__dict__
+        own.update({k: v for k, v in user_attributes(entry.param).items() if k not in own})
+        own[NAME_ATTRIBUTE] = entry.name
+        return param
+
+    def attributes_of(self, index: int) -> dict[str, Any]:
+        """Return what users have set on parameter `index`, which the sharded one gets."""
+        return user_attributes(self.entries[index].param)
+
+    def rename(self, index: int, name: str) -> None:
+        """Give a parameter its full name."""
+        self.specs[index].name = name
+        self.unsharded[index].__dict__[NAME_ATTRIBUTE] = name
+
+    def drop_originals(self) -> None:  # noqa: B027 - for stores that need it
+        """The whole parameters are not needed any more; let go what else refers to them."""
+
+    def _note_classes(self) -> None:
+        """Remember of which classes the unsharded parameters are."""
+        self._classes = [type(param) for param in self.unsharded]
+
+    def _allow_use(self) -> None:
+        """Let the unsharded parameters be used."""
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = cls
+
+    def _refuse_use(self) -> None:
+        """Let any use of the unsharded parameters raise."""
+        for param, cls in zip(self.unsharded, self._classes, strict=True):
+            param.__class__ = class_without_memory(cls)
+
+    # --- what a forward writes to its own parameters ---
+
+    def written_to(self, index: int) -> Sequence[Tensor]:
+        """Return the tensors whose version counters tell of writes to an unsharded parameter."""
+        return (self.unsharded[index],)
+
+    def has_moved(self) -> bool:
+        """Whether a parameter was given other memory, by ``param.data = ...``."""
+        return False
+
+    def take_back(self) -> Sequence[int]:
+        """Lay parameters that have moved over the unsharded memory again, with their values."""
+        return ()
+
+    def unsharded_values(self, index: int) -> Tensor:
+        """Return what an unsharded parameter lies over: plain, in compute dtype."""
+        raise NotImplementedError(index)
+
+    def keep_written(self, index: int) -> None:
+        """Take what was written to an unsharded parameter over into the shard."""
+        raise NotImplementedError(index)
+
+    # --- a part that stays between forward and backward ---
+
+    @property
+    def kept_part(self) -> Any:
+        """What `keep_part` has kept; None: nothing."""
+        return None
+
+    def keep_part(self, axis: AxisComm, fence: Callable[[], Event | None]) -> None:
+        """Keep this rank's part on a smaller axis, over which backward gathers; or nothing."""
+        del axis, fence
+
+    def drop_part(self) -> None:  # noqa: B027
+        """Forget what was kept."""
+
+    # --- gradients ---
+
+    @abstractmethod
+    def new_gradient_buffer(self, receive_chunks: int) -> GradientBuffer:
+        """Return what collects gradients and sends them; it receives so many shards' worth."""
+
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """Return what lies where in this rank's range of the bucket."""
+        rank, layout = self.plan.axis.rank, self.layout
+        pieces = []
+        for i, entry in enumerate(self.entries):
+            start, stop = layout.owned_range(i, rank)
+            offset, _ = layout.shard_range(i, rank)
+            pieces.append(GradientPiece(entry.name, layout.shapes[i], start, stop, offset))
+        return pieces
+
+    def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
+        """Return the plain tensor of a gradient, if `converts_gradients`; may be collective."""
+        del index
+        return grad
+
+
+# --- the store of plain parameters, and of DTensors: one flat shard, one flat unsharded
+# buffer
 
 
 @dataclass(slots=True, frozen=True)

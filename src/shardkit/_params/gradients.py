@@ -1,25 +1,272 @@
-"""Reductions of the gradients of one group."""
+"""Gradients of one group: taken from autograd by bucket, reduced, and given to the parameters."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._params.bucket_gradients import BucketGradients
+from shardkit import _compat
+from shardkit._tensor.ops.dispatch import common_flat
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from shardkit._custom_comm import AllReduce
     from shardkit._params.bucket import Bucket
+    from shardkit._params.flat_store import GradientBuffer
     from shardkit._params.memory import SlotPool
     from shardkit._settings import CommSettings
-    from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
+    from shardkit._tensor.spec import ShardSpec
+    from shardkit.backends.base import AxisComm, CommStreams, Event, ReduceHandle
+
+
+# --- gradients of one bucket on their way from the unsharded parameters to the shard --------------
+#
+# [Note: tensors of a reduction] - unsharded gradient: what autograd leaves in ``.grad`` of an
+# unsharded parameter; taken from it at   once. - send buffer: 1-D, ``layout.padded_numel``,
+# `reduce_dtype`; the unsharded gradients are copied into   it as they come. Layers copy at once
+# on the CPU. A root, whose gradients come at both ends of   backward, holds them until the last
+# one has come, so that its send buffer exists only shortly; so   does a layer where launching a
+# kernel for each gradient would cost more. - receive buffer: what other ranks send, where the
+# backend does the sum itself. - unsynced: while gradients are not synced, the send buffer stays,
+# and is added to. - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-
+# reduce over the   replicate axis is switched off. - sharded gradient: ``.grad`` of the sharded
+# parameter, a `ShardedTensor` in storage dtype.
+
+
+def assign_grad(
+    param: nn.Parameter, piece: Tensor, spec: ShardSpec, flat: Tensor | None = None
+) -> None:
+    """Add this rank's piece of a reduced gradient to a sharded parameter's ``.grad``.
+
+    Args:
+        param: The sharded parameter.
+        piece: Gradient of the piece, 1-D.
+        spec: Cut of the parameter.
+        flat: The reduced gradients of the whole shard, of which `piece` is a view.
+    """
+    grad = param.grad
+    if grad is None:
+        param.grad = ShardedTensor.__new__(ShardedTensor, piece, spec, flat)  # Once per gradient.
+    else:
+        assert isinstance(grad, ShardedTensor)
+        grad.to_local().add_(piece)
+    for hook in _compat.post_accumulate_grad_hooks(param):
+        hook(param)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which autocast is off: a backward may run inside of the user's."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+class BucketGradients:
+    """Collects one bucket's unsharded gradients, and assigns the sharded ones.
+
+    Args:
+        bucket: Bucket that may be trained.
+        receive_chunks: Number of shard-sized pieces that the backend wants room for.
+
+    Attributes:
+        bucket: Bucket of the gradients.
+        fired: One byte per parameter: 1 if its gradient came since the last synced backward.
+        partial: Sums over the shard axis that wait for the all-reduce.
+    """
+
+    def __init__(self, bucket: Bucket, receive_chunks: int) -> None:
+        self.bucket = bucket
+        self.fired = bytearray(len(bucket.entries))
+        self.partial: Tensor | None = None
+        self._receive_chunks = receive_chunks
+        self._held: dict[int, Tensor] = {}
+        self._buffer: GradientBuffer | None = None
+        self._unsettled: list[tuple[int, Tensor]] = []
+        self._unused: set[str] = set()
+        self._comm: AllReduce | None = None  # The user's that was called in this backward.
+
+    # --- sizes and state ---
+
+    @property
+    def send_nbytes(self) -> int:
+        """Bytes that a reduction sends."""
+        return int(self.bucket.store.layout.padded_numel * self.bucket.plan.reduce_dtype.itemsize)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of send, receive and partial buffers that exist now."""
+        nbytes = 0 if self._buffer is None else self._buffer.nbytes
+        return nbytes + (0 if self.partial is None else self.partial.nbytes)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a reduction carries the bucket: a frozen one, only with what is from before."""
+        return self.bucket.is_trainable or self.partial is not None or self.has_collected
+
+    @property
+    def has_collected(self) -> bool:
+        """Whether gradients came that have not been sent."""
+        return bool(self._held) or (self._buffer is not None and bool(self._buffer.written))
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether a reduced gradient waits to know if any rank used the parameter."""
+        return bool(self._unsettled)
+
+    # --- collecting ---
+
+    def collect(
+        self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool, *, hold: bool
+    ) -> None:
+        """Take the unsharded gradient of one parameter, to be reduced.
+
+        Args:
+            index: Position of the parameter in the bucket.
+            grad: Gradient in compute dtype; not kept unless `hold`. That of a DTensor is brought to
+                the parameter's placements, which may take a collective over its mesh.
+            streams: Streams that order the copy.
+            pool: Pool of the send buffer's memory.
+            hold: Whether to keep the tensor rather than copy it now.
+        """
+        self.fired[index] = 1
+        if self.bucket.store.converts_gradients:
+            grad = self.bucket.store.part_of_gradient(index, grad)
+        if hold:
+            self._held[index] = self._held[index] + grad if index in self._held else grad
+        else:
+            self.buffer.write(index, grad, streams, pool)
+
+    def assign_local(self, index: int, grad: Tensor, divide_factor: float | None) -> None:
+        """Take the gradient of one parameter and assign it at once: nobody else has a part."""
+        self.fired[index] = 1
+        bucket = self.bucket
+        if bucket.store.converts_gradients:
+            grad = bucket.store.part_of_gradient(index, grad)
+        if grad.requires_grad:
+            grad = grad.detach()
+        if grad.dtype is not bucket.plan.orig_dtype:
+            grad = grad.to(bucket.plan.orig_dtype)
+        piece = grad if grad.ndim == 1 else grad.reshape(-1)
+        if divide_factor is not None:
+            piece = piece / divide_factor
+        assign_grad(bucket.entries[index].param, piece, bucket.store.specs[index])
+
+    def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
+        """Copy what is held into the send buffer, and drop it."""
+        if not self._held:
+            return
+        if self.bucket.plan.mesh.backend.copies_gradients_together:
+            self.buffer.write_all(self._held, streams, pool)
+            self._held.clear()
+        while self._held:
+            index, grad = self._held.popitem()
+            self.buffer.write(index, grad, streams, pool)
+
+    @property
+    def buffer(self) -> GradientBuffer:
+        """Where gradients are collected; made at first use."""
+        if self._buffer is None:
+            with torch.inference_mode(mode=False):
+                self._buffer = self.bucket.store.new_gradient_buffer(self._receive_chunks)
+        return self._buffer
+
+    # --- reduced ---
+
+    def take_partial(self) -> Tensor | None:
+        """Return the sums that wait for the all-reduce, and forget them."""
+        partial, self.partial = self.partial, None
+        return partial
+
+    def all_reduce(self, comm: AllReduce, axis: AxisComm, tensor: Tensor, unit: float) -> None:
+        """Sum over the replicate axis by the user's function, outside of autocast."""
+        self._comm = comm
+        with without_autocast(tensor.device):
+            comm(tensor, self.bucket.store.gradient_pieces(), axis, unit)
+
+    def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
+        """Give the send buffer's memory back; what was started is done at `fence`."""
+        if self._buffer is not None:
+            self._buffer.close_send(pool, fence, by_compute=by_compute)
+
+    def close_receive(self, pool: SlotPool) -> None:
+        """Give the receive buffer's memory back; the host waited for it."""
+        if self._buffer is not None:
+            self._buffer.close_receive(pool)
+
+    def assign(self, out: Tensor) -> None:
+        """Assign what was reduced, 1-D and as long as the shard, to the parameters that fired."""
+        bucket, store, fired = self.bucket, self.bucket.store, self.fired
+        flat = out if store.keeps_flats else None
+        if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
+            before.add_(flat)
+            for param in bucket.sharded:
+                for hook in _compat.post_accumulate_grad_hooks(param):
+                    hook(param)
+            return
+        for index, entry in enumerate(bucket.entries):
+            piece = store.piece(out, index)
+            if fired[index]:
+                assign_grad(entry.param, piece, store.specs[index], flat)
+            else:
+                self._unsettled.append((index, piece))
+
+    def settle(self, used_anywhere: Sequence[int]) -> None:
+        """Assign the gradients of parameters that only other ranks used.
+
+        A parameter that no rank used keeps its ``.grad`` as it was: None would become zero, and
+        AdamW would decay it.
+        """
+        for index, piece in self._unsettled:
+            if used_anywhere[index]:
+                entry, spec = self.bucket.entries[index], self.bucket.store.specs[index]
+                assign_grad(entry.param, piece, spec)
+            else:
+                self._unused.add(self.bucket.entries[index].name)
+        self._unsettled.clear()
+
+    def forget_fired(self) -> None:
+        """A synced backward is over; tell the user's all-reduce which results nobody got."""
+        self.fired[:] = bytes(len(self.fired))
+        comm, self._comm = self._comm, None
+        unused, self._unused = self._unused, set()
+        settle = getattr(comm, "settle_unused", None)
+        if settle is not None:
+            with without_autocast(self.bucket.plan.device):
+                settle(self.bucket.store.gradient_pieces(), unused)
+
+    def reset(self, pool: SlotPool, fence: Event | None) -> None:
+        """Drop everything that is not in a ``.grad`` yet; compute has come to `fence`."""
+        self.close_send(pool, fence, by_compute=True)
+        self.close_receive(pool)
+        self._unsettled.clear()
+        self.partial = None
+        self._held.clear()
+        self.forget_fired()
+
+
+def _flat_of_grads(bucket: Bucket) -> Tensor | None:
+    """Return the one tensor of which all gradients of a bucket are views, laid out as its shard."""
+    grads: list[Any] = [entry.param.grad for entry in bucket.entries]
+    flat = common_flat(grads)
+    if flat is None or any(grad.flat_start for grad in grads):
+        return None
+    has_room = (
+        flat.numel() == bucket.store.layout.shard_numel and flat.dtype == bucket.plan.orig_dtype
+    )
+    return flat if has_room else None
+
+
+# --- reductions of the gradients of one group -----------------------------------------------------
 
 
 @dataclass(slots=True)

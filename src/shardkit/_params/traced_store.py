@@ -20,24 +20,23 @@ from torch import Tensor
 
 from shardkit import _compat
 from shardkit._errors import WrapError
-from shardkit._layout.even import EvenLayout
-from shardkit._params.store import Store
+from shardkit._layout import EvenLayout
+from shardkit._params.flat_store import Store
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.traced_spec import PaddedSpec, WholeSpec, padded
+from shardkit._tensor.spec import PaddedSpec, WholeSpec, padded
 from shardkit.backends import tensor_parallel_of
-from shardkit.backends.traced import TracedGather
+from shardkit.backends.base import TracedGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardkit._custom_comm import AllGather
+    from shardkit._params.flat_store import BucketPlan
     from shardkit._params.memory import SlotPool
-    from shardkit._params.plan import BucketPlan
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams
-    from shardkit.backends.events import Event
+    from shardkit.backends.base import CommStreams, Event
 
 
 class TracedStore(Store):

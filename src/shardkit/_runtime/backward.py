@@ -1,29 +1,146 @@
-"""A backward of a root, from its first event to its end."""
+"""A backward of a root, from its first event to its end.
+
+With what belongs to an end: gradients that are not finite, and backwards for chosen inputs only.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit import _compat
-from shardkit._errors import StateError
-from shardkit._runtime.finite import FiniteNotes
-from shardkit._runtime.summoned import refuse_summoned
+from shardkit._errors import NonFiniteGradientError, StateError, listed, listed_lines
+from shardkit._params.bucket import settled
+from shardkit._runtime.group import refuse_summoned
+from shardkit._tensor.sharded import ShardedTensor, averaged
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from shardkit._params.bucket_gradients import BucketGradients
+    from shardkit._params.gradients import BucketGradients
     from shardkit._runtime.events import ForwardRecord
-    from shardkit._runtime.gathers import Gathers
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.passes import Passes
-    from shardkit._runtime.reductions import Reductions
-    from shardkit._schedule.unshard import UnshardSchedule
+    from shardkit._runtime.traffic import Gathers, Reductions
+    from shardkit._schedule import UnshardSchedule
+    from shardkit._tensor.spec import Axis
+    from shardkit.backends.base import AxisComm
+
+
+# --- gradients that are not finite: in which group, in which parameter, on which rank they
+# began
+
+_Key = tuple[str, str]  # A group's name and a parameter's.
+
+
+class FiniteNotes:
+    """Whether the unsharded gradients of this rank were finite, since it was last asked.
+
+    The answers stay on the device, so that nobody waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._is_finite: dict[_Key, Tensor] = {}
+
+    def note(self, group: str, parameter: str, grad: Tensor) -> None:
+        """Note a gradient before it is averaged; backward comes to the last layers first."""
+        key, is_finite = (group, parameter), _is_finite(grad)
+        before = self._is_finite.get(key)
+        self._is_finite[key] = is_finite if before is None else before & is_finite
+
+    def take(self) -> list[_Key]:
+        """Return groups and parameters that were not finite, in the order of backward; forget."""
+        notes, self._is_finite = self._is_finite, {}
+        return _selected(notes)
+
+
+def check_gradients(
+    groups: Sequence[ParamGroup], notes: FiniteNotes, axes: Sequence[AxisComm], rank: int
+) -> None:
+    """Raise, on every rank, if gradients of any rank are not finite.
+
+    Args:
+        groups: Groups of the gradients.
+        notes: Notes about this rank's gradients before they were averaged; may be empty.
+        axes: Every mesh axis in use.
+        rank: Number of this rank.
+
+    Raises:
+        NonFiniteGradientError: On every rank.
+
+    Cost: reads all gradients, waits for the device once; an exchange over each axis.
+    """
+    averaged: dict[_Key, Tensor] = {}
+    for group in groups:
+        for bucket in group.buckets:
+            for entry in bucket.entries:
+                if entry.param.grad is not None:
+                    averaged[group.name, entry.name] = _is_finite(entry.param.grad)
+    mine = (rank, notes.take(), _selected(averaged))
+    found = {rank: mine}
+    for axis in axes:
+        if axis.size > 1:
+            for part in axis.exchange(found):
+                found.update(part)
+    text = _describe([found[each] for each in sorted(found)])
+    if text is not None:
+        raise NonFiniteGradientError(text)
+
+
+def _is_finite(grad: Any) -> Tensor:
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return torch.isfinite(local.detach()).all()
+
+
+def _selected(is_finite: dict[_Key, Tensor]) -> list[_Key]:
+    """Return the keys of those that are not, with one transfer from the device."""
+    if not is_finite:
+        return []
+    device = next(iter(is_finite.values())).device
+    flags = torch.stack([flag.to(device) for flag in is_finite.values()]).tolist()
+    return [key for key, flag in zip(is_finite, flags, strict=True) if not flag]
+
+
+def _describe(found: Sequence[tuple[int, list[_Key], list[_Key]]]) -> str | None:
+    """Return the error's text.
+
+    Args:
+        found: Findings by rank: its number, what was not finite before the average, and after it.
+    """
+    began = [(rank, local) for rank, local, _ in found if local]
+    averaged = list(dict.fromkeys(key for _, _, keys in found for key in keys))
+    if began:
+        ranks = [
+            f"on rank {rank} first in {_show(local[0])}, in {len(local)} parameters in all"
+            for rank, local in began
+        ]
+        where = "; ".join(listed_lines(ranks, "and on {} more"))
+        return (
+            f"gradients are not finite before they are averaged: {where}. Backward comes to the "
+            f"last layers first: look at what this layer computes there, and at that rank's batch."
+        )
+    if averaged:
+        named = listed(averaged, _show)
+        return (
+            f"gradients are not finite after they were averaged: {named}. To be told on "
+            f"which rank that begins, call set_watch(check_gradients=True) before the backward, or "
+            f"set SHARDKIT_CHECK_GRADIENTS=1. If all ranks were finite before, the sum has "
+            f"overflowed: choose a wider reduce_dtype."
+        )
+    return None
+
+
+def _show(key: _Key) -> str:
+    group, parameter = key
+    return f"{parameter!r}" if group in ("", parameter) else f"{parameter!r} (group {group!r})"
+
+
+# --- a backward of a root, from its first event to its end ----------------------------------------
 
 
 class Backward:
@@ -207,3 +324,107 @@ class Backward:
         for group in self._groups:
             group.grad_hooks.discard()
         self._forget()
+
+
+# --- backwards for chosen tensors: ``backward(inputs=...)`` and ``torch.autograd.grad`` -----------
+#
+# Users name sharded parameters. What a forward has used, and what gradients come to, are the
+# unsharded ones, so the engine is asked for these.
+
+
+def watch_engine() -> None:
+    """See to backwards for chosen tensors from now on."""
+    _compat.wrap_engine(run_backward)
+
+
+def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run the engine for some tensors; those of sharded parameters come back sharded.
+
+    Args:
+        engine: Autograd engine of torch.
+        *args: Outputs, their gradients, whether to keep and to make a graph, the tensors; for
+            `autograd.grad` also whether these may be unused.
+        **options: Options of the engine. `accumulate_grad`: whether gradients go to ``.grad`` or
+            are returned.
+
+    Cost: nothing but the backward where they accumulate in ``.grad``. For ``autograd.grad`` an
+    all-reduce of each gradient, and one of a flag for each.
+    """
+    outputs, grads, keep_graph, create_graph, inputs, *more = args
+    found = [_pair(tensor) for tensor in inputs]
+    if all(whole is None for _, whole in found):
+        return engine(*args, **options)
+    wanted = tuple(each for pair in found for each in pair if each is not None)
+    args = (outputs, grads, keep_graph, create_graph, wanted)
+    if options["accumulate_grad"]:
+        return engine(*args, *more, **options)
+    if _compat.in_function_transform() or any(map(_compat.is_batched, grads)):
+        msg = (
+            "torch.autograd.grad for sharded parameters was called inside of a transform "
+            "(is_grads_batched=True, vmap): gradients are averaged over the ranks one by one. "
+            "Call it for each output, or take gradients by whole values: "
+            "torch.func.functional_call(model, {name: param.full_tensor(), ...}, ...)."
+        )
+        raise StateError(msg)
+    results = iter(engine(*args, True, **options))
+    pairs = [
+        (next(results), None if unsharded is None else next(results)) for _, unsharded in found
+    ]
+    with torch.set_grad_enabled(create_graph):
+        return _combined(found, pairs, allow_unused=bool(more[0]))
+
+
+def _pair(tensor: Any) -> tuple[Any, Any]:
+    """Return a tensor, and the unsharded parameter that was used in its place, if it has one."""
+    if isinstance(tensor, ShardedTensor):
+        entry = None if tensor.spec.entry is None else tensor.spec.entry()
+        unsharded = None if tensor.spec.unsharded is None else tensor.spec.unsharded()
+        if entry is None or entry.param is not tensor or unsharded is None:
+            return tensor, None
+        return tensor, unsharded if unsharded.requires_grad else None
+    sharded = settled(tensor)
+    return sharded, None if sharded is tensor else tensor
+
+
+def _combined(
+    found: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]], *, allow_unused: bool
+) -> tuple[Tensor | None, ...]:
+    """Return one gradient for each input: that of its uses as a whole, averaged, and of others."""
+    used = _used_anywhere(found, results)
+    grads: list[Tensor | None] = []
+    for index, ((tensor, unsharded), (own, whole)) in enumerate(zip(found, results, strict=True)):
+        grad = own
+        if used[index]:
+            zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device=unsharded.device)
+            local = zeros(tensor.shape) if whole is None else whole
+            grad = averaged(local, tensor)
+            grad = grad if own is None else grad + own
+        if grad is None and not allow_unused:
+            name = repr(tensor.spec.name) if isinstance(tensor, ShardedTensor) else f"{index}"
+            msg = (
+                f"One of the differentiated Tensors appears to not have been used in the graph: "
+                f"{name}. Set allow_unused=True if this is the desired behavior."
+            )
+            raise RuntimeError(msg)
+        grads.append(grad)
+    return tuple(grads)
+
+
+def _used_anywhere(
+    found: Sequence[tuple[Any, Any]], results: Sequence[tuple[Any, Any]]
+) -> list[bool]:
+    """Return of which inputs any rank has used the whole. Collective."""
+    used = [whole is not None for _, whole in results]
+    by_axes: dict[tuple[Axis, ...], list[int]] = {}
+    for index, (tensor, unsharded) in enumerate(found):
+        if unsharded is not None:
+            axes = tuple(axis for axis in tensor.spec.data_parallel_axes if axis.size > 1)
+            by_axes.setdefault(axes, []).append(index)
+    for axes, indices in by_axes.items():
+        device = found[indices[0]][1].device
+        flags = torch.tensor([used[index] for index in indices], dtype=torch.int64, device=device)
+        for axis in axes:
+            axis.all_reduce(flags, "max")
+        for index, flag in zip(indices, flags.tolist(), strict=True):
+            used[index] = bool(flag)
+    return used

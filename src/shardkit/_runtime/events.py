@@ -1,18 +1,23 @@
-"""What autograd tells of a backward: when it enters and leaves the forwards of groups."""
+"""What autograd tells of a backward: entries and exits of groups, and gradients of parameters."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardkit import _compat
+from shardkit._errors import StateError
+from shardkit._tensor.sharded import relay_hooks, while_trainable
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from shardkit._params.bucket_gradients import BucketGradients
+    from shardkit._params.gradients import BucketGradients
 
 
 class BackwardListener(Protocol):
@@ -125,3 +130,127 @@ class InputGrads(torch.autograd.Function):
         """Pass forward-mode gradients through."""
         del ctx
         return tuple(None if each is None else each.view_as(each) for each in tangents)
+
+
+# --- takes gradients from the unsharded parameters of a group -------------------------------------
+
+
+class GradTaker(Protocol):
+    """Who takes gradients: the group."""
+
+    def begin_backward(self) -> None:
+        """The first gradient came, and is left where it is; the end of backward is to be told."""
+
+    def on_grad(self, gradients: BucketGradients, index: int, grad: Tensor) -> None:
+        """The gradient of parameter `index` of a bucket came."""
+
+
+class GradHooks:
+    """Hooks on every parameter that can be trained, also on those frozen for now.
+
+    Where nothing waits for a gradient (one rank, no casts), all are taken at the end of backward,
+    and next to nothing runs for each of them until then.
+
+    Args:
+        taker: Receiver of the gradients.
+        buckets: Gradients of its buckets.
+        at_once: Whether to take gradients when they come.
+    """
+
+    def __init__(
+        self, taker: GradTaker, buckets: Sequence[BucketGradients], *, at_once: bool
+    ) -> None:
+        # Weak, in hooks too: C++ keeps those, where the garbage collector sees no cycle to break.
+        self._taker = weakref.ref(taker)
+        self._buckets = buckets
+        self._noted: list[Tensor] = []
+        self._positions = {
+            id(param): (weakref.ref(gradients), index)
+            for gradients in buckets
+            for index, param in enumerate(gradients.bucket.store.unsharded)
+        }
+        self.at_once = False
+        for gradients in buckets:
+            bucket = gradients.bucket
+            for param, unsharded in zip(bucket.sharded, bucket.store.unsharded, strict=True):
+                relay_hooks(param, unsharded)
+        if at_once:
+            self.collect_at_once()
+        else:
+            note = _notes_arrival(self._taker, self._noted)
+            for gradients in buckets:
+                for param in gradients.bucket.store.unsharded:
+                    _add_hook(param, note)
+
+    def collect_at_once(self) -> None:
+        """Take gradients when they come from now on, rather than at the end of backward."""
+        if self.at_once:
+            return
+        self.at_once = True
+        for gradients in self._buckets:
+            for index, param in enumerate(gradients.bucket.store.unsharded):
+                take = functools.partial(_take_grad, self._taker, weakref.ref(gradients), index)
+                _add_hook(param, take)
+
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether users want to be told of gradients as they come."""
+        return any(
+            _compat.post_accumulate_grad_hooks(param)
+            for gradients in self._buckets
+            for param in gradients.bucket.sharded
+        )
+
+    def flush(self) -> None:
+        """Take the gradients that came and have not been taken."""
+        for param in self._noted:
+            _take_grad(self._taker, *self._positions[id(param)], param)
+        self._noted.clear()
+
+    def discard(self) -> None:
+        """Forget them."""
+        for param in self._noted:
+            param.grad = None
+        self._noted.clear()
+
+
+def _notes_arrival(
+    reference: weakref.ref[GradTaker], arrived: list[Tensor]
+) -> Callable[[Tensor], None]:
+    """Return a hook that notes a parameter; the first one asks for the end of backward."""
+
+    def note(param: Tensor) -> None:
+        if not arrived:
+            taker = reference()
+            if taker is not None:
+                taker.begin_backward()
+        arrived.append(param)
+
+    return note
+
+
+def _add_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a post-accumulate-grad hook, also on a parameter that is frozen for now."""
+    with while_trainable(param):
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def _take_grad(
+    taker_ref: weakref.ref[GradTaker],
+    gradients_ref: weakref.ref[BucketGradients],
+    index: int,
+    param: Tensor,
+) -> None:
+    """Take a gradient from an unsharded parameter: its hook."""
+    taker, gradients, grad = taker_ref(), gradients_ref(), param.grad
+    if taker is None or gradients is None or grad is None:
+        return
+    param.grad = None
+    if grad.layout is not torch.strided:
+        msg = (
+            f"parameter {gradients.bucket.entries[index].name!r} got a sparse gradient "
+            f"({grad.layout}), which cannot be cut into flat ranges and averaged: expected a dense "
+            f"one. Look it up with sparse=False, or pass it in ignored_params of fully_shard."
+        )
+        raise StateError(msg)
+    taker.on_grad(gradients, index, grad)

@@ -10,30 +10,51 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardkit import _compat
 from shardkit._errors import StateError, listed
-from shardkit._params.fingerprint import WholeValues
+from shardkit._params.bucket import WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
 from shardkit._params.sites import ParamEntry
-from shardkit._runtime.grad_hooks import GradHooks
-from shardkit._state.state_dict import install_hooks
+from shardkit._params.state_dicts import install_hooks
+from shardkit._runtime.events import GradHooks
 from shardkit._tensor.sharded import user_attributes
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
     from torch import Tensor, nn
 
     from shardkit._mesh import DeviceMesh
     from shardkit._params.bucket import Bucket
-    from shardkit._params.bucket_gradients import BucketGradients
-    from shardkit._params.store import Store
+    from shardkit._params.flat_store import Store
+    from shardkit._params.gradients import BucketGradients
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._runtime.events import BackwardListener
     from shardkit._settings import GroupSettings
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
+
+
+# --- what cannot be done while users have whole parameters (`_module.full_params`) ----------------
+
+
+def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
+    """Raise that `what` cannot be done, if modules of a group hold whole parameters for the user.
+
+    Raises:
+        StateError: Inside of `summon_full_params`.
+    """
+    for group in groups:
+        if group.summoned is not None:
+            msg = (
+                f"{what} inside of summon_full_params, where the modules of {group.name!r} hold "
+                f"plain copies of whole parameters. Leave the with block first."
+            )
+            raise StateError(msg)
+
+
+# --- the unit of communication: the parameters of one `fully_shard` call --------------------------
 
 _PICKLED = ("modules", "name", "policy", "settings", "is_root", "is_innermost")
 """Attributes that are pickled as they are."""

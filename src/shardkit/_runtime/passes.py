@@ -15,18 +15,113 @@ from torch import Tensor, nn
 
 from shardkit import _compat
 from shardkit._errors import StateError
-from shardkit._params.saved_tensors import pack, unpack
+from shardkit._params.bucket import bucket_showing
 from shardkit._params.traced_store import TracedStore
-from shardkit._runtime.buffers import RegionBuffers
 from shardkit._tree import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings
-    from shardkit.backends.traced import Region
+    from shardkit.backends.base import Region
+
+
+# --- what autograd saves of unsharded parameters, where operators are traced ----------------------
+
+
+def pack(tensor: Tensor) -> Any:
+    """Save an unsharded parameter, or a view of one, by what it is rather than by its contents.
+
+    For `torch.autograd.graph.saved_tensors_hooks`. Backward then uses what is gathered anew, and
+    between forward and backward nothing is kept alive.
+    """
+    base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - documented
+    bucket = bucket_showing(base)
+    if bucket is None:
+        return tensor
+    index = next(i for i, param in enumerate(bucket.store.unsharded) if param is base)
+    return _Saved(bucket, index, None if tensor is base else tensor._view_func)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+class _Saved:
+    """Stands for an unsharded parameter or a view of it."""
+
+    __slots__ = ("_bucket", "_index", "_view")
+
+    def __init__(self, bucket: Bucket, index: int, view: Any) -> None:
+        self._bucket, self._index, self._view = bucket, index, view
+
+    def restore(self) -> Tensor:
+        whole = self._bucket.store.unsharded[self._index].detach()
+        result: Tensor = whole if self._view is None else self._view(whole)
+        return result
+
+
+def unpack(saved: Any) -> Tensor:
+    """Return what `pack` saved."""
+    tensor: Tensor = saved.restore() if isinstance(saved, _Saved) else saved
+    return tensor
+
+
+# --- buffers of modules in a traced forward: what one rank writes to them, averaged over the
+# ranks
+
+
+class RegionBuffers:
+    """Lets modules hold what one rank has of their buffers while a root's forward runs."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._held: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+
+    def enter(self, module: nn.Module) -> None:
+        """Let modules hold what one rank has of their buffers: what they write is a rank's."""
+        entered: dict[int, Tensor] = {}
+        for child, name, buffer in buffers_of(module):
+            if id(buffer) not in entered:
+                entered[id(buffer)] = self._region.enter_shared(buffer.detach())
+            local = entered[id(buffer)]
+            version = _compat.version_of(local)
+            self._held.append((child, name, buffer, local, version))
+            child._buffers[name] = local  # noqa: SLF001 - past the checks of `setattr`
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Write back what forwards have written to buffers: running statistics, counters."""
+        done: set[int] = set()
+        for child, _, buffer, local, version in self._held:
+            if was_written(child, local, version) and id(buffer) not in done:
+                done.add(id(buffer))
+                buffer.copy_(self._region.leave_shared(self._region.agree(local)))
+
+    def restore(self) -> None:
+        """Let modules hold their own buffers again."""
+        for child, name, buffer, local, _ in self._held:
+            if child._buffers.get(name) is local:  # noqa: SLF001
+                child._buffers[name] = buffer  # noqa: SLF001
+        self._held.clear()
+
+
+def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the buffers of a module and those in it, by who holds them and as what."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():  # noqa: SLF001 - tied ones as well
+            if buffer is not None:
+                yield child, name, buffer
+
+
+def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
+    """Return whether a module wrote to its buffer, which had this version before."""
+    # Kernels of batch normalization do not raise versions.
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+    return _compat.version_of(buffer) != version or (is_norm and module.training)
+
+
+# --- forwards and backwards of a root on a backend that traces what each rank computes ------------
 
 _SHARED = "_shardkit_shared"
 _local = threading.local()

@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import ShardedTensorError
-from shardkit._layout.boxes import Box, boxes_of_range
+from shardkit._layout import Box, boxes_of_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,10 @@ operators do on it is in `_tensor.ops`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,13 +20,108 @@ from shardkit import _compat
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 from shardkit._tensor import dcp_protocol
-from shardkit._tensor.replicated import ReplicatedTensor, is_replica
-from shardkit._tensor.user_hooks import OwnHook, relay_hooks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
     from shardkit._mesh import DeviceMesh
     from shardkit._tensor.spec import ShardSpec
 
+
+# --- hooks that users put on the gradients of parameters (``param.register_hook``) ----------------
+#
+# A forward computes with the unsharded parameter, so that is where gradients come. It gets one
+# hook that runs those of the sharded one, as soon as there is any. Without any nothing is paid.
+
+_RELAYED = "_shardkit_relays"
+"""Where an unsharded parameter keeps whose hooks it runs."""
+
+
+class OwnHook:
+    """Base of hooks that shardkit itself puts on sharded tensors: they are not relayed."""
+
+
+class _Relay:
+    """Runs hooks as torch would; one that was removed has left their list.
+
+    Args:
+        hooks: Hooks as torch keeps them on the sharded parameter. Held weakly: a hook may hold the
+            model.
+    """
+
+    def __init__(self, hooks: Any) -> None:
+        self._hooks = weakref.ref(hooks)
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        """Return what the hooks make of a gradient."""
+        for hook in list((self._hooks() or {}).values()):
+            if not isinstance(hook, OwnHook):
+                result = hook(grad)
+                grad = grad if result is None else result
+        return grad
+
+
+def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
+    """Have an unsharded parameter's gradients pass through the hooks of the sharded one."""
+    hooks = _compat.tensor_hooks(param)
+    if hooks is None or unsharded.__dict__.get(_RELAYED) is hooks:
+        return
+    if all(isinstance(hook, OwnHook) for hook in hooks.values()):
+        return
+    unsharded.__dict__[_RELAYED] = hooks
+    with while_trainable(unsharded):
+        unsharded.register_hook(_Relay(hooks))
+
+
+@contextlib.contextmanager
+def while_trainable(param: nn.Parameter) -> Iterator[None]:
+    """Let hooks be put on a parameter, also on one that is frozen for now or has no memory."""
+    was_frozen = not param.requires_grad
+    with _compat.plain_torch_functions():
+        if was_frozen:
+            param.requires_grad_(True)
+        yield
+        if was_frozen:
+            param.requires_grad_(False)
+
+
+# --- what `ShardedTensor.redistribute` returns for a replica: the whole, with DTensor's
+# methods
+
+
+class ReplicatedTensor(Tensor):
+    """A whole tensor, as plain as any: what operators return of it is of no class of ours."""
+
+    spec: ShardSpec
+    __torch_function__ = _compat.disabled_torch_function
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the sharded tensor."""
+        return self.spec.mesh
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """`Replicate` for each mesh axis."""
+        return self.spec.replicas
+
+    def to_local(self) -> Tensor:
+        """Return the whole."""
+        return self.as_subclass(Tensor)
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole."""
+        return self.as_subclass(Tensor)
+
+
+def is_replica(placements: Any) -> bool:
+    """Whether placements, ours or torch's, ask for the same on each rank."""
+    return all(type(placement).__name__ == "Replicate" for placement in placements)
+
+
+# --- `ShardedTensor`: this rank's flat piece of a tensor that has a global shape ------------------
 
 _OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start", "cut_for", "cut_by")
 

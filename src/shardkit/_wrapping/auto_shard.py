@@ -11,20 +11,24 @@ from shardkit._module.fsdp_module import own_class
 from shardkit._module.fully_shard import device_type_of
 from shardkit._module.hooks import get_state
 from shardkit._policy import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_mixed_precision,
     as_offload,
 )
-from shardkit._wrapping.offload import offload_to_fit
-from shardkit._wrapping.plan import PlannedUnit, ShardPlan
-from shardkit._wrapping.policies import choose, choose_by_name, is_balanced
-from shardkit._wrapping.protocol import size_policy
-from shardkit._wrapping.shape_only import is_shape_only, mesh_of_shape
+from shardkit._wrapping.plan import PlannedUnit, ShardPlan, is_shape_only, mesh_of_shape
+from shardkit._wrapping.policies import (
+    ModuleTree,
+    assign_params,
+    choose,
+    choose_by_name,
+    is_balanced,
+    size_policy,
+    units_in_order,
+)
 from shardkit._wrapping.strategies import Strategy
 from shardkit._wrapping.strategies import strategy as strategy_of
-from shardkit._wrapping.tree import ModuleTree
-from shardkit._wrapping.units import assign_params, units_in_order
 from shardkit.backends import as_device_mesh, init_device_mesh
 
 if TYPE_CHECKING:
@@ -304,3 +308,35 @@ def _planned(
         arguments["mesh"] = unit_mesh
         planned.append(PlannedUnit.of(unit, unit_mesh, arguments))
     return planned
+
+
+# --- chooses the groups that go to the host, so that the others fit into a budget -----------------
+
+
+def offload_to_fit(units: Sequence[PlannedUnit], budget_nbytes: int) -> None:
+    """Offload groups, those that save most first, until the rest fits.
+
+    Counted is what a rank keeps of a group between steps: its shard and, where it is trained, the
+    gradients and two tensors of optimizer state (AdamW). Groups that are on the host already stay
+    there. Of equal groups the one that is sharded first goes first.
+
+    Args:
+        units: All groups; their arguments are changed.
+        budget_nbytes: The bytes that may stay on the device.
+
+    Raises:
+        WrapError: The budget is no number of bytes.
+    """
+    if budget_nbytes < 0:
+        msg = f"offload_budget_nbytes must be 0 or more bytes, got {budget_nbytes}."
+        raise WrapError(msg)
+    on_device = [
+        unit for unit in units if not isinstance(unit.arguments["offload_policy"], CPUOffloadPolicy)
+    ]
+    excess = sum(unit.state_nbytes for unit in on_device) - budget_nbytes
+    for unit in sorted(on_device, key=lambda unit: -unit.state_nbytes):
+        if excess <= 0 or not unit.state_nbytes:
+            return
+        excess -= unit.state_nbytes
+        unit.arguments["offload_policy"] = CPUOffloadPolicy()
+        unit.plan()

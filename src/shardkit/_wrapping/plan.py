@@ -2,35 +2,498 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardkit._errors import WrapError
+import torch
+from torch import nn
+
+from shardkit._errors import MeshError, WrapError
+from shardkit._mesh import DeviceMesh
 from shardkit._module import checks
+from shardkit._module.fully_shard import fully_shard
+from shardkit._module.hooks import get_state
 from shardkit._module.materialize import materialize
-from shardkit._params.planned import plan_buckets
+from shardkit._params.make import plan_buckets
 from shardkit._policy import CPUOffloadPolicy
-from shardkit._wrapping.apply import shard_units
-from shardkit._wrapping.records import (
-    GroupPlan,
-    PlannedMemory,
-    PlannedTraffic,
-    shared_arguments,
-    shown_nbytes,
-    table,
-)
-from shardkit._wrapping.shape_only import is_shape_only
-from shardkit._wrapping.traffic import plan_gathers
+from shardkit._schedule import Op, UnshardSchedule
+from shardkit.backends.base import MeshBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from torch import nn
-
-    from shardkit._mesh import DeviceMesh
-    from shardkit._params.planned import PlannedBucket
+    from shardkit._params.make import PlannedBucket
+    from shardkit._schedule import Action
+    from shardkit._wrapping.policies import Unit
     from shardkit._wrapping.strategies import Strategy
-    from shardkit._wrapping.units import Unit
+
+
+# --- a mesh of which only the shape is known: for plans of ranks that are not there ---------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The size of an axis, seen from its first rank."""
+
+    size: int
+    rank: int = 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        msg = f"a mesh that is only a shape has no ranks to communicate with ({name})."
+        raise MeshError(msg)
+
+
+class ShapeOnly(MeshBackend):
+    """Answers what a plan asks: as an accelerator, whose memory is not the host's."""
+
+    has_own_memory = True
+    batches_small_groups = True
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.device = torch.device("meta")
+        self._shape = tuple(shape)
+
+    def process_group(self, axis: int) -> NoReturn:
+        """There is none."""
+        msg = f"axis {axis} of a mesh that is only a shape has no process group."
+        raise MeshError(msg)
+
+    def axis(self, axis: int) -> Any:
+        """Return the size of an axis."""
+        return _Axis(self._shape[axis])
+
+    def for_axes(self, axes: Sequence[int]) -> ShapeOnly:
+        """Return that of a submesh."""
+        return ShapeOnly([self._shape[axis] for axis in axes])
+
+    def receive_chunks(self, _: Any) -> int:
+        """Return 0, as on accelerators."""
+        return 0
+
+
+def mesh_of_shape(shape: Sequence[int]) -> DeviceMesh:
+    """Return a mesh that can be planned for, seen from its first rank.
+
+    Raises:
+        MeshError: A size is no positive int.
+    """
+    if not shape or min(shape) < 1:
+        msg = f"a mesh shape is one or two positive numbers of ranks, got {tuple(shape)}."
+        raise MeshError(msg)
+    sizes = tuple(shape)
+    return DeviceMesh("meta", sizes, tuple(range(math.prod(sizes))), None, 0, ShapeOnly(sizes))
+
+
+def is_shape_only(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has no ranks."""
+    return isinstance(mesh.backend, ShapeOnly)
+
+
+# --- what a plan says of a group and of a step, and how it is printed -----------------------------
+
+_KIB = 1024
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group of a `ShardPlan`.
+
+    Attributes:
+        names: The names of its modules; ``("",)`` is the root.
+        kinds: Classes of its modules.
+        num_params: Parameters.
+        numel: The number of their elements.
+        nbytes: The bytes in the dtype they are stored in, all ranks together.
+        padding_nbytes: Bytes of all shards beyond that.
+        shard_nbytes: Bytes of this rank's shard.
+        unsharded_nbytes: Bytes of the unsharded parameters; 0: the shard is used itself.
+        send_nbytes: Bytes of the buffer that a reduction sends; 0: nothing is trained.
+        state_nbytes: Bytes that the rank keeps of the group between steps with AdamW: shard,
+            gradients and two tensors of state.
+        is_resharded: Whether unsharded parameters are freed between forward and backward.
+        is_offloaded: Whether shard, gradients and optimizer state are on the host.
+        tied: Names of parameters that several modules hold.
+        shared: Names of modules that units inside have in common, and whose parameters it takes.
+        arguments: The arguments of its call of `fully_shard`, beside the module.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    num_params: int
+    numel: int
+    nbytes: int
+    padding_nbytes: int
+    shard_nbytes: int
+    unsharded_nbytes: int
+    send_nbytes: int
+    state_nbytes: int
+    is_resharded: bool
+    is_offloaded: bool
+    tied: tuple[str, ...]
+    shared: tuple[str, ...]
+    arguments: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Names of its modules, or ``the root``."""
+        return ", ".join(self.names) or "the root"
+
+
+@dataclass(frozen=True)
+class PlannedTraffic:
+    """Collectives and bytes of one step on one rank, of a group or of a model.
+
+    Counts are collectives of buckets; small groups may share them. Bytes are what a rank receives
+    by gathers and sends by reductions, as a ring does: (N-1)/N of a gathered or reduced buffer, and
+    2 (R-1)/R of an all-reduced one.
+
+    Attributes:
+        all_gathers: The number of all-gathers over the shard axis.
+        reduce_scatters: The number of reduce-scatters over the shard axis.
+        all_reduces: The number of all-reduces over the replicate axis.
+        gathered_nbytes: Bytes by all-gathers.
+        reduced_nbytes: Bytes by reduce-scatters.
+        all_reduced_nbytes: Bytes by all-reduces.
+    """
+
+    all_gathers: int = 0
+    reduce_scatters: int = 0
+    all_reduces: int = 0
+    gathered_nbytes: int = 0
+    reduced_nbytes: int = 0
+    all_reduced_nbytes: int = 0
+
+    def __add__(self, other: PlannedTraffic) -> PlannedTraffic:
+        """Return the sum."""
+        names = [field.name for field in fields(self)]
+        return PlannedTraffic(
+            **{name: getattr(self, name) + getattr(other, name) for name in names}
+        )
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return (
+            f"{self.all_gathers} all-gathers, {shown_nbytes(self.gathered_nbytes)}; "
+            f"{self.reduce_scatters} reduce-scatters, {shown_nbytes(self.reduced_nbytes)}; "
+            f"{self.all_reduces} all-reduces, {shown_nbytes(self.all_reduced_nbytes)}"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Bytes on one rank, as `memory_stats()` counts them.
+
+    Attributes:
+        shard_nbytes: Shards, on the device or the host.
+        host_nbytes: The bytes of these that are on the host.
+        largest_nbytes: Unsharded parameters of the largest group.
+        kept_nbytes: Unsharded parameters that exist from forward to backward.
+        peak_unsharded_nbytes: The most unsharded parameters at once, if modules run once each, in
+            the order in which they are defined.
+        state_nbytes: What stays on the device between steps with AdamW: shards, gradients and two
+            tensors of optimizer state.
+    """
+
+    shard_nbytes: int
+    host_nbytes: int
+    largest_nbytes: int
+    kept_nbytes: int
+    peak_unsharded_nbytes: int
+    state_nbytes: int
+
+
+def shown_nbytes(nbytes: int) -> str:
+    """Return bytes in the unit that suits them."""
+    value, unit = float(nbytes), 0
+    while value >= _KIB and unit < len(_UNITS) - 1:
+        value, unit = value / _KIB, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> list[str]:
+    """Return the lines of a table of groups; neighbours that differ in a number are one line."""
+    rows = [("group", "parameters", "bytes", "padding", "gathered", "reduced", "arguments")]
+    common = shared_arguments(groups)
+    for same in _runs(groups, traffic):
+        (first, cost), count = same[0], len(same)
+        name = first.name
+        if count > 1:
+            name = f"{count} x {name} ... {same[-1][0].name}"
+        gathers, reduced = cost.all_gathers, cost.reduced_nbytes + cost.all_reduced_nbytes
+        rows.append(
+            (
+                name,
+                f"{first.numel:,}",
+                shown_nbytes(first.nbytes),
+                shown_nbytes(first.padding_nbytes),
+                f"{gathers} x {shown_nbytes(cost.gathered_nbytes // max(gathers, 1))}",
+                shown_nbytes(reduced),
+                ", ".join(text for text in _shown_arguments(first) if text not in common),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [_line(row, widths) for row in rows]
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *numbers, last = row
+    cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=False)]
+    return "  ".join([first.ljust(widths[0]), *cells, last]).rstrip()
+
+
+def _runs(
+    groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]
+) -> list[list[tuple[GroupPlan, PlannedTraffic]]]:
+    """Return neighbours together whose names are equal but for a number, and all else as well."""
+    runs: list[list[tuple[GroupPlan, PlannedTraffic]]] = []
+    before = None
+    for pair in zip(groups, traffic, strict=True):
+        group, cost = pair
+        key = (
+            tuple(_NUMBER.sub("#", name) for name in group.names),
+            (group.kinds, group.numel, group.nbytes, group.padding_nbytes, group.is_offloaded),
+            (cost, tuple(_shown_arguments(group))),
+        )
+        if key == before:
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+        before = key
+    return runs
+
+
+def shared_arguments(groups: Sequence[GroupPlan]) -> list[str]:
+    """Return what was chosen for all groups; nothing where there is one group only."""
+    shown = [_shown_arguments(group) for group in groups]
+    if len(shown) <= 1:
+        return []
+    return [text for text in shown[0] if all(text in other for other in shown)]
+
+
+def _shown_arguments(group: GroupPlan) -> list[str]:
+    """Return what was chosen for a group; defaults are left out."""
+    shown = [
+        f"{name}={_shown_value(value)}"
+        for name, value in group.arguments.items()
+        if name not in ("mesh", "ignored_params") and not _is_default(name, value)
+    ]
+    shown += [f"tied: {name}" for name in group.tied]
+    return shown + [f"shared: {name}" for name in group.shared]
+
+
+def _is_default(name: str, value: Any) -> bool:
+    if value is None:
+        return True
+    cls = type(value)
+    return (
+        name in ("mp_policy", "offload_policy")
+        and value == cls()
+        and cls.__name__
+        in (
+            "MixedPrecisionPolicy",
+            "OffloadPolicy",
+        )
+    )
+
+
+def _shown_value(value: Any) -> str:
+    cls = type(value)
+    parts = getattr(cls, "__dataclass_fields__", None)
+    if parts is None:
+        return getattr(value, "__name__", None) or repr(value)
+    default = cls()
+    changed = [
+        f"{name}={getattr(value, name)}"
+        for name in parts
+        if getattr(value, name) != getattr(default, name)
+    ]
+    return f"{cls.__name__}({', '.join(changed)})".replace("torch.", "")
+
+
+# --- what a step of a planned model gathers and reduces: the schedule is asked, nothing is
+# sent
+
+
+def plan_gathers(
+    root: nn.Module,
+    groups: Sequence[tuple[GroupPlan, Sequence[nn.Module]]],
+    *,
+    stays: bool,
+    micro_batches: int,
+    batches_small: bool,
+) -> tuple[list[int], int]:
+    """Rehearse steps in which modules run once each, in the order in which they are defined.
+
+    Args:
+        root: The model.
+        groups: The groups with their modules.
+        stays: Whether memory is kept after backward, to the next step.
+        micro_batches: The number of forwards and backwards in a step.
+        batches_small: Whether small groups are gathered several at a time.
+
+    Returns:
+        The number of gathers of each group in a step, and the most unsharded bytes at once, from
+        the first step on.
+    """
+    rehearsal = _Rehearsal(root, groups, stays=stays, batches_small=batches_small)
+    for _ in range(3):  # Learn the order in one step, take another, count in a third.
+        rehearsal.counts = [0] * len(groups)
+        for micro in range(micro_batches):
+            rehearsal.run_pass(is_first=micro == 0)
+    return rehearsal.counts, rehearsal.peak_nbytes
+
+
+class _Rehearsal:
+    """Steps of which only the schedule knows."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        groups: Sequence[tuple[GroupPlan, Sequence[nn.Module]]],
+        *,
+        stays: bool,
+        batches_small: bool,
+    ) -> None:
+        self._root = root
+        self._groups = groups
+        nbytes = [group.unsharded_nbytes for group, _ in groups]
+        self._schedule = UnshardSchedule(
+            nbytes=nbytes if batches_small else (), is_idle=not any(nbytes)
+        )
+        options = self._schedule.options
+        options.several_modules = {i for i, (_, modules) in enumerate(groups) if len(modules) > 1}
+        options.no_reshard_after_forward = {
+            i for i, (group, _) in enumerate(groups) if not group.is_resharded
+        }
+        options.no_reshard_after_backward = set(range(len(groups))) if stays else set()
+        self._group_of = {id(m): i for i, (_, modules) in enumerate(groups) for m in modules}
+        self._nbytes = 0
+        self.peak_nbytes = 0
+        self.counts = [0] * len(groups)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for op, index in actions:
+            nbytes = self._groups[index][0].unsharded_nbytes
+            if op in (Op.GATHER, Op.PREFETCH):
+                self.counts[index] += bool(nbytes)
+                self._nbytes += nbytes
+                self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
+            elif op is Op.FREE:
+                self._nbytes -= nbytes
+
+    def run_pass(self, *, is_first: bool) -> None:
+        """Run one forward and backward; before the first one of a step shards have changed."""
+        schedule = self._schedule
+        self._stale = set(schedule.live) if is_first else set()
+        self._left: list[tuple[str, int, bool]] = []
+        self._run: dict[int, int] = {}
+        self._has_trainable = False
+        schedule.begin_pass(has_changed=is_first)
+        self._forward(self._root, set())
+        self._do(schedule.end_pass(needs_backward=self._has_trainable))
+        for what, index, is_last in reversed(self._left):
+            if what == "exit":  # Backward goes through the forward from its end.
+                self._do(schedule.enter_backward(index))
+            else:
+                self._do(schedule.exit_backward(index, is_last=is_last))
+        self._do(schedule.end_backward())
+
+    def _forward(self, module: nn.Module, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        index = self._group_of.get(id(module))
+        if index is not None:
+            if index in self._stale:
+                self._stale.discard(index)
+                self._do(self._schedule.refresh(index))
+            self._do(self._schedule.enter_forward(index))
+            entered = len(self._left)
+            self._left.append(("enter", index, index not in self._run))
+            self._run[index] = self._run.get(index, 0) + 1
+        for child in module.children():
+            self._forward(child, seen)
+        if index is None:
+            return
+        group, modules = self._groups[index]
+        self._has_trainable |= bool(group.send_nbytes)
+        if self._has_trainable:
+            self._left.append(("exit", index, False))
+        else:
+            del self._left[entered]  # No backward comes here.
+        self._do(
+            self._schedule.exit_forward(
+                index,
+                needs_backward=self._has_trainable,
+                is_unfinished=self._run[index] < len(modules),
+            )
+        )
+
+
+# --- carries a plan out: prepares each unit, puts it in its place, shards it ----------------------
+
+
+def shard_units(
+    model: nn.Module,
+    units: Sequence[Unit],
+    arguments: Sequence[dict[str, Any]],
+    prepare: Callable[[nn.Module, dict[str, Any]], Any] | None,
+) -> None:
+    """Shard the units of a model in their order, the root last.
+
+    Args:
+        model: The root.
+        units: The units, inner ones first.
+        arguments: The arguments of `fully_shard`, for each unit.
+        prepare: A function of each module of a unit that is not the root, and with its arguments,
+            before it is sharded. What it returns takes the module's place. It may have sharded the
+            module by itself.
+
+    Raises:
+        WrapError: It returned no module.
+    """
+    for unit, given in zip(units, arguments, strict=True):
+        modules = unit.modules
+        if prepare is not None and not unit.is_root:
+            modules = [_prepared(model, module, prepare, given) for module in modules]
+            unit.modules = modules
+        is_done = any(get_state(module) is not None for module in modules)
+        if (unit.entries or unit.is_root) and not is_done:
+            fully_shard(modules if len(modules) > 1 else modules[0], **given)
+
+
+def _prepared(
+    model: nn.Module,
+    module: nn.Module,
+    prepare: Callable[[nn.Module, dict[str, Any]], Any],
+    arguments: dict[str, Any],
+) -> nn.Module:
+    """Call `prepare`; put what it returns where the module was."""
+    result = prepare(module, arguments)
+    if result is None or result is module:
+        return module
+    if not isinstance(result, nn.Module):
+        msg = (
+            f"what was to be called before sharding returned {result!r} for a "
+            f"{type(module).__name__}. Return the module, another one for its place, or None."
+        )
+        raise WrapError(msg)
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()  # noqa: SLF001 - keeps places of a shared one apart
+        if child is module
+    ]
+    for parent, name in places:
+        setattr(parent, name, result)
+    return result
+
+
+# --- `ShardPlan`: the groups of a model before anything is changed, in numbers --------------------
 
 _STATES = 4
 """Tensors of a parameter's size that AdamW keeps: the parameter, its gradient, two moments."""

@@ -1,26 +1,579 @@
-"""From what users pass as a policy to the modules that it chooses, and their arguments."""
+"""Policies: from what users pass to the modules that it chooses, their order and arguments."""
 
 from __future__ import annotations
 
+import collections
+import functools
+import graphlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from shardkit import _compat_modules
+from shardkit import _compat, _schedule
 from shardkit._errors import WrapError, nearest
-from shardkit._wrapping.balance import choose_balanced
-from shardkit._wrapping.protocol import (
-    choose_by_protocol,
-    follows_protocol,
-    is_by_size,
-    size_based_auto_wrap_policy,
-)
+from shardkit._module.checks import find_params
+from shardkit._params.packing import numel_and_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy
-    from shardkit._wrapping.tree import ModuleTree
+
+
+# --- the modules of a model by name: which could be units, how large they are, what names
+# match
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CLOSED = (nn.MultiheadAttention, ParametrizationList)
+"""Classes whose forward reads the weights of their children without a call of these."""
+
+_Label = TypeVar("_Label")
+
+
+class ModuleTree:
+    """A model's modules, each once, under the first of its names.
+
+    Args:
+        model: The root.
+        ignored: Parameters that no group takes.
+
+    Attributes:
+        model: The root.
+        modules: The modules by name, parents before their children; the root's name is empty.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
+        self.model = model
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self._names = {id(module): name for name, module in self.modules.items()}
+        self._ignored = {id(param) for param in ignored}
+        self._closed = self._find_closed()
+        self._num_parents = collections.Counter(
+            id(child) for module in self.modules.values() for child in module.children()
+        )
+
+    def _find_closed(self) -> set[int]:
+        """Return modules in others that use their weights without calling them."""
+        closed = set()
+        for module in self.modules.values():
+            if isinstance(module, _CLOSED):
+                closed |= {id(inner) for inner in module.modules() if inner is not module}
+            if isinstance(module, ParametrizationList):
+                closed.add(id(module))
+        return closed
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the name of a module."""
+        return self._names[id(module)]
+
+    def around_params(self, labels: Mapping[int, _Label]) -> dict[int, set[_Label]]:
+        """Return, by the id of each parameter, the labels that every path to it goes through.
+
+        A path goes from the root through modules down to one that holds the parameter. There are
+        several where modules share a weight (tied), and where parents share a module.
+
+        Args:
+            labels: The labels of modules, by their ids; the root has one. Several modules may have
+                the same.
+        """
+        own = {key: {label} for key, label in labels.items()}
+        around = {id(self.model): own[id(self.model)]}
+        is_settled = False
+        while not is_settled:  # Once more after each change: a parent may come after its child.
+            is_settled = True
+            for module in self.modules.values():
+                for child in module.children():
+                    found = around[id(module)] | own.get(id(child), set())
+                    before = around.get(id(child))
+                    around[id(child)] = found if before is None else before & found
+                    is_settled &= before == around[id(child)]
+        result: dict[int, set[_Label]] = {}
+        for module in self.modules.values():
+            for param in module.parameters(recurse=False):
+                found = around[id(module)]
+                result[id(param)] = result.get(id(param), found) & found
+        return result
+
+    def shared_module(self, name: str) -> str:
+        """Return the outermost module with several parents on the way to a parameter, or ``""``.
+
+        Args:
+            name: The name of the parameter, the first of its names.
+        """
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
+        return next((path for path in paths if self.is_shared(self.modules[path])), "")
+
+    def is_shared(self, module: nn.Module) -> bool:
+        """Whether a module has several parents."""
+        return self._num_parents[id(module)] > 1
+
+    def params(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """Yield the parameters in a module that a group may take, each once."""
+        return (param for param in module.parameters() if id(param) not in self._ignored)
+
+    def numel(self, module: nn.Module) -> int:
+        """Return the number of elements of these parameters."""
+        return sum(param.numel() for param in self.params(module))
+
+    def nbytes(self, params: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> int:
+        """Return the bytes of parameters as they are gathered."""
+        cut = map(numel_and_dtype, params)
+        return sum(numel * policy.dtypes_for(dtype)[0].itemsize for numel, dtype in cut)
+
+    def is_container(self, module: nn.Module) -> bool:
+        """Whether a module has no forward, so that it is never called."""
+        return isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward
+
+    def may_be_unit(self, module: nn.Module) -> bool:
+        """Whether a policy is asked about a module: it is called, and holds parameters."""
+        return (
+            module is not self.model
+            and id(module) not in self._closed
+            and not self.is_container(module)
+            and next(self.params(module), None) is not None
+        )
+
+    def candidates(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that policies are asked about, by name."""
+        return ((name, m) for name, m in self.modules.items() if self.may_be_unit(m))
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the names that a pattern matches: `*` stands for a part of a name between dots.
+
+        Raises:
+            WrapError: There is none.
+        """
+        parts = map(re.escape, pattern.split("*"))
+        expression = re.compile("[^.]+".join(parts))
+        found = [name for name in self.modules if name and expression.fullmatch(name)]
+        if not found:
+            names = [name for name in self.modules if name]
+            msg = (
+                f"no module of this {type(self.model).__name__} has the name {pattern!r}. "
+                f"{nearest(pattern, names)} Names are those of model.named_modules(); a * stands "
+                f"for one part of a name, as in 'layers.*'."
+            )
+            raise WrapError(msg)
+        return found
+
+
+# --- wrapping policies of torch_xla and of torch's FSDP1, and the protocol in which they are
+# called
+#
+# A policy is asked twice about a module: ``recurse=True``, whether to look at its children, then
+# ``recurse=False``, whether to wrap it, given the number of parameters that its children left.
+
+MIN_NUM_PARAMS = 100_000_000
+_NUMBER_NAMES = ("unwrapped_params", "nonwrapped_numel")
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Choose every module that has a forward and parameters.
+
+    Source: torch_xla's and torch's function of this name.
+    """
+    del args, kwargs
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,  # noqa: FBT001 - the protocol
+    unwrapped_params: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Choose the modules for which a function returns True.
+
+    Use it as ``functools.partial(lambda_auto_wrap_policy, lambda_fn=...)``, or pass the function
+    itself to `auto_shard`.
+
+    Source: torch_xla's and torch's function of this name.
+    """
+    del unwrapped_params
+    return recurse or bool(lambda_fn(module))
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,  # noqa: FBT001 - the protocol
+    unwrapped_params: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """Choose the modules of some classes.
+
+    Use it as ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``, or
+    pass the classes themselves to `auto_shard`.
+
+    Source: torch_xla's and torch's function of this name.
+    """
+    del unwrapped_params
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,  # noqa: FBT001 - the protocol
+    unwrapped_params: int,
+    min_num_params: int = MIN_NUM_PARAMS,
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Choose modules bottom-up as soon as they hold enough parameters that none inside has taken.
+
+    Use it as ``functools.partial(size_based_auto_wrap_policy, min_num_params=20_000_000)``.
+
+    Args:
+        module: The module that is asked about.
+        recurse: Whether to look at its children; otherwise whether it is a unit.
+        unwrapped_params: Elements of its parameters that no unit inside of it holds.
+        min_num_params: The number of elements that make a unit.
+        force_leaf_modules: Classes into which nobody looks; None: ``{nn.MultiheadAttention}``.
+        exclude_wrap_modules: Classes that are no units; None: ``{nn.ModuleList, nn.ModuleDict}``.
+
+    Source: torch_xla's and torch's function of this name.
+    """
+    leaves = (nn.MultiheadAttention,) if force_leaf_modules is None else force_leaf_modules
+    excluded = (
+        (nn.ModuleList, nn.ModuleDict) if exclude_wrap_modules is None else exclude_wrap_modules
+    )
+    is_large = unwrapped_params >= min_num_params
+    return is_large and not isinstance(module, tuple(leaves if recurse else excluded))
+
+
+def follows_protocol(policy: Callable[..., Any]) -> bool:
+    """Whether a callable is to be asked in the protocol, and not with the module alone."""
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        return False
+    if "recurse" in signature.parameters:
+        return True
+    return not _binds(signature, None) and _binds(signature, None, True, 0)
+
+
+def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
+    """Return how to call a policy: by the names that its arguments have, else by position.
+
+    The number is `unwrapped_params` in torch_xla, and `nonwrapped_numel` in torch.
+    """
+    signature = inspect.signature(policy)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    names = [name for name in _NUMBER_NAMES if takes_any or name in signature.parameters]
+    given = dict.fromkeys(names, 0)
+    by_name = bool(names) and _binds(signature, module=None, recurse=True, **given)
+    mixed = bool(names) and _binds(signature, None, True, **given)
+
+    def ask(module: nn.Module, recurse: bool, numel: int) -> bool:  # noqa: FBT001 - the protocol
+        numbers = dict.fromkeys(names, numel)
+        if by_name:
+            return bool(policy(module=module, recurse=recurse, **numbers))
+        if mixed:
+            return bool(policy(module, recurse, **numbers))
+        return bool(policy(module, recurse, numel))
+
+    return ask
+
+
+def choose_by_protocol(tree: ModuleTree, policy: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """Return the names of the modules that a policy chooses, children before parents.
+
+    Modules without a forward, or without parameters, are no units whatever the policy says. A
+    module that several have in common counts for the first of them.
+    """
+    ask = _asker(policy)
+    chosen: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Choose in a module; return the elements that units in it have."""
+        if id(module) in seen:
+            return tree.numel(module)
+        seen.add(id(module))
+        numel = tree.numel(module)
+        if not ask(module, True, numel):
+            return 0
+        taken = sum(visit(child) for child in module.children())
+        if tree.may_be_unit(module) and ask(module, False, numel - taken):
+            chosen[tree.name_of(module)] = {}
+            return numel
+        return taken
+
+    visit(tree.model)
+    return chosen
+
+
+def is_by_size(policy: Any) -> bool:
+    """Whether a policy is that by size, of whichever package: it may well choose nothing."""
+    while isinstance(policy, functools.partial):
+        policy = policy.func
+    return getattr(policy, "__name__", None) == size_based_auto_wrap_policy.__name__
+
+
+def size_policy(min_num_params: int) -> Callable[..., bool]:
+    """Return the policy by size with another number, as Accelerate's `fsdp_min_num_params`."""
+    return functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+
+
+# --- groups chosen from sizes and order alone, where users choose none ----------------------------
+#
+# [Note: balance] Two groups are unsharded at a time, so the largest group bounds the memory. A
+# collective of N ranks sends pieces of 1/N of a group, and a piece below latency times bandwidth
+# costs the latency, whatever its size; so the smallest group bounds the efficiency. In numbers:
+#
+# - *smallest*: 128 KiB for each rank of the shard axis, but no more than an eighth of the model,
+#   and
+#     no less than 1 MiB, below which groups travel together anyway;
+# - *largest*: an eighth of the model, but no less than eight times the smallest.
+#
+# Going down from the root, the children of a ``ModuleList`` or ``Sequential`` are what is
+# grouped: they are the repeated blocks of a model, and run one after another. One above *largest*
+# is looked into for blocks of its own. Neighbours below *smallest* form groups above it, as equal
+# as can be. What is left is the root's. As long as that is more than the largest group, its
+# largest module (the embedding, the head) is split off, unless it is below *smallest* or its
+# weight is tied.
+#
+# All ranks must gather the same groups. The children of the outermost ``ModuleList`` or
+# ``ModuleDict`` are taken to run on all ranks. Inside a block code may choose among children (the
+# experts of a mixture), and each rank may choose others. So those of a ``ModuleList`` or
+# ``ModuleDict`` in a block stay with the block; if the block is a list itself, they are one
+# group.
+#
+# Only names, shapes and dtypes count: the choice is the same on all ranks, and on the meta
+# device.
+
+_PIECE_NBYTES = 128 << 10
+"""Latency times bandwidth of one link: 5 us at 25 GB/s."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Code chooses which of their children run."""
+
+_CHAINS = (*_LISTS, nn.Sequential)
+
+_FRACTION = 8
+"""A group is at most one part in so many of the model, if it can be divided."""
+
+
+def bounds(model_nbytes: int, num_ranks: int) -> tuple[int, int]:
+    """Return the bytes of the smallest and of the largest group that are aimed at."""
+    smallest = min(_PIECE_NBYTES * num_ranks, model_nbytes // _FRACTION)
+    smallest = max(smallest, _schedule.BATCH_NBYTES, 1)
+    return smallest, max(model_nbytes // _FRACTION, _FRACTION * smallest)
+
+
+def choose_balanced(
+    tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int
+) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the groups of a model, without the root's; see the module's note.
+
+    Args:
+        tree: The model.
+        policy: The dtypes: in how many bytes a parameter is gathered.
+        num_ranks: The size of the shard axis.
+
+    Returns:
+        Names of modules by group; empty if the model is small.
+    """
+    return _Balance(tree, policy, num_ranks).choose()
+
+
+def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
+    """Divide neighbours into groups of at least `smallest`, as many and as equal as can be.
+
+    Args:
+        sizes: The size of each, in their order.
+        smallest: One of this size or more is a group by itself; smaller ones in front of the first
+            such one, or too few behind one, join it.
+
+    Returns:
+        Positions by group, in order; none if all together are below `smallest`.
+    """
+    groups: list[list[int]] = []
+    small: list[int] = []
+    for position, size in enumerate(sizes):
+        if size < smallest:
+            small.append(position)
+            continue
+        parts = _equal_parts(small, sizes, smallest)
+        groups += parts
+        if small and not parts and groups:
+            groups[-1] += small
+        is_first = bool(small) and not groups
+        groups.append([*small, position] if is_first else [position])
+        small = []
+    parts = _equal_parts(small, sizes, smallest)
+    if small and not parts and groups:
+        groups[-1] += small
+    return groups + parts
+
+
+def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> list[list[int]]:
+    """Divide small neighbours; no parts if all together are below `smallest`."""
+    total = sum(sizes[position] for position in positions)
+    for count in range(total // smallest, 0, -1):
+        parts: list[list[int]] = [[]]
+        reached = 0
+        for position in positions:
+            if reached * count >= total * len(parts):
+                parts.append([])
+            parts[-1].append(position)
+            reached += sizes[position]
+        if all(sum(sizes[position] for position in part) >= smallest for part in parts):
+            return parts
+    return []
+
+
+class _Balance:
+    """See `choose_balanced`."""
+
+    def __init__(self, tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int) -> None:
+        self._tree = tree
+        self._policy = policy
+        total = tree.nbytes(tree.params(tree.model), policy)
+        self._smallest, self._largest = bounds(total, num_ranks)
+        self._taken: set[int] = set()
+        self._around = tree.around_params({id(m): id(m) for m in tree.modules.values()})
+        own = {id(param) for param in tree.model.parameters(recurse=False)}
+        root = {id(tree.model)}
+        self._tied = {key for key, around in self._around.items() if around == root} - own
+        self._chosen_among = _chosen_among(tree.model)
+        self._seen: set[int] = set()
+        self._groups: list[tuple[list[nn.Module], int]] = []
+
+    def choose(self) -> dict[tuple[str, ...], dict[str, Any]]:
+        self._divide(self._tree.model)
+        self._split_remainder()
+        return {
+            tuple(self._tree.name_of(module) for module in modules): {}
+            for modules, _ in self._groups
+        }
+
+    def _free(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that a group of a module would take, or that may leave the root.
+
+        No group has them, and they are reached through this module alone.
+        """
+        return [
+            param
+            for param in self._tree.params(module)
+            if id(param) not in self._taken
+            and id(param) not in self._tied
+            and id(module) in self._around[id(param)]
+        ]
+
+    def _nbytes(self, module: nn.Module) -> int:
+        return self._tree.nbytes(self._free(module), self._policy)
+
+    def _add(self, modules: list[nn.Module]) -> None:
+        nbytes = 0
+        for module in modules:
+            nbytes += self._nbytes(module)
+            self._taken.update(map(id, self._free(module)))
+        self._groups.append((modules, nbytes))
+
+    def _divide(self, module: nn.Module) -> None:
+        """Choose groups in a module."""
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        is_chain = isinstance(module, (nn.ModuleList, nn.Sequential))
+        run: list[list[nn.Module]] = []
+        for child in module.children():
+            nbytes = self._nbytes(child)
+            if not nbytes or id(child) in self._seen:
+                continue
+            is_block = is_chain and self._tree.may_be_unit(child)
+            is_list = is_chain and isinstance(child, _LISTS)
+            is_small = is_block and nbytes <= self._largest
+            # Groups that hold a shared module beside others could be inside of each other.
+            if (is_small or is_list) and not self._tree.is_shared(child):
+                self._seen.add(id(child))
+                run.append([*self._called(child)])
+                continue
+            self._add_run(run)
+            run = []
+            is_chosen = isinstance(child, _CHAINS) and id(child) in self._chosen_among
+            if not is_chosen and not is_small:
+                self._divide(child)
+            if is_block and self._nbytes(child) >= self._smallest:
+                self._add([child])  # What is left of it.
+        self._add_run(run)
+
+    def _called(self, block: nn.Module) -> Iterator[nn.Module]:
+        """Yield a block, or the modules in it if it is a list, and has no forward."""
+        if self._tree.may_be_unit(block):
+            yield block
+        elif isinstance(block, _LISTS):
+            for child in block.children():
+                yield from self._called(child)
+
+    def _add_run(self, run: list[list[nn.Module]]) -> None:
+        """Make groups of blocks that run one after another."""
+        sizes = [sum(map(self._nbytes, block)) for block in run]
+        for group in group_neighbours(sizes, self._smallest):
+            self._add([module for i in group for module in run[i]])
+
+    def _split_remainder(self) -> None:
+        """Split large modules off what is left to the root."""
+        root = self._tree.model
+        largest = max((nbytes for _, nbytes in self._groups), default=0)
+        leaves = [
+            module
+            for _, module in self._tree.candidates()
+            if next(module.children(), None) is None and id(module) not in self._chosen_among
+        ]
+        sized = [(self._nbytes(module), module) for module in leaves]
+        # Of equal ones the first: `sorted` is stable.
+        for nbytes, module in sorted(sized, key=lambda item: -item[0]):
+            if nbytes < self._smallest or self._nbytes(root) <= largest:
+                return
+            if self._nbytes(module) != nbytes:
+                continue  # Another one holds its parameters.
+            self._add([module])
+            largest = max(largest, nbytes)
+
+
+def _chosen_among(root: nn.Module) -> set[int]:
+    """Return the lists inside of blocks, and all modules in them: a rank may run some of them.
+
+    A block is a child of a `ModuleList`, or one of several children of a class of a `Sequential`.
+    """
+    found: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+
+    def visit(module: nn.Module, *, in_block: bool) -> None:
+        if (id(module), in_block) in seen:
+            return
+        seen.add((id(module), in_block))
+        is_chain = type(module).forward is nn.Sequential.forward
+        if in_block and isinstance(module, _CHAINS) and not is_chain:
+            found.update(map(id, module.modules()))
+            return
+        kinds = collections.Counter(type(child) for child in module.children())
+        for child in module.children():
+            is_repeated = isinstance(module, nn.Sequential) and kinds[type(child)] > 1
+            is_block = is_repeated or isinstance(module, nn.ModuleList)
+            visit(child, in_block=in_block or is_block)
+
+    visit(root, in_block=False)
+    return found
+
+
+# --- from what users pass as a policy to the modules that it chooses, and their arguments ---------
 
 Choice = dict[tuple[str, ...], dict[str, Any]]
 """Names of the modules of a group, and arguments of its `fully_shard` call."""
@@ -97,7 +650,7 @@ def _choose(tree: ModuleTree, policy: Any) -> Choice:
         return _by_class(tree, _no_split_modules(tree.model))
     if policy == SIZE:
         policy = size_based_auto_wrap_policy
-    lambda_fn = _compat_modules.lambda_of_custom_policy(policy)
+    lambda_fn = _compat.lambda_of_custom_policy(policy)
     if lambda_fn is not None:
         policy = lambda_fn
     if isinstance(policy, Mapping):
@@ -265,3 +818,119 @@ def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
             )
             raise WrapError(msg)
     return dict(value)
+
+
+# --- units in the order in which they are sharded, and which of them holds which parameter --------
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """What one call of `fully_shard` is to take.
+
+    Attributes:
+        names: The names of its modules; an empty name is the root's.
+        modules: One, or those of a list.
+        arguments: The arguments of the call.
+        entries: The parameters that it takes, by their names in the root.
+        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
+        shared: Names of modules in it that units inside have in common, so that it takes their
+            parameters.
+    """
+
+    names: tuple[str, ...]
+    modules: list[nn.Module]
+    arguments: dict[str, Any]
+    entries: list[ParamEntry] = field(default_factory=list)
+    left_out: set[nn.Parameter] = field(default_factory=set)
+    shared: tuple[str, ...] = ()
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the root's."""
+        return self.names == ("",)
+
+
+def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
+    """Return the units of a choice, inner ones before outer ones, and the root's last.
+
+    Raises:
+        WrapError: Two of them overlap, so that neither is inside the other.
+    """
+    _check_overlaps(tree, choice)
+    # Children come before parents, and neighbours in their order.
+    positions = {name: i for i, name in enumerate(tree.modules)}
+    units = [
+        Unit(names, [tree.modules[name] for name in names], arguments)
+        for names, arguments in sorted(choice.items(), key=lambda item: positions[item[0][0]])
+    ]
+    holders: dict[int, list[Unit]] = {}
+    for unit in units:
+        for module in unit.modules:
+            for inner in module.modules():
+                if inner is not module:
+                    holders.setdefault(id(inner), []).append(unit)
+    inside: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
+    for unit in units:
+        for module in unit.modules:
+            for outer in holders.get(id(module), ()):
+                inside[outer][unit] = None
+    try:
+        order = [*graphlib.TopologicalSorter(inside).static_order()]
+    except graphlib.CycleError as error:
+        first, second = (", ".join(unit.names) for unit in error.args[1][:2])
+        msg = (
+            f"the groups ({first}) and ({second}) overlap: each has a module inside a module of "
+            f"the other. Let one of them hold all of these modules, or take one of them away."
+        )
+        raise WrapError(msg) from None
+    return [*order, Unit(("",), [tree.model], {})]
+
+
+def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
+    """Raise if a module is in two groups, or inside of another one of its own group."""
+    seen: dict[str, tuple[str, ...]] = {}
+    for names in choice:
+        for name in names:
+            if name in seen:
+                msg = (
+                    f"{name!r} is in two groups, ({', '.join(seen[name])}) and "
+                    f"({', '.join(names)}). Name it once."
+                )
+                raise WrapError(msg)
+            seen[name] = names
+        for name in names if len(names) > 1 else ():
+            inner = {id(module) for module in tree.modules[name].modules()}
+            for other in names:
+                if other != name and id(tree.modules[other]) in inner:
+                    msg = (
+                        f"the group ({', '.join(names)}) overlaps itself: {other!r} is inside "
+                        f"{name!r}, which holds its parameters. Name one of them."
+                    )
+                    raise WrapError(msg)
+
+
+def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Parameter]) -> None:
+    """Give each unit its parameters: those in it that no unit inside of it has.
+
+    A parameter may be reached by several paths: modules share a weight (tied), or parents share a
+    module. It belongs to the innermost unit that every path goes through, so that it is gathered
+    wherever it is used.
+    """
+    numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
+    # Inner units come before outer ones.
+    owner = {key: min(around) for key, around in tree.around_params(numbers).items()}
+    left_out: set[nn.Parameter] = set()
+    taken = set(ignored)
+    names = {id(param): name for name, param in tree.model.named_parameters()}
+    for number, unit in enumerate(units):
+        held = {param for module in unit.modules for param in module.parameters()}
+        unit.left_out = {
+            param for param in held if param not in taken and owner[id(param)] > number
+        }
+        unit.entries = [*find_params(unit.modules, taken | unit.left_out)]
+        for entry in unit.entries:
+            entry.name = names[id(entry.param)]
+        left = [entry.name for entry in unit.entries if entry.param in left_out]
+        unit.shared = tuple(filter(None, dict.fromkeys(map(tree.shared_module, left))))
+        left_out |= unit.left_out
+        taken.update(entry.param for entry in unit.entries)

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from shardkit._errors import MeshError
 from shardkit._mesh import SHARD_AXIS, DeviceMesh
 from shardkit.backends.device import accelerator_type, device_module
+from shardkit.backends.groups import current_world_size, make_torch_mesh, world_size_or_raise
 from shardkit.backends.process_group import from_torch_mesh
-from shardkit.backends.world import current_world_size, make_torch_mesh, world_size_or_raise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

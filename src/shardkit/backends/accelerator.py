@@ -6,22 +6,636 @@ That is ``cuda`` (NCCL, and RCCL on AMD), ``xpu``, ``npu``, ... What it needs of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
 
-from shardkit.backends.accelerator_axis import AcceleratorAxis
-from shardkit.backends.accelerator_streams import AcceleratorStreams
+import torch
+import torch.distributed as dist
+
+from shardkit import _compat
 from shardkit.backends.device import AcceleratorDevice
-from shardkit.backends.process_group import ProcessGroupBackend
+from shardkit.backends.groups import sub_group
+from shardkit.backends.process_group import (
+    REDUCE_OPS,
+    ProcessGroupAxis,
+    ProcessGroupBackend,
+    WatchedStreams,
+    all_gather_single,
+    custom_all_gather,
+    custom_reduce_scatter,
+    reduce_scatter_single,
+    start_host_all_to_all,
+    start_host_max,
+)
+from shardkit.backends.watch.channel import channel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    import torch
-    import torch.distributed as dist
     from torch import Tensor
     from torch.distributed import device_mesh as torch_mesh
 
-    from shardkit.backends.base import AxisComm, CommStreams
+    from shardkit.backends.base import (
+        AllToAll,
+        AxisComm,
+        CheckHandle,
+        CommStreams,
+        Event,
+        Gather,
+        Handle,
+        Reduction,
+        Stream,
+    )
+    from shardkit.backends.watch.channel import Issued
+
+
+# --- a mesh axis over the collective library of an accelerator ------------------------------------
+
+_CAPABLE_ENGINES = ("nccl", "xccl", "fake")
+"""Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
+
+
+class PeerHandle:
+    """An exchange on a side stream.
+
+    Args:
+        device: Device of the stream.
+        event: Event after the exchange.
+        kept: Memory of the compute stream that the exchange uses.
+        back: (target on the host, source): copied when somebody waits.
+    """
+
+    def __init__(
+        self,
+        device: AcceleratorDevice,
+        event: Event,
+        kept: tuple[Tensor, ...],
+        back: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self._device = device
+        self._event = event
+        self._kept = kept
+        self._back = back
+
+    def wait(self) -> None:
+        """Let the compute stream wait; the host goes on, unless it is the host's memory."""
+        self._device.wait(self._device.current_stream(), self._event)
+        back, self._back = self._back, None
+        if back is not None:
+            back[0].copy_(back[1])
+        self._kept = ()
+
+    def __del__(self) -> None:
+        """Give no memory back that an exchange still uses: an error dropped the handle."""
+        if self._kept:
+            self._device.wait(self._device.current_stream(), self._event)
+
+
+class AcceleratorAxis(ProcessGroupAxis):
+    """An axis whose small collectives also take host tensors, as offloaded shards are.
+
+    Attributes:
+        device: Device on which its collectives run.
+        reduce_group: Group for reduce-scatters; the gathers' own unless it was separated.
+        host_group: For small host tensors, so that the device need not be waited for; None: the
+            process group was made without an engine for the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: AcceleratorDevice) -> None:
+        super().__init__(group)
+        self.device = device
+        self.reduce_group = group
+        self._separate_group: dist.ProcessGroup | None = None
+        engine = _compat.process_group_backend(group, device.device)
+        self.averages = engine is not None and engine.name() in _CAPABLE_ENGINES
+        self.coalesces = self.averages
+        has_host_engine = _compat.process_group_backend(group, torch.device("cpu")) is not None
+        self.host_group = group if has_host_engine else None
+        self._peer_stream: Stream | None = None
+
+    def start_all_to_all(self, job: AllToAll) -> Handle:
+        """See `PeerAxis.start_all_to_all`: on a stream of its own.
+
+        Memory of the host, as of offloaded shards, goes by the host's engine where there is one,
+        else through the device.
+        """
+        is_on_host = job.send.device != self.device.device
+        if is_on_host and self.host_group is not None:
+            return start_host_all_to_all(job, self.host_group)
+        send, receive = job.send, job.receive
+        if is_on_host:
+            send = self.device.copy(send)
+            receive = self.device.empty(job.receive.numel(), job.receive.dtype)
+        if self._peer_stream is None:
+            self._peer_stream = self.device.new_stream()
+        stream = self._peer_stream
+        # What compute has written is sent, and what it has read last is overwritten.
+        self.device.wait(stream, self.device.record(self.device.current_stream()))
+        issued = self.issue("all-to-all", job.of, job.total_nbytes)
+        with self.device.on(stream):
+            if self.size > 1:
+                splits = (list(job.receive_nbytes), list(job.send_nbytes))
+                dist.all_to_all_single(receive, send, *splits, group=self.group)
+        event = self.device.record(stream)
+        if issued is not None:
+            issued.started(functools.partial(self.device.has_passed, event))
+        back = (job.receive, receive) if is_on_host else None
+        return PeerHandle(self.device, event, (send, receive), back)
+
+    def all_reduce_flags(self, flags: Tensor) -> None:
+        """See `PeerAxis.all_reduce_flags`."""
+        if self.size == 1:
+            return
+        if self.host_group is None:
+            self.all_reduce(flags, "max")
+            return
+        with channel_of(self.host_group).run("all-reduce (max)", "", flags.nbytes):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group)
+
+    @contextlib.contextmanager
+    def _on_device(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Return a tensor, or a copy on the device that comes back when the context ends."""
+        on_device = self.device.copy(tensor)
+        yield on_device
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+
+    def all_gather(self, full: Tensor, own: Tensor) -> None:
+        """See `AxisComm.all_gather`."""
+        with self._on_device(full) as on_device:
+            super().all_gather(on_device, self.device.copy(own))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """See `AxisComm.all_reduce`. What is on the device is watched until it is done there."""
+        if tensor.device != self.device.device:
+            with self._on_device(tensor) as on_device:
+                super().all_reduce(on_device, op)
+        elif self.size > 1:
+            issued = channel_of(self.group).issue(f"all-reduce ({op})", "", tensor.nbytes)
+            dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group)
+            event = self.device.record(self.device.current_stream())
+            issued.started(functools.partial(self.device.has_passed, event))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See `AxisComm.broadcast`."""
+        with self._on_device(tensor) as on_device:
+            super().broadcast(on_device, src)
+
+    def separate_reduce(self, *, enable: bool) -> None:
+        """Reduce on a communicator of its own, or on that of the gathers. Collective."""
+        if enable and self.size > 1 and self._separate_group is None:
+            self._separate_group = sub_group(self.group, [range(self.size)])
+        separate = self._separate_group if enable else None
+        self.reduce_group = separate or self.group
+
+
+# --- the arithmetic of one reduction on an accelerator: who divides, when, and in which dtype -----
+
+
+class Sums:
+    """The arithmetic of one reduction, in steps that run on the current stream.
+
+    The engine divides if it can and if the sum is to be divided by the number of ranks; then a
+    reduction in the dtype of the result takes no kernel but the collective's. fp16 would overflow
+    in a sum, or underflow before it, so there half of the division comes before.
+
+    Attributes:
+        replicate_axis: All-reduce over it; None: there is none, or one rank on it.
+        can_be_result: The sum over the shard axis may be written where the result is wanted.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        shard, replicate = reduction.shard_axis, reduction.replicate_axis
+        assert isinstance(shard, AcceleratorAxis)
+        assert replicate is None or isinstance(replicate, AcceleratorAxis)
+        self._shard_axis = shard
+        self.replicate_axis = replicate if replicate is not None and replicate.size > 1 else None
+        axes = [axis for axis in (shard, self.replicate_axis) if axis is not None and axis.size > 1]
+        num_ranks = math.prod(axis.size for axis in axes)
+        is_half = reduction.send.dtype == torch.float16
+        is_own = reduction.comm is not None or reduction.all_reduce is not None
+        scales_before = is_half or reduction.before is not None
+        is_plain = not is_own and reduction.carry is None and not scales_before
+        averages = all(axis.averages for axis in axes) and not reduction.force_sum
+        self._averages = is_plain and averages and reduction.scale == 1.0 / num_ranks
+        self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        self._before = math.sqrt(reduction.scale) if is_half else 1.0
+        if reduction.before is not None:
+            self._before = reduction.before
+        self._after = 1.0 if self._averages else reduction.scale / self._before
+        self.can_be_result = (
+            is_plain and shard.size > 1 and reduction.out_dtype == reduction.send.dtype
+        )
+
+    def reduce_scatter(self, into: Tensor | None) -> Tensor:
+        """Sum over the shard axis, and add sums of earlier backwards.
+
+        Args:
+            into: Where the sum is wanted. None: in this rank's range of the send buffer, which is
+                free for it.
+
+        Returns:
+            The sum: `into`, or that range, or the carry.
+        """
+        reduction, axis = self._reduction, self._shard_axis
+        send = reduction.send
+        if self._before != 1.0:
+            send.mul_(self._before)
+        own = send.view(axis.size, -1)[axis.rank]
+        total = own if into is None else into
+        if axis.size > 1 and reduction.comm is not None:
+            custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=False)
+            total.copy_(custom.received)
+        elif axis.size > 1:
+            reduce_scatter_single(
+                _as_real(total), _as_real(send), op=self._op, group=axis.reduce_group
+            )
+        elif into is not None:
+            total.copy_(own)
+        return self._add_carry(total)
+
+    def _add_carry(self, total: Tensor) -> Tensor:
+        """Add sums of earlier backwards in their dtype; what crosses an axis is narrow again."""
+        carry = self._reduction.carry
+        if carry is None:
+            return total
+        if self._before != 1.0:
+            carry.mul_(self._before)
+        wide = carry.add_(total)
+        return wide if self.replicate_axis is None else total.copy_(wide)
+
+    def all_reduce(self, total: Tensor) -> None:
+        """Sum over the replicate axis, in place."""
+        assert self.replicate_axis is not None
+        if self._reduction.all_reduce is not None:
+            self._reduction.all_reduce(total, self._after)
+            return
+        dist.all_reduce(_as_real(total), op=self._op, group=self.replicate_axis.group)
+
+    def finish(self, total: Tensor, result: Tensor) -> None:
+        """Scale the sum and put it where the result is wanted."""
+        if self._after == 1.0:
+            if total is not result:
+                result.copy_(total)
+        elif total.dtype == result.dtype:
+            torch.mul(total, self._after, out=result)
+        else:
+            result.copy_(total).mul_(self._after)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, which is what engines know."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+# --- three streams per root and events between them, never `record_stream` ------------------------
+#
+# Memory belongs to the compute stream. A side stream reads or writes it only after an event that
+# the compute stream recorded, and the compute stream touches it again only after an event of that
+# side stream; so no buffer is ever reused early, and peaks are the same in every step.
+
+
+class EventHandle:
+    """A point on a side stream."""
+
+    def __init__(self, device: AcceleratorDevice, event: Event) -> None:
+        self._device = device
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the compute stream wait; the host goes on."""
+        # order: compute waits for the gather
+        self._device.wait(self._device.current_stream(), self._event)
+
+
+class ReduceEventHandle:
+    """Reductions on side streams.
+
+    Attributes:
+        fence: Event after which the send buffers are free.
+    """
+
+    def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
+        self.fence: Event | None = None
+        self._issued: list[Issued] = []
+        self._device = device
+        self._outs = outs
+        # The compute stream's memory, used by others: not to be allocated anew before that is done.
+        self._kept: list[Tensor] = []
+        self._ends: list[Event] = []
+        self._is_on_host = False
+
+    def note(self, issued: Issued | None) -> None:
+        """Note one of the collectives."""
+        if issued is not None:
+            self._issued.append(issued)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Let memory live until the compute stream waits for the results."""
+        self._kept.append(tensor)  # order: memory lives until compute waits for the results
+        return tensor
+
+    def started(self, fence: Event, ends: list[Event], *, is_on_host: bool) -> None:
+        """Note the event after the send buffers' last use, and those after all results."""
+        self.fence, self._ends, self._is_on_host = fence, ends, is_on_host
+        for issued in self._issued:
+            issued.started(functools.partial(self._device.has_passed, ends[-1]))
+
+    def wait_sent(self) -> None:
+        """Let the compute stream wait until the send buffers are free; the host goes on."""
+        assert self.fence is not None  # It was started.
+        # order: compute waits for the last use of send buffers
+        self._device.wait(self._device.current_stream(), self.fence)
+
+    def wait(self) -> list[Tensor]:
+        """Let the compute stream wait; the host goes on, unless results are offloaded to it."""
+        stream = self._device.current_stream()
+        for event in self._ends:
+            self._device.wait(stream, event)  # order: compute waits for the results
+            if self._is_on_host:
+                self._device.synchronize(event)  # order: the host waits for offloaded results
+        self._kept.clear()
+        return self._outs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """One reduction with its memory.
+
+    Attributes:
+        reduction: The reduction that is asked for.
+        sums: The arithmetic of it.
+        into: Memory for the sum over the shard axis. None: the send buffer.
+        result: Memory for the result, on the device.
+        out: Memory where it is wanted: `result`, or memory of the host.
+    """
+
+    reduction: Reduction
+    sums: Sums
+    into: Tensor | None
+    result: Tensor
+    out: Tensor
+
+
+class DeviceCheckHandle:
+    """Numbers on their way from the device, through pinned memory, to a host tensor."""
+
+    is_of_host = False
+
+    def __init__(
+        self, device: AcceleratorDevice, target: Tensor, pinned: Tensor, event: Event
+    ) -> None:
+        self._device = device
+        self._target = target
+        self._pinned = pinned
+        self._event = event
+
+    def wait(self) -> None:
+        """Block the host until the numbers are there."""
+        self._device.synchronize(self._event)  # order: the host waits for compared numbers
+        self._target.copy_(self._pinned)
+
+
+class AcceleratorStreams(WatchedStreams):
+    """One stream each for gathers, reduce-scatters and all-reduces over the replicate axis.
+
+    A collective library runs what one communicator is given in the order of issue, so more streams
+    would not run more of them at once.
+    """
+
+    def __init__(self, device: AcceleratorDevice, share: AcceleratorStreams | None = None) -> None:
+        self._device = device
+        if share is None:
+            self._streams = [device.new_stream() for _ in range(3)]
+        else:
+            self._streams = share._streams  # noqa: SLF001 - own class
+        self._gather, self._reduce, self._all_reduce = self._streams
+        self._hook_streams: dict[Stream, None] = {}
+        self._host_read: Event | None = None
+        self._allocator: Any = None
+
+    # --- memory ---
+
+    def allocate_from(self, axes: Sequence[AxisComm]) -> None:
+        """Take the memory of buffers from the engine, which registers it with the network."""
+        device = self._device.device
+        engines = (_compat.process_group_backend(a.group, device) for a in _as_own(axes))
+        offered = (e for e in engines if e is not None and e.supports_tensor_alloc(device))
+        self._allocator = next(offered, None)
+
+    def separate_reduce(self, axis: AxisComm, *, enable: bool) -> None:
+        """Reduce over `axis` on a communicator of its own, or on that of the gathers."""
+        assert isinstance(axis, AcceleratorAxis)
+        axis.separate_reduce(enable=enable)
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory of the device."""
+        if self._allocator is None:
+            return self._device.new_storage(nbytes)
+        device = self._device.device
+        buffer = self._allocator.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
+        storage: torch.UntypedStorage = buffer.untyped_storage()
+        return storage
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put other memory of the device behind a storage, or none."""
+        self._device.resize_storage(storage, nbytes)
+
+    # --- order ---
+
+    def fence(self) -> Event:
+        """Mark the compute stream."""
+        return self._device.record(self._device.current_stream())
+
+    def wait_fence(self, fence: Event | None) -> None:
+        """Let the compute stream wait."""
+        if fence is not None:
+            # order: compute waits for a slot's last use
+            self._device.wait(self._device.current_stream(), fence)
+
+    def follow_compute(self) -> None:
+        """Let the gather stream wait for writes to shards, whatever slots it will use."""
+        self._device.wait(self._gather, self.fence())  # order: gathers wait for writes to shards
+
+    def after_optimizer(self, event: Event) -> None:
+        """Let the gather stream wait for a user's event."""
+        self._device.wait(self._gather, event)  # order: gathers wait for the optimizer's event
+
+    def join(self) -> None:
+        """Let the compute stream wait for all that was issued on others."""
+        compute = self._device.current_stream()
+        for stream in (*self._streams, *self._hook_streams):
+            # order: compute waits for all streams
+            self._device.wait(compute, self._device.record(stream))
+
+    def settle_host_reads(self, *, compute: bool) -> None:
+        """Block the host until copies from offloaded shards have been made."""
+        if compute:
+            self._device.synchronize(self.fence())
+        event, self._host_read = self._host_read, None
+        if event is not None:
+            self._device.synchronize(event)  # order: the host waits for copies of offloaded shards
+
+    # --- collectives ---
+
+    def start_gather(
+        self, gathers: Sequence[Gather], axis: AxisComm, after: Sequence[Event | None], of: str
+    ) -> Handle:
+        """Cast and gather on the gather stream, after the slots' last readers."""
+        assert isinstance(axis, AcceleratorAxis)
+        issued = axis.issue("all-gather", of, sum(gather.full.nbytes for gather in gathers))
+        for event in after:
+            if event is not None:
+                self._device.wait(self._gather, event)  # order: gathers wait for slots' readers
+        with self._device.on(self._gather):  # order: gathers run on their own stream
+            for gather in gathers:
+                gather.own.copy_(gather.shard, non_blocking=True)
+            if axis.size > 1:
+                _gather_all(gathers, axis)
+        event = self._device.record(self._gather)
+        if issued is not None:
+            issued.started(functools.partial(self._device.has_passed, event))
+        if any(gather.is_on_host for gather in gathers):
+            self._host_read = event  # order: the host waits for the last copy from its shards
+        return EventHandle(self._device, event)
+
+    def start_reduce(self, reductions: Sequence[Reduction], of: str) -> ReduceEventHandle:
+        """Reduce-scatter on one stream, all-reduce on the next."""
+        # All memory belongs to the compute stream: it is allocated before others may touch it.
+        outs = [self._new_result(reduction) for reduction in reductions]
+        handle = ReduceEventHandle(self._device, outs)
+        prepared = [self._prepare(*pair, handle) for pair in zip(reductions, outs, strict=True)]
+        self._device.wait(self._reduce, self.fence())  # order: reductions wait for compute
+        try:
+            # order: send buffers wait for the reduce-scatter
+            ends = [self._reduce, *(self._start_one(each, handle, of) for each in prepared)]
+        except BaseException:
+            # What was issued still writes memory that nobody will wait for.
+            self.join()  # order: after an error compute waits for what was issued
+            raise
+        # order: compute waits for every stream that results end on
+        events = [self._device.record(stream) for stream in dict.fromkeys(ends)]
+        is_on_host = any(reduction.is_to_host for reduction in reductions)
+        handle.started(events[0], events, is_on_host=is_on_host)
+        return handle
+
+    def _new_result(self, reduction: Reduction) -> Tensor:
+        numel, dtype = reduction.out_numel, reduction.out_dtype
+        if reduction.is_to_host:
+            return self._device.empty_on_host(numel, dtype, pinned=reduction.is_pinned)
+        return self._device.empty(numel, dtype)
+
+    def _prepare(self, reduction: Reduction, out: Tensor, handle: ReduceEventHandle) -> _Prepared:
+        """Allocate what one reduction needs beside its result."""
+        result = out
+        if reduction.is_to_host:
+            # order: a result lives until it is copied to the host
+            result = handle.keep(self._device.empty(reduction.out_numel, reduction.out_dtype))
+        if reduction.carry is not None:
+            handle.keep(reduction.carry)  # order: earlier sums live until they are added
+        sums = Sums(reduction)
+        into = None
+        if sums.can_be_result:
+            into = result
+        elif sums.replicate_axis is not None:
+            # Else the send buffer would be in use until the all-reduce is done.
+            # order: a sum over the shard axis lives until it is all-reduced
+            into = handle.keep(self._device.empty(reduction.out_numel, reduction.send.dtype))
+        return _Prepared(reduction, sums, into, result, out)
+
+    def _start_one(self, prepared: _Prepared, handle: ReduceEventHandle, of: str) -> Stream:
+        """Start one reduction; return the stream that it ends on."""
+        reduction, sums, result = prepared.reduction, prepared.sums, prepared.result
+        stream = self._reduce
+        shard_axis = reduction.shard_axis
+        assert isinstance(shard_axis, AcceleratorAxis)
+        group, nbytes = shard_axis.reduce_group, reduction.send.nbytes
+        handle.note(shard_axis.issue("reduce-scatter", of, nbytes, group))
+        with self._device.on(stream):
+            total = sums.reduce_scatter(prepared.into)
+            if sums.replicate_axis is None:
+                sums.finish(total, result)
+        if sums.replicate_axis is not None:
+            stream = self._follow(self._all_reduce, stream)
+            if reduction.all_reduce is None:
+                handle.note(sums.replicate_axis.issue("all-reduce", of, total.nbytes))
+            with self._device.on(stream):
+                sums.all_reduce(total)
+                sums.finish(total, result)
+        if reduction.hook is not None:
+            if reduction.hook_stream is not None:
+                # order: compute waits for hooks' streams when it waits for all
+                self._hook_streams.setdefault(reduction.hook_stream)
+                stream = self._follow(reduction.hook_stream, stream)
+            with self._device.on(stream):
+                reduction.hook(result)
+        if result is not prepared.out:
+            with self._device.on(stream):
+                prepared.out.copy_(result, non_blocking=reduction.is_pinned)
+        return stream
+
+    def _follow(self, stream: Stream, before: Stream) -> Stream:
+        """Let a stream go on after all that was issued on another."""
+        # order: a stream waits for the one before it
+        self._device.wait(stream, self._device.record(before))
+        return stream
+
+    def start_all_reduce_max(
+        self, tensor: Tensor, axes: Sequence[AxisComm], of: str
+    ) -> CheckHandle:
+        """All-reduce by the host's engine if all axes have one, else a copy on the device."""
+        own = _as_own(axes)
+        groups = [axis.host_group for axis in own]
+        if any(group is None for group in groups):
+            return self._start_max_on_device(tensor, own, of)
+        return start_host_max(tensor, groups, of)
+
+    def _start_max_on_device(
+        self, tensor: Tensor, axes: Sequence[AcceleratorAxis], of: str
+    ) -> DeviceCheckHandle:
+        pinned = self._device.empty_on_host(tensor.numel(), tensor.dtype, pinned=True)
+        pinned.copy_(tensor)
+        with self._device.on(self._reduce):
+            # This stream's own memory: nobody waits for a model that is dropped.
+            # order: numbers lie in memory that the reduce stream allocates
+            on_device = self._device.empty(tensor.numel(), tensor.dtype)
+            on_device.copy_(pinned, non_blocking=True)
+            for axis in axes:
+                axis.issue("all-reduce", of, tensor.nbytes)
+                dist.all_reduce(on_device, dist.ReduceOp.MAX, group=axis.group)
+            pinned.copy_(on_device, non_blocking=True)
+        return DeviceCheckHandle(self._device, tensor, pinned, self._device.record(self._reduce))
+
+
+def _as_own(axes: Sequence[AxisComm]) -> list[AcceleratorAxis]:
+    """Return axes, all of which are of this backend."""
+    own = [axis for axis in axes if isinstance(axis, AcceleratorAxis)]
+    assert len(own) == len(axes)
+    return own
+
+
+def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
+    """Gather buckets over an axis of several ranks, as one collective if the engine can."""
+    own = [gather for gather in gathers if gather.comm is None]
+    for gather in gathers:
+        if gather.comm is not None:
+            custom = custom_all_gather(gather, axis.group, async_op=False)
+            gather.full.copy_(custom.received)
+    if len(own) > 1 and axis.coalesces:
+        with _compat.coalesced(axis.group):
+            for gather in own:
+                all_gather_single(gather.full, gather.own, group=axis.group)
+    else:
+        for gather in own:
+            all_gather_single(gather.full, gather.own, group=axis.group)
+
+
+# --- accelerator ranks: one backend for every device that torch has streams and collectives
+# for
 
 
 class AcceleratorBackend(ProcessGroupBackend):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.events import Event, Stream
+    from shardkit.backends.base import Event, Stream
 
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "xla", "npu", "mtia", "hpu", "musa", "mlu")

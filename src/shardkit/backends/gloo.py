@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backends.base import Gather
-from shardkit.backends.gloo_axis import GlooAxis
-from shardkit.backends.gloo_exchange import ExchangeHandle, is_small, sends_own
-from shardkit.backends.host_work import WorkHandle, start_host_max
+from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
+    ProcessGroupAxis,
     ProcessGroupBackend,
     WatchedStreams,
+    WorkHandle,
     all_gather_single,
     custom_all_gather,
+    custom_reduce_scatter,
+    start_host_all_to_all,
+    start_host_max,
 )
 
 if TYPE_CHECKING:
@@ -33,11 +36,242 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, CommStreams, Handle, Reduction
-    from shardkit.backends.events import Event
+    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Event, Handle, Reduction
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.watch.channel import Issued
 
+
+# --- a mesh axis over gloo ------------------------------------------------------------------------
+
+
+class GlooAxis(ProcessGroupAxis):
+    """An axis with a second process group for reductions."""
+
+    reduce_group: dist.ProcessGroup | None = None
+
+    def make_reduce_group(self) -> None:
+        """Make the group, once; call it on all ranks of the axis."""
+        if self.reduce_group is None and self.size > 1:
+            self.reduce_group = sub_group(self.group, [range(self.size)], "gloo")
+
+    def start_all_to_all(self, job: AllToAll) -> WorkHandle:
+        """See `PeerAxis.start_all_to_all`."""
+        if self.size == 1:
+            return WorkHandle([], None)
+        return start_host_all_to_all(job, self.group)
+
+
+# --- reduce-scatter over gloo: ranks exchange their pieces, and each adds those of its shard ------
+
+_MAX_STAGED_NBYTES = 2 << 20
+
+
+class ExchangeHandle:
+    """A reduce-scatter by exchange. Whoever waits computes the sum, in two steps.
+
+    First the pieces are added where they were received. That frees the send buffer for the next
+    group; the result gets memory of its own only later. The all-reduce over the replicate axis
+    comes last: it needs the sum.
+    """
+
+    fence: Event | None = None
+
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
+        self._reductions = reductions
+        for reduction in reductions:
+            if reduction.before is not None:
+                reduction.send.mul_(reduction.before)
+        self._exchange = _start_exchange(reductions, of)
+        self._sums: list[Tensor] | None = None
+        self._outs: list[Tensor] | None = None
+
+    def wait_sent(self) -> None:
+        """Block until all pieces have come, and add them."""
+        if self._sums is None:
+            pieces = self._exchange.wait_pieces()
+            self._sums = list(map(_add_pieces, self._reductions, pieces))
+
+    def wait(self) -> list[Tensor]:
+        """Block until the results are there."""
+        if self._outs is None:
+            self.wait_sent()
+            assert self._sums is not None
+            self._outs = list(map(_finish, self._reductions, self._sums))
+            self._reductions, self._sums = (), []
+        return self._outs
+
+
+def sends_own(axis: AxisComm) -> bool:
+    """Whether this rank's own piece takes part in the exchange.
+
+    What is sent must be contiguous, so only the first and the last rank can leave their own piece
+    out. With two ranks that halves the receive buffer.
+    """
+    return axis.rank not in (0, axis.size - 1)
+
+
+class Exchange:
+    """Sends every rank its ranges of reductions, each in a collective of its own.
+
+    Where the user gave a reduce-scatter, that makes the sum: there is one piece then.
+    """
+
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
+        self._reductions = reductions
+        self._custom: dict[int, CustomCollective] = {}
+        self._works = []
+        for i, reduction in enumerate(reductions):
+            axis = reduction.shard_axis
+            assert isinstance(axis, GlooAxis)
+            if axis.size == 1:
+                continue
+            if reduction.comm is not None:
+                assert axis.reduce_group is not None
+                issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
+                custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
+                self._custom[i] = custom
+                self._works.append(WorkHandle([custom.work], issued))
+            else:
+                receive, numel = reduction.receive, reduction.out_numel
+                assert receive is not None
+                self._works.append(_start_all_to_all(receive, reduction.send, numel, axis, of))
+
+    def wait_pieces(self) -> list[list[Tensor]]:
+        """Return, for each reduction, this rank's range of every rank's gradients, in rank order.
+
+        This rank's own is in the send buffer.
+        """
+        for work in self._works:
+            work.wait()
+        return [
+            [self._custom[i].received]
+            if i in self._custom
+            else _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
+            for i, r in enumerate(self._reductions)
+        ]
+
+
+class StagedExchange:
+    """The same for several small reductions in one collective, through staging buffers."""
+
+    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
+        axis = reductions[0].shard_axis
+        assert isinstance(axis, GlooAxis)
+        self._axis = axis
+        self._reductions = reductions
+        by_rank = [r.send.view(axis.size, -1).view(torch.uint8) for r in reductions]
+        self._send = torch.cat(by_rank, dim=1)
+        piece_nbytes = self._send.shape[1]
+        chunks = axis.size if sends_own(axis) else axis.size - 1
+        self._receive = self._send.new_empty(chunks * piece_nbytes)
+        self._work = _start_all_to_all(self._receive, self._send.view(-1), piece_nbytes, axis, of)
+
+    def wait_pieces(self) -> list[list[Tensor]]:
+        """Return, for each reduction, this rank's range of every rank's gradients."""
+        self._work.wait()
+        rows = _in_rank_order(self._receive, self._send, self._axis)
+        result, at = [], 0
+        for reduction in self._reductions:
+            dtype = reduction.send.dtype
+            nbytes = reduction.out_numel * dtype.itemsize
+            result.append([row[at : at + nbytes].view(dtype) for row in rows])
+            at += nbytes
+        return result
+
+
+def _start_exchange(reductions: Sequence[Reduction], of: str) -> Exchange | StagedExchange:
+    is_one_axis = len({reduction.shard_axis for reduction in reductions}) == 1
+    nbytes = sum(reduction.send.nbytes for reduction in reductions)
+    is_custom = any(reduction.comm is not None for reduction in reductions)
+    if (
+        len(reductions) > 1
+        and is_one_axis
+        and not is_custom
+        and is_small(nbytes, reductions[0].shard_axis)
+    ):
+        return StagedExchange(reductions, of)
+    return Exchange(reductions, of)
+
+
+def is_small(nbytes: int, axis: AxisComm) -> bool:
+    """Whether copying through a staging buffer costs less than a collective more."""
+    return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
+
+
+def _start_all_to_all(
+    receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, of: str
+) -> WorkHandle:
+    """Send range r of `send` to rank r; a rank's own range stays where it is if it can."""
+    assert axis.reduce_group is not None
+    issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
+    splits = [piece_numel] * axis.size
+    if not sends_own(axis):
+        splits[axis.rank] = 0
+        send = send[piece_numel:] if axis.rank == 0 else send[:-piece_numel]
+    work = dist.all_to_all_single(
+        receive, send, splits, splits, group=axis.reduce_group, async_op=True
+    )
+    return WorkHandle([work], issued)
+
+
+def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> list[Tensor]:
+    """Return the received rows and this rank's own, of `send`, in rank order."""
+    own = send[axis.rank]
+    if axis.size == 1:
+        return [own]
+    assert received is not None
+    rows = list(received.view(-1, own.numel()))
+    if not sends_own(axis):
+        rows.insert(axis.rank, own)
+    return rows
+
+
+def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
+    """Return the sum of the pieces, in rank order, so that replicas add to the same result.
+
+    Low-precision pieces are added in fp32.
+    """
+    if len(pieces) == 1:
+        return pieces[0].clone()  # The send buffer is about to be given away.
+    wide = torch.promote_types(pieces[0].dtype, torch.float32)
+    if wide != pieces[0].dtype:
+        total = pieces[0].to(wide)
+        total.add_(pieces[1])
+    else:
+        assert reduction.receive is not None
+        total = reduction.receive[: reduction.out_numel]
+        torch.add(pieces[0], pieces[1], out=total)
+    for piece in pieces[2:]:
+        total.add_(piece)
+    return total
+
+
+def _finish(reduction: Reduction, total: Tensor) -> Tensor:
+    """All-reduce over the replicate axis, scale."""
+    before = 1.0 if reduction.before is None else reduction.before
+    scale = reduction.scale / before
+    if reduction.carry is not None:
+        # In its dtype: the sum of one piece is not widened.
+        total = reduction.carry.mul_(before).add_(total)
+    axis = reduction.replicate_axis
+    if axis is not None and axis.size > 1 and reduction.all_reduce is not None:
+        reduction.all_reduce(total, scale)
+    elif axis is not None:
+        # What crosses the axis travels in the dtype that the user chose for the wire.
+        on_wire = total.to(reduction.send.dtype)
+        axis.all_reduce(on_wire, "sum")
+        total.copy_(on_wire)
+    out = torch.empty(reduction.out_numel, dtype=reduction.out_dtype, device=total.device)
+    if out.dtype == total.dtype:
+        torch.mul(total, scale, out=out)
+    else:
+        out.copy_(total.mul_(scale))
+    if reduction.hook is not None:
+        reduction.hook(out)
+    return out
+
+
+# --- CPU ranks over gloo: the host waits, nothing has a stream order ------------------------------
 
 _MAX_BROADCASTS = 8
 """An all-gather over more ranks than this is left to gloo: its ring beats one broadcast each."""

@@ -3,33 +3,29 @@
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._background import SaveHandle
 from shardkit.checkpoint._consolidate import consolidate
 from shardkit.checkpoint._dcp.directory import latest
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._dcp.writer import CheckpointWriter
 from shardkit.checkpoint._files.full import FullFile
-from shardkit.checkpoint._full_load import LoadedNames, load_full
-from shardkit.checkpoint._full_save import save_full
+from shardkit.checkpoint._full import LoadedNames, load_full, save_full
 from shardkit.checkpoint._load import load
 from shardkit.checkpoint._local import (
     get_shard_metadata,
     load_local_state_dict,
     local_state_dict,
 )
-from shardkit.checkpoint._save import async_save, release_staging_memory, save
+from shardkit.checkpoint._save import SaveHandle, async_save, release_staging_memory, save
 from shardkit.checkpoint._state.model_and_optimizer import (
+    gather_optimizer_state,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    rekey_optimizer_state,
+    scatter_optimizer_state,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
-)
-from shardkit.checkpoint._state.optimizer_layouts import (
-    gather_optimizer_state,
-    rekey_optimizer_state,
-    scatter_optimizer_state,
 )
 
 __all__ = [

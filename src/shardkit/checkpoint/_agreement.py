@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from shardkit._errors import CheckpointError, listed
 from shardkit.backends.base import first_of_all
-from shardkit.backends.groups import exchange
-from shardkit.backends.world import group_rank
+from shardkit.backends.groups import exchange, group_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

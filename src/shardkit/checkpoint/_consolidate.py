@@ -14,7 +14,7 @@ from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._files.bytes_io import (
+from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
     Source,
     check_saved_dtype,
@@ -23,10 +23,8 @@ from shardkit.checkpoint._files.bytes_io import (
     reading,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
-from shardkit.checkpoint._files.local import LocalFiles
-from shardkit.checkpoint._files.xla_fsdp import XlaFsdpFiles, is_of_xla_fsdp
-from shardkit.checkpoint._state.sections import nested
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
+from shardkit.checkpoint._files.local import LocalFiles, XlaFsdpFiles, is_of_xla_fsdp
+from shardkit.checkpoint._state.sections import DistributedCheckpoint, nested
 
 if TYPE_CHECKING:
     import os

@@ -21,7 +21,7 @@ from shardkit.checkpoint._dcp.directory import (
 from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._files.bytes_io import (
+from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
     dtype_name,
     info_nbytes,
@@ -30,11 +30,11 @@ from shardkit.checkpoint._files.bytes_io import (
 )
 from shardkit.checkpoint._files.full import FullFile
 from shardkit.checkpoint._files.local import RankFiles
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
+from shardkit.checkpoint._state.sections import DistributedCheckpoint
 
 if TYPE_CHECKING:
     from shardkit.checkpoint._dcp.manifest import Manifest
-    from shardkit.checkpoint._files.bytes_io import Source
+    from shardkit.checkpoint._files.disk import Source
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.manifest import DAMAGED, MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import check_is_checkpoint
-from shardkit.checkpoint._files.asides import asides_in
-from shardkit.checkpoint._full_load import load_full
-from shardkit.checkpoint._job import check_arguments
-from shardkit.checkpoint._save import wait_for_last_save
-from shardkit.checkpoint._state.findings import Findings
-from shardkit.checkpoint._state.parts import ExtrasPart, ModelPart, OptimizerPart
-from shardkit.checkpoint._state.sections import entries_of_models, entries_of_optimizers
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
+from shardkit.checkpoint._files.disk import asides_in
+from shardkit.checkpoint._full import load_full
+from shardkit.checkpoint._save import check_arguments, wait_for_last_save
+from shardkit.checkpoint._state.parts import ExtrasPart, Findings, ModelPart, OptimizerPart
+from shardkit.checkpoint._state.sections import (
+    DistributedCheckpoint,
+    entries_of_models,
+    entries_of_optimizers,
+)
 
 if TYPE_CHECKING:
     import os

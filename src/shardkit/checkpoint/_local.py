@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError, listed_lines
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import raise_any
-from shardkit.checkpoint._files.bytes_io import dtype_name, reading
+from shardkit.checkpoint._files.disk import dtype_name, reading
 from shardkit.checkpoint._files.local import (
     FORMAT,
     METADATA,
@@ -38,17 +38,17 @@ from shardkit.checkpoint._files.local import (
     is_piece,
     metadata_of,
 )
-from shardkit.checkpoint._state.model_tensors import (
+from shardkit.checkpoint._state.model_and_optimizer import (
+    named_state,
+    optimizer_template,
+    put_optimizer_state,
+)
+from shardkit.checkpoint._state.names import (
     by_identity,
     give_memory,
     mesh_of,
     set_extra_state,
     state_of,
-)
-from shardkit.checkpoint._state.optimizer import (
-    named_state,
-    optimizer_template,
-    put_optimizer_state,
 )
 
 if TYPE_CHECKING:

@@ -2,24 +2,471 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import numbers
+import os
+import signal
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardkit import _compat
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
-from shardkit.checkpoint._agreement import rank_of
-from shardkit.checkpoint._background import Background, SaveHandle
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.groups import new_group
+from shardkit.backends.watch.channel import channel_of
+from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._job import Job, write
+from shardkit.checkpoint._dcp.planners import SavePlanner, Whole
+from shardkit.checkpoint._dcp.writer import CheckpointWriter, Staging
+from shardkit.checkpoint._state.model_and_optimizer import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable
+    import types
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import torch
-    from torch import nn
 
     from shardkit._progress import Progress
+
+
+# --- writing a checkpoint: what of a training run goes into one, and the call of DCP --------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be saved, and how.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        model: Module, or None.
+        optimizers: One optimizer, several, or None.
+        extra: Values, or objects with ``state_dict``.
+        keep_last: Number of checkpoints that stay beside each other; None: all.
+        overwrite: Permission to replace a checkpoint of this name.
+        progress: Same as for `save`.
+    """
+
+    path: Path
+    model: nn.Module | None
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+    extra: Mapping[str, Any]
+    keep_last: int | None
+    overwrite: bool
+    progress: Progress
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before anything has been done.
+
+        Raises:
+            CheckpointError: On every rank alike.
+        """
+        check_arguments(self.model, self.optimizers)
+        if self.model is None and not self.extra:
+            msg = f"{quote(self.path)}: there is nothing to save. Pass a model or extras."
+            raise CheckpointError(msg)
+        keep_last: object = self.keep_last
+        is_count = isinstance(keep_last, numbers.Integral) and not isinstance(keep_last, bool)
+        if keep_last is not None and not (is_count and int(keep_last) >= 1):  # type: ignore[call-overload]
+            msg = f"keep_last must be at least 1, the new checkpoint, not {keep_last!r}."
+            raise CheckpointError(msg)
+
+    def collect(self) -> dict[str, Any]:
+        """Return the state as DCP takes it: sharded tensors are not copied."""
+        state: dict[str, Any] = {}
+        if self.model is not None:
+            state["model"] = {
+                name: value if _is_kept(value) else Whole(name, value)
+                for name, value in get_model_state_dict(self.model).items()
+            }
+            if self.optimizers is not None:
+                state["optim"] = get_optimizer_state_dict(self.model, self.optimizers)
+        if self.extra:
+            state["extra"] = {name: _extra(name, value) for name, value in self.extra.items()}
+        return state
+
+    @property
+    def step(self) -> int | None:
+        """The `step` among the extras, for the manifest."""
+        step = self.extra.get("step")
+        return int(step) if isinstance(step, numbers.Integral) else None
+
+
+def check_arguments(model: Any, optimizers: Any) -> None:
+    """Refuse what is no model or no optimizer.
+
+    Raises:
+        CheckpointError: On every rank alike.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        msg = (
+            f"model: expected a module, not {type(model).__name__}. Pass the model itself, not its "
+            f"state dict; other state is passed by a name of its own."
+        )
+        raise CheckpointError(msg)
+    if optimizers is None:
+        return
+    several = () if hasattr(optimizers, "param_groups") else optimizers
+    # A list is asked for several times, which a generator does not bear.
+    if not isinstance(several, Collection) or not all(hasattr(o, "param_groups") for o in several):
+        msg = (
+            f"optimizer: expected an optimizer or a list of them, not {type(optimizers).__name__}. "
+            f"Pass it itself, not its state dict; schedulers and others by names of their own."
+        )
+        raise CheckpointError(msg)
+    if model is None:
+        msg = "optimizer: its state goes by parameter names, so pass the model as well."
+        raise CheckpointError(msg)
+
+
+def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Meter) -> Path:
+    """Write a checkpoint; see `save`.
+
+    Args:
+        job: Things to save.
+        collect: Function that makes the state; its errors are raised on all ranks.
+        group: Process group that this thread alone uses now.
+        meter: Counts.
+    """
+    writer = CheckpointWriter(
+        job.path,
+        overwrite=job.overwrite,
+        step=job.step,
+        report=meter.add,
+    )
+
+    def make_state() -> dict[str, Any]:
+        state = collect()
+        writer.layout = layout_of(state.get("model", {}))
+        return state
+
+    planner = SavePlanner(make_state, meter.expect)
+    writer.stages = planner.stages  # Known when all ranks have planned.
+    try:
+        if dist.is_initialized():
+            with channel_of(group).section("saving", "a checkpoint"):
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+        else:
+            _write_alone(writer, planner)
+    except BaseException as error:
+        if rank_of(group) == 0:
+            with contextlib.suppress(OSError):
+                writer.discard()
+        if isinstance(error, CheckpointException):
+            what = f"{quote(job.path)} was not saved"
+            raise error_of(what, error) from error
+        raise
+    if job.keep_last is not None and rank_of(group) == 0:
+        directory.prune(job.path, job.keep_last)
+    return job.path
+
+
+def _write_alone(writer: CheckpointWriter, planner: SavePlanner) -> None:
+    """Do what ``dcp.save`` does in one process, without its warning that there is but one."""
+    try:
+        planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(is_coordinator=True, rank=0)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        results = writer.write_data(plan, planner).wait()
+        writer.finish(metadata, [results])
+    except Exception as error:
+        failures: Any = {0: (error, None)}
+        raise CheckpointException("save", failures) from error  # noqa: EM101
+
+
+def _extra(name: str, value: Any) -> Any:
+    """Return an extra as DCP takes it: in one entry, or if it is sharded in one for each tensor."""
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        value = value.state_dict()
+    return _in_entries(name, value) if _is_distributed_state(value) else Whole(name, value)
+
+
+def _in_entries(name: str, value: Any) -> Any:
+    """Return a value with entries for its tensors, and for what has none in it one entry.
+
+    Raises:
+        CheckpointError: DCP would make strings of the keys that lead to sharded tensors.
+    """
+    if not _is_distributed_state(value):
+        is_entry = isinstance(value, Tensor) or (isinstance(value, dict) and _is_kept(value))
+        return value if is_entry else Whole(name, value)
+    if isinstance(value, (list, tuple)):
+        return [_in_entries(f"{name}.{i}", entry) for i, entry in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    numbers = [key for key in value if not isinstance(key, str)]
+    if numbers:
+        msg = (
+            f"extra {name!r} holds sharded tensors by keys that are no strings ({numbers[0]!r}, of "
+            f"{len(numbers)}), which would come back as strings. Pass optimizers as `optimizer`, "
+            f"several as a list; of other states make the keys strings."
+        )
+        raise CheckpointError(msg)
+    return {key: _in_entries(f"{name}.{key}", entry) for key, entry in value.items()}
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether a value comes back as it was after DCP has taken its dicts and lists apart."""
+    if isinstance(value, dict):
+        keys_stay = bool(value) and all(isinstance(key, str) for key in value)
+        return keys_stay and all(map(_is_kept, value.values()))
+    if isinstance(value, (list, tuple)):
+        return not any(isinstance(entry, (dict, list, tuple, Tensor)) for entry in value)
+    return True
+
+
+def _is_distributed_state(value: Any) -> bool:
+    """Whether ranks hold different parts of a value: it has sharded tensors in it."""
+    if isinstance(value, dict):
+        return any(map(_is_distributed_state, value.values()))
+    if isinstance(value, list) or type(value) is tuple:
+        return any(map(_is_distributed_state, value))
+    return hasattr(value, "__create_write_items__")
+
+
+def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe how a model's parameters are spread over ranks, for people who look at a file.
+
+    Args:
+        model: State dict of it.
+    """
+    meshes: list[dict[str, Any]] = []
+    params: dict[str, int] = {}
+    for name, param in model.items():
+        if isinstance(param, ShardedTensor):
+            mesh = param.spec.mesh
+            described = {
+                "device_type": mesh.device_type,
+                "shape": list(mesh.shape),
+                "axes": list(mesh.mesh_dim_names or ()),
+                "ranks": list(mesh.ranks),
+            }
+            if described not in meshes:
+                meshes.append(described)
+            params[name] = meshes.index(described)
+    return {"meshes": meshes, "mesh_of": params}
+
+
+# --- saves that go on while training does: one at a time, each with a handle ----------------------
+#
+# A process, or its default process group, that ends while one is under way waits for it. What is
+# never complete is named.
+
+END_LIMIT_S = 600.0
+"""How long the end of a process, or of the default process group, waits for a save."""
+
+_SIGTERM_LIMIT_S = 25.0  # torchrun, SLURM and Kubernetes kill 30 s after SIGTERM.
+_SILENT_S = 5.0  # Who waits no longer than this says nothing.
+
+_logger = logging.getLogger("shardkit")
+
+
+class SaveHandle:
+    """A checkpoint that is being written."""
+
+    def __init__(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
+        """Start to write; or to tell other ranks why this one has nothing to write."""
+        self._path = job.path
+        self._group = group
+        self._state: dict[str, Any] | Exception | None = state
+        self._error: BaseException | None = None
+        self._is_asked = False
+        self._is_given_up = False
+        self._rank = rank_of(group)
+        # A daemon: the end of the process waits for it by `end`, which has a limit.
+        self._thread = threading.Thread(
+            target=self._write, args=(job,), name="shardkit-save", daemon=True
+        )
+        self._catch_sigterm()
+        self._thread.start()
+
+    def _write(self, job: Job) -> None:
+        state = self._state
+        progress = False if job.progress is None else job.progress
+
+        def collected() -> dict[str, Any]:
+            assert state is not None
+            if isinstance(state, Exception):
+                raise state
+            return state
+
+        try:
+            with Meter(progress, f"saving {job.path.name}", rank=rank_of(self._group)) as meter:
+                write(job, collected, self._group, meter)
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            self._error = error
+        finally:
+            self._state = None
+            if signal.getsignal(signal.SIGTERM) == self._end_by_sigterm:
+                # Only main threads may call signal.signal, and one that is blocked in a collective
+                # would not come to call a handler: SIGTERM ends the process at once, as before.
+                ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
+
+    def _catch_sigterm(self) -> None:
+        """Let SIGTERM wait for this save, if the user has no handler of it."""
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGTERM)
+            is_ours = isinstance(getattr(handler, "__self__", None), SaveHandle)
+            if handler is signal.SIG_DFL or is_ours:
+                signal.signal(signal.SIGTERM, self._end_by_sigterm)
+
+    def _end_by_sigterm(self, number: int, _: types.FrameType | None) -> None:
+        self.end(_SIGTERM_LIMIT_S, "SIGTERM")
+        self.tell_error()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def done(self) -> bool:
+        """Whether the checkpoint is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is done, at most `timeout` seconds.
+
+        Raises:
+            TimeoutError: It is not.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            msg = f"{quote(self._path)} is not complete after {timeout} s."
+            raise TimeoutError(msg)
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete and return its path.
+
+        Args:
+            timeout: Limit in seconds; None: as long as it takes.
+
+        Raises:
+            CheckpointError: It was not saved; the same on all ranks.
+            TimeoutError: It is not complete yet.
+        """
+        self.wait(timeout)
+        self._is_asked = True
+        if self._error is not None:
+            raise self._error
+        return self._path
+
+    def unheard_error(self) -> BaseException | None:
+        """Wait until it is done; return its error if nobody has asked for the result."""
+        self.wait()
+        heard, self._is_asked = self._is_asked, True
+        return None if heard else self._error
+
+    def end(self, limit_s: float, what: str) -> None:
+        """Wait until it is done, at most so many seconds; tell if it takes longer.
+
+        Args:
+            limit_s: Limit in seconds.
+            what: Name of what waits, for the log.
+        """
+        if self._is_given_up:
+            return
+        silent_s = min(_SILENT_S, limit_s / 2)
+        try:
+            self._thread.join(silent_s)
+            if self._thread.is_alive() and self._rank == 0:
+                where = quote(self._path)
+                _logger.warning("%s waits at most %.0f s for %s.", what, limit_s, where)
+            self._thread.join(limit_s - silent_s)
+        finally:  # Also after a ctrl-C.
+            if self._thread.is_alive():
+                self._is_given_up = True
+                _logger.error(
+                    "rank %d: %s is not complete after %.0f s, and is given up. Ask for the "
+                    "result() of the last async_save: it waits as long as it takes.",
+                    *(self._rank, quote(self._path), limit_s),
+                )
+
+    def tell_error(self) -> None:
+        """Log the error of a save that is done, if nobody has asked for the result."""
+        if self.done() and (error := self.unheard_error()) is not None:
+            is_of_all = isinstance(error, CheckpointError)  # Then one rank is enough.
+            if self._rank == 0 or not is_of_all:
+                path = quote(self._path)
+                text = str(error) if is_of_all else f"{path} was not saved: {error!r}"
+                _logger.error("rank %d: %s", self._rank, text)
+
+
+class Background:
+    """What asynchronous saves share: one at a time, their memory, their process group."""
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self._last: SaveHandle | None = None
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups_in: Any = None
+        self._ends_are_seen = False
+
+    def start(self, job: Job, group: Any) -> SaveHandle:
+        """Copy a state, and write the copy in the background.
+
+        If that fails on one rank, the others have begun to write: all hear of it as of any error.
+        """
+        state: dict[str, Any] | Exception
+        try:
+            state = self.staging.copy(job.collect())
+        except Exception as error:  # noqa: BLE001 - raised on all ranks by `result`
+            state = error
+        if not self._ends_are_seen:
+            self._ends_are_seen = True
+            _compat.before_threads_end(self._end_process)
+            _compat.before_world_ends(self._end_world)
+        self._last = SaveHandle(job, state, group)
+        return self._last
+
+    def _end_process(self) -> None:
+        if self._last is not None:
+            self._last.end(END_LIMIT_S, "the end of the process")
+            self._last.tell_error()
+
+    def _end_world(self) -> None:
+        if self._last is not None:
+            self._last.end(END_LIMIT_S, "destroy_process_group")
+
+    def wait(self) -> None:
+        """Wait for the save under way."""
+        if self._last is not None:
+            self._last.wait()
+
+    def last_error(self) -> BaseException | None:
+        """Wait for the save under way; return its error if nobody has asked for its result."""
+        last, self._last = self._last, None
+        return None if last is None else last.unheard_error()
+
+    def group_like(self, group: Any) -> Any:
+        """Return a gloo group of the ranks of `group`; the first time a collective of them.
+
+        The background thread needs one of its own: collectives of one group that two threads issue
+        come in another order on each rank.
+        """
+        if not dist.is_initialized():
+            return None
+        if self._groups_in is not dist.group.WORLD:
+            self._groups.clear()
+            self._groups_in = dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._groups:
+            self._groups[ranks] = new_group(ranks, "gloo")
+        return self._groups[ranks]
+
+
+# --- `save` and `async_save`: a model, its optimizers and other state into one directory ----------
 
 _background = Background()
 

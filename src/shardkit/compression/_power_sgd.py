@@ -2,29 +2,265 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, StateError, listed
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.compression._bucket_state import BucketState, Sent
-from shardkit.compression._loss_scale import LossScale
-from shardkit.compression._low_rank import (
-    Matrix,
-    find_matrices,
-    random_factor,
-    rest_of,
-    sum_at_low_rank,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
     from shardkit._custom_comm import GradientPiece, SumAxis
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
+
+
+# --- by what a loss was multiplied, and what became of the optimizer step -------------------------
+
+
+class LossScale:
+    """A number, or a GradScaler, which is asked.
+
+    Args:
+        source: The number, or the GradScaler.
+
+    Attributes:
+        value: The scale as it was read last.
+        may_skip: True if steps are skipped where gradients overflow.
+
+    Raises:
+        StateError: It is neither a GradScaler nor a finite number above 0.
+    """
+
+    def __init__(self, source: float | torch.amp.GradScaler) -> None:
+        if isinstance(source, int | float):
+            is_valid = 0.0 < source < float("inf")
+        else:
+            is_valid = hasattr(source, "is_enabled")
+        if not is_valid:
+            msg = (
+                f"set_loss_scale takes a GradScaler, or a finite number above 0, got {source!r}. "
+                f"Where the loss is not scaled, pass 1.0."
+            )
+            raise StateError(msg)
+        self._scaler = None if isinstance(source, int | float) else source
+        self._growth = 0
+        self.value = float(source) if isinstance(source, int | float) else 1.0
+        self.may_skip = self._scaler is not None and self._scaler.is_enabled()
+        self.read()
+
+    def read(self) -> str:
+        """Read the scale.
+
+        Returns:
+            ``"same"``: the optimizer step that was under way when it was read before still is;
+            ``"stepped"``; ``"skipped"``: the scale got lower.
+
+        Cost: waits for the device where the scale is on one.
+        """
+        if self._scaler is None:
+            return "same"
+        before = self.value, self._growth
+        state = self._scaler.state_dict()  # Empty where it is not enabled.
+        value, self._growth = state.get("scale", 1.0), state.get("_growth_tracker", 0)
+        if (value, self._growth) == before:
+            return "same"
+        self.value = value or self.value  # By 0 nothing can be divided.
+        return "skipped" if value < before[0] else "stepped"
+
+
+# --- matrices in a range of gradients, and sums of them at low rank -------------------------------
+#
+# Pure but for the sums that it is given: what is sent is one tensor of all first factors, and one
+# of all second ones.
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Whole rows of one parameter in a rank's range, to be sent at low rank.
+
+    Attributes:
+        name: Name of the parameter.
+        start: Position of the first element in the range.
+        rows: Number of rows.
+        columns: Elements of a row: all dims but the first.
+        rank: Rank of the approximation.
+    """
+
+    name: str
+    start: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last element."""
+        return self.start + self.rows * self.columns
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the matrix in a range."""
+        return flat[self.start : self.stop].view(self.rows, self.columns)
+
+
+def find_matrices(
+    pieces: Sequence[GradientPiece],
+    rank_of: int | Callable[[str, tuple[int, int]], int],
+    min_rate: float,
+) -> list[Matrix]:
+    """Return the matrices for which low rank sends at least `min_rate` times fewer numbers.
+
+    A cut may fall inside of a row: what is left of a row at either end is in no matrix.
+
+    Args:
+        pieces: Parameters, and where they lie in the range.
+        rank_of: A rank, or a function of a parameter's name and (rows, columns).
+        min_rate: Least rate.
+    """
+    result = []
+    for piece in pieces:
+        if len(piece.shape) < 2 or piece.start == piece.stop:  # noqa: PLR2004 - a matrix
+            continue
+        columns = math.prod(piece.shape[1:])
+        first, last = -(-piece.start // columns), piece.stop // columns
+        rows = last - first
+        if rows < 1:
+            continue
+        wanted = rank_of(piece.name, (rows, columns)) if callable(rank_of) else rank_of
+        rank = min(wanted, rows, columns)
+        if rank > 0 and (rows + columns) * rank * min_rate <= rows * columns:
+            start = piece.offset + first * columns - piece.start
+            result.append(Matrix(piece.name, start, rows, columns, rank))
+    return result
+
+
+def rest_of(matrices: Sequence[Matrix], numel: int) -> list[tuple[int, int]]:
+    """Return the ranges of [0, numel) that are in no matrix."""
+    ranges, at = [], 0
+    for matrix in sorted(matrices, key=lambda each: each.start):
+        if matrix.start > at:
+            ranges.append((at, matrix.start))
+        at = matrix.stop
+    return [*ranges, (at, numel)] if at < numel else ranges
+
+
+def random_factor(matrix: Matrix, seed: int, iteration: int, like: Tensor) -> Tensor:
+    """Return a second factor to begin with: equal on all ranks that have the same matrix."""
+    text = f"{seed}/{iteration}/{matrix.name}".encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+    generator = torch.Generator().manual_seed(number)
+    factor = torch.randn(matrix.columns, matrix.rank, generator=generator, dtype=torch.float64)
+    return like.new_empty(factor.shape).copy_(factor)
+
+
+def sum_at_low_rank(
+    values: Sequence[Tensor], seconds: Sequence[Tensor], sum_up: Callable[[Tensor], object]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return factors of the sums of matrices over ranks: one step of the power iteration.
+
+    Args:
+        values: Matrices of this rank.
+        seconds: Second factors to begin with, (columns, rank) each, equal on all ranks.
+        sum_up: Function that sums a 1-D tensor over the ranks, in place, to equal bits on all.
+
+    Returns:
+        First factors (rows, rank), orthonormal columns; second factors (columns, rank), so that
+        first times the transpose of second is the approximation of the sum; whether all of it is
+        finite, 0-dim.
+
+    Cost: two sums, of rank * rows and rank * columns numbers for each matrix.
+    Source: Vogels et al. 2019, arXiv:1905.13727, algorithm 1.
+    """
+    starts = [torch.linalg.qr(second)[0] for second in seconds]
+    firsts = [value @ start for value, start in zip(values, starts, strict=True)]
+    firsts = [torch.linalg.qr(first)[0] for first in _summed(firsts, sum_up)]
+    products = [value.T @ first for value, first in zip(values, firsts, strict=True)]
+    results = _summed(products, sum_up)
+    is_finite = torch.stack([result.isfinite().all() for result in (*firsts, *results)]).all()
+    return firsts, results, is_finite
+
+
+def _summed(parts: Sequence[Tensor], sum_up: Callable[[Tensor], object]) -> list[Tensor]:
+    """Return sums over the ranks of several tensors, sent as one."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    sum_up(flat)
+    sizes = [part.numel() for part in parts]
+    return [chunk.view(part.shape) for chunk, part in zip(flat.split(sizes), parts, strict=True)]
+
+
+# --- what PowerSGD keeps of one bucket from step to step, and how a part of that is taken
+# back
+
+
+class Sent(NamedTuple):
+    """What was sent of one matrix: the error lacks `share` times `first` times `second`.T."""
+
+    matrix: Matrix
+    start: Tensor  # Second factor that the step began with.
+    first: Tensor
+    second: Tensor
+    share: float
+
+
+@dataclass(slots=True)
+class BucketState:
+    """What is kept of one bucket.
+
+    Attributes:
+        iteration: Number of reductions so far.
+        error: 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
+        seconds: Second factors of the last step, by parameter name; nobody writes to them.
+        sent: Parts that this backward sent, until it is known who used which parameters.
+        error_before: Memory for a copy of `error`, where optimizer steps may be skipped.
+        seconds_before: `seconds` when the optimizer step began, as in `error_before`; None: it has
+            not begun.
+    """
+
+    iteration: int = 0
+    error: Tensor | None = None
+    seconds: dict[str, Tensor] = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+    error_before: Tensor | None = None
+    seconds_before: dict[str, Tensor] | None = None
+
+    def begin_step(self) -> None:
+        """Copy error and factors, once in an optimizer step."""
+        if self.error is not None and self.seconds_before is None:
+            if self.error_before is None:
+                self.error_before = torch.empty_like(self.error)
+            self.error_before.copy_(self.error)
+            self.seconds_before = dict(self.seconds)
+
+    def end_step(self, *, is_skipped: bool) -> None:
+        """Forget what there was when the optimizer step began, or go back to it."""
+        if is_skipped and self.seconds_before is not None:
+            assert self.error is not None
+            assert self.error_before is not None
+            self.error.copy_(self.error_before)
+            self.seconds = self.seconds_before
+        self.seconds_before = None
+
+    def settle(self, unused: Collection[str]) -> None:
+        """Take back what was sent of parameters whose gradients nobody gets."""
+        sent, self.sent = self.sent, []
+        for matrix, start, first, second, share in reversed(sent):
+            if matrix.name not in unused:
+                continue
+            if self.error is not None:
+                matrix.view(self.error).add_(first @ second.T, alpha=share)
+            if matrix.name in self.seconds:
+                self.seconds[matrix.name] = start
+
+
+# --- powerSGD: gradients at low rank, and what that leaves out added in the next step -------------
 
 
 class PowerSGD:

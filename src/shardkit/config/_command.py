@@ -4,15 +4,221 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
 
 from shardkit._errors import ConfigError
 from shardkit.config._config import from_config
-from shardkit.config._questions import Terminal, asked_fields, default_fields
+from shardkit.config._schema import PREFETCHES, STATE_DICTS, STRATEGIES, WRAPS
 from shardkit.config._source import import_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# --- which questions make a config, and the fields that answers become: those of Accelerate -------
+
+_LARGE = 100_000_000
+_PREFIX = "parallelism_config_"
+
+
+class Terminal:
+    """Asks at the terminal, again until the answer will do."""
+
+    def choice(self, text: str, words: Sequence[str], default: str) -> str:
+        """Return one of `words`."""
+        by_word = {word.lower(): word for word in words}
+        while True:
+            answer = str(typer.prompt(f"{text} ({', '.join(words)})", default=default))
+            if answer.strip().lower() in by_word:
+                return by_word[answer.strip().lower()]
+            typer.echo(f"It is one of {', '.join(words)}.")
+
+    def number(self, text: str, default: int, least: int = 1) -> int:
+        """Return an integer of at least `least`."""
+        while True:
+            answer: int = typer.prompt(text, default=default, type=int)
+            if answer >= least:
+                return answer
+            typer.echo(f"It is at least {least}.")
+
+    def yes(self, text: str, *, default: bool) -> bool:
+        """Return yes or no."""
+        return typer.confirm(text, default=default)
+
+    def text(self, text: str) -> str:
+        """Return words."""
+        while True:
+            answer: str = typer.prompt(text, default="", show_default=False)
+            if answer.strip():
+                return answer.strip()
+            typer.echo("It is asked for, and there is no default: write it, or end by ctrl-C.")
+
+
+def default_fields(
+    *,
+    num_processes: int,
+    use_cpu: bool,
+    mixed_precision: str = "no",
+    layers: str | None = None,
+) -> dict[str, Any]:
+    """Return a config for this machine that is right for every model: version 2, full sharding.
+
+    Args:
+        num_processes: Number of ranks.
+        use_cpu: Whether they compute on the host.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        layers: Names of classes, with commas between them; None: modules of 100 million parameters
+            and more become groups.
+    """
+    fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    if layers is None:
+        fsdp |= {"fsdp_auto_wrap_policy": WRAPS[1], "fsdp_min_num_params": _LARGE}
+    else:
+        fsdp |= {"fsdp_auto_wrap_policy": WRAPS[0], "fsdp_transformer_layer_cls_to_wrap": layers}
+    fsdp |= {
+        "fsdp_offload_params": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": False,
+    }
+    return _whole(
+        fsdp, {}, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=mixed_precision
+    )
+
+
+def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[str, Any]:
+    """Ask, and return the fields of a config.
+
+    Args:
+        ask: The terminal.
+        num_processes: Number of ranks that is offered.
+        use_cpu: Answer that is offered.
+    """
+    use_cpu = ask.yes("Do the ranks compute on the CPU?", default=use_cpu)
+    machines = _machines(ask)
+    fsdp = _fsdp(ask)
+    sizes: dict[str, Any] = {}
+    if fsdp["fsdp_version"] == 2 and ask.yes(  # noqa: PLR2004 - the version
+        "Is the mesh more than one axis of all ranks (replicas, tensor parallelism)?", default=False
+    ):
+        sizes = _parallelism(ask)
+        num_processes = 1
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size"):
+            num_processes *= sizes[_PREFIX + name]
+        if sizes[f"{_PREFIX}tp_size"] > 1:
+            fsdp["fsdp_cpu_ram_efficient_loading"] = False
+    else:
+        num_processes = ask.number(
+            "How many ranks are there, on all machines together?", num_processes
+        )
+    precision = ask.choice("Mixed precision?", ("no", "fp16", "bf16"), "no")
+    return (
+        _whole(fsdp, sizes, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=precision)
+        | machines
+    )
+
+
+def _machines(ask: Terminal) -> dict[str, Any]:
+    number = ask.number("How many machines are there?", 1)
+    if number == 1:
+        return {}
+    return {
+        "num_machines": number,
+        "machine_rank": ask.number("What is the rank of this machine, from 0 on?", 0, 0),
+        "main_process_ip": ask.text("What is the address of machine 0?"),
+        "main_process_port": ask.number("Which port of it is free?", 29500),
+        "same_network": ask.yes("Are all machines in one local network?", default=True),
+    }
+
+
+def _fsdp(ask: Terminal) -> dict[str, Any]:
+    version = int(ask.choice("Which fsdp_version has the file?", ("1", "2"), "2"))
+    fields: dict[str, Any] = {"fsdp_version": version}
+    if version == 1:
+        fields["fsdp_sharding_strategy"] = ask.choice(
+            "What is sharded?", tuple(STRATEGIES), "FULL_SHARD"
+        )
+    else:
+        fields["fsdp_reshard_after_forward"] = ask.yes(
+            "Are parameters resharded after forward (less memory, more traffic)?", default=True
+        )
+    fields["fsdp_offload_params"] = ask.yes(
+        "Are shards, gradients and optimizer state kept on the host?", default=False
+    )
+    policy = ask.choice("Which modules become groups?", WRAPS, WRAPS[0])
+    fields["fsdp_auto_wrap_policy"] = policy
+    if policy == WRAPS[0] and not ask.yes(
+        "Does the model name their classes in _no_split_modules, as transformers' do?",
+        default=False,
+    ):
+        fields["fsdp_transformer_layer_cls_to_wrap"] = ask.text(
+            "Names of the classes, with commas between them"
+        )
+    if policy == WRAPS[1]:
+        fields["fsdp_min_num_params"] = ask.number("From how many parameters on?", _LARGE)
+    kinds = STATE_DICTS if version == 1 else (STATE_DICTS[2], STATE_DICTS[0])
+    if version == 1:
+        fields["fsdp_backward_prefetch"] = ask.choice(
+            "When does backward gather the next group?", tuple(PREFETCHES), "BACKWARD_PRE"
+        )
+        fields["fsdp_forward_prefetch"] = ask.yes(
+            "Does forward gather the next group?", default=True
+        )
+    fields["fsdp_state_dict_type"] = ask.choice(
+        "How is training state saved?", kinds, "SHARDED_STATE_DICT"
+    )
+    efficient = ask.yes("Do all ranks get the values of rank 0's model?", default=True)
+    fields["fsdp_cpu_ram_efficient_loading"] = efficient
+    if version == 1:
+        fields |= {"fsdp_sync_module_states": efficient, "fsdp_use_orig_params": True}
+    fields["fsdp_activation_checkpointing"] = policy != WRAPS[2] and ask.yes(
+        "Are activations of groups computed again in backward (less memory)?", default=False
+    )
+    return fields
+
+
+def _parallelism(ask: Terminal) -> dict[str, Any]:
+    questions = {
+        "dp_replicate_size": "How many replicas are there?",
+        "dp_shard_size": "Over how many ranks is each of them sharded?",
+        "tp_size": "Over how many ranks are weights split (tensor parallelism)?",
+    }
+    sizes = {_PREFIX + name: ask.number(text, 1) for name, text in questions.items()}
+    return {**sizes, f"{_PREFIX}cp_size": 1}
+
+
+def _whole(
+    fsdp: dict[str, Any],
+    sizes: dict[str, Any],
+    *,
+    num_processes: int,
+    use_cpu: bool,
+    mixed_precision: str,
+) -> dict[str, Any]:
+    """Return the fields that Accelerate writes in every file."""
+    fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "FSDP",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "fsdp_config": fsdp,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": mixed_precision,
+        "num_machines": 1,
+        "num_processes": num_processes,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": use_cpu,
+    }
+    return fields | ({"parallelism_config": sizes} if sizes else {})
+
+
+# --- ``python -m shardkit config``: asks, and writes a config file. Needs the extra ``cli`` -------
 
 _DEFAULT_FILE = "fsdp.yaml"
 

@@ -1,24 +1,37 @@
-"""`Config`: a config file, applied to models."""
+"""`Config`: a config file, applied to models: their mesh, rank 0's values, their state dicts."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-from typing import TYPE_CHECKING, Any, cast
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardkit._errors import ConfigError
+from shardkit._errors import CheckpointError, ConfigError, MeshError
+from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
-from shardkit._wrapping.strategies import Strategy, strategy
-from shardkit.backends import accelerator_type, tensor_parallel_of
-from shardkit.config._meshes import in_words
-from shardkit.config import _contradictions, _meshes, _states, _sync
+from shardkit._wrapping.strategies import REPLICATE_AXIS, Strategy, strategy
+from shardkit.backends import accelerator_type, as_device_mesh, init_device_mesh, tensor_parallel_of
+from shardkit.backends.base import first_of_all
+from shardkit.backends.device import device_module
+from shardkit.backends.groups import (
+    current_world_size,
+    exchange,
+    group_rank,
+    make_torch_mesh,
+    world_size_or_raise,
+)
+from shardkit.config import _schema
 from shardkit.config._schema import Found, Settings, settings_of
 from shardkit.config._source import read
 
@@ -29,8 +42,419 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._module.fsdp_module import FSDPModule
-    from shardkit._wrapping.strategies import StrategyName
+    from shardkit._wrapping.strategies import Strategy, StrategyName
     from shardkit.backends import TorchDeviceMesh
+    from shardkit.config._schema import Parallelism, Settings
+
+
+# --- the mesh that a config means -----------------------------------------------------------------
+
+_TP_AXIS = "tp"
+
+
+def make(
+    settings: Settings, strategy: Strategy, device_type: str
+) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
+    """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one.
+
+    Raises:
+        MeshError: The ranks do not fit.
+    """
+    _set_current_device(device_type)
+    if device_type == "xla":
+        world_size = as_device_mesh(None, device_type=device_type).size()
+    else:
+        world_size = world_size_or_raise()
+    if settings.parallelism is not None:
+        return _of_sizes(settings.parallelism, device_type, world_size)
+    if settings.distributed_type == "NO" and world_size > 1:
+        msg = (
+            f"distributed_type is NO, which is one process, and there are {world_size} ranks. "
+            f"Write distributed_type: FSDP."
+        )
+        raise MeshError(msg)
+    shape = strategy.mesh_shape(world_size, _ranks_per_machine(settings, world_size))
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=strategy.mesh_dim_names)
+    return mesh, None
+
+
+def in_words(settings: Settings) -> str:
+    """Return which mesh it is, before there are ranks."""
+    sizes = settings.parallelism
+    if sizes is not None:
+        return (
+            f"dp_replicate {sizes.dp_replicate_size}, dp_shard {sizes.dp_shard_size}, "
+            f"tp {sizes.tp_size}"
+        )
+    return {
+        "replicate": "a copy for each rank",
+        "hybrid": "a copy for each machine",
+        "hybrid_zero2": "a copy for each machine",
+    }.get(settings.strategy, "one axis of all ranks")
+
+
+def _ranks_per_machine(settings: Settings, world_size: int) -> int | None:
+    """Return how many ranks share a copy; None: the launcher's LOCAL_WORLD_SIZE says it."""
+    machines = settings.num_machines
+    if "LOCAL_WORLD_SIZE" in os.environ or world_size % machines:
+        return None
+    return world_size // machines
+
+
+def _of_sizes(
+    sizes: Parallelism, device_type: str, world_size: int
+) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
+    if sizes.total_size != world_size:
+        msg = (
+            f"parallelism_config is about {sizes.dp_replicate_size} x {sizes.dp_shard_size} x "
+            f"{sizes.tp_size} = {sizes.total_size} ranks (dp_replicate_size x dp_shard_size x "
+            f"tp_size), and there are {world_size}. Change a size, or start "
+            f"{sizes.total_size} ranks."
+        )
+        raise MeshError(msg)
+    axes = [(SHARD_AXIS, sizes.dp_shard_size)]
+    if sizes.dp_replicate_size > 1:
+        axes.insert(0, (REPLICATE_AXIS, sizes.dp_replicate_size))
+    names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    if sizes.tp_size == 1:
+        return init_device_mesh(device_type, shape, mesh_dim_names=names), None
+    if device_type == "xla":
+        msg = "tensor parallelism does not work on XLA. Write tp_size: 1."
+        raise MeshError(msg)
+    whole = make_torch_mesh(device_type, (*shape, sizes.tp_size), (*names, _TP_AXIS))
+    mesh = as_device_mesh(whole[names], device_type=device_type)
+    return mesh, whole[_TP_AXIS]
+
+
+def _set_current_device(device_type: str) -> None:
+    """Choose this rank's own accelerator, as Accelerate does."""
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if device_type in ("cpu", "xla") or not local_rank.isdecimal():
+        return
+    module = device_module(device_type)
+    if int(local_rank) < module.device_count():
+        module.set_device(int(local_rank))
+
+
+# --- training state in the three shapes that fsdp_state_dict_type names ---------------------------
+#
+# Files of LOCAL and FULL state dicts take the place of those of the save before. Each is written
+# beside its name first, as ``.<name>.written``. Once the files of all ranks are on the disk, they
+# get their names. A run that is killed meanwhile leaves files of two saves, but those of one are
+# all there, under one name or the other: `_of_one_save` finds them.
+
+T = TypeVar("T")
+
+_MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"  # Accelerate's names of files
+_SAVED_WITH = "model_crc32"
+"""In the optimizer's file: which model's file belongs to it."""
+
+
+def save(
+    kind: str, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None
+) -> None:
+    """See `Config.save`."""
+    from shardkit import checkpoint
+
+    folder = Path(path)
+    if kind == "SHARDED_STATE_DICT":
+        checkpoint.save(folder, model, optimizer)
+        return
+    _on_all("make", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+    if kind == "LOCAL_STATE_DICT":
+        mine = [_local_file(folder, checkpoint.get_shard_metadata(model))]
+        _finish_last(mine)
+        state = checkpoint.local_state_dict(model, optimizer)
+        _on_all("write", mine[0], lambda: _write(mine[0], state))
+    else:
+        files = _full_files(folder, optimizer)
+        mine = files if group_rank(None) == 0 else []
+        _finish_last(mine)
+        checkpoint.save_full(_aside(files[0]), model)
+        if optimizer is not None:
+            whole = checkpoint.gather_optimizer_state(model, optimizer)
+            _on_all("write", files[1], lambda: _write_optimizer(mine, whole))
+    _on_all("complete", folder, lambda: _name_all(mine))
+
+
+def load(
+    kind: str, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None
+) -> None:
+    """See `Config.load`."""
+    from shardkit import checkpoint
+
+    folder = Path(path)
+    if kind == "SHARDED_STATE_DICT":
+        checkpoint.load(folder, model, optimizer)
+    elif kind == "LOCAL_STATE_DICT":
+        file = _local_file(folder, checkpoint.get_shard_metadata(model))
+        (found,) = _of_one_save([file])
+        state = _on_all("read", file, lambda: _read(found))
+        _on_all("load", file, lambda: checkpoint.load_local_state_dict(model, state, optimizer))
+    else:
+        of_model, *of_optimizer = _of_one_save(_full_files(folder, optimizer))
+        checkpoint.load_full(of_model, model)
+        if optimizer is not None:
+            whole = _on_all("read", of_optimizer[0], lambda: _read(of_optimizer[0]))
+            checkpoint.scatter_optimizer_state(whole, model, optimizer, from_rank0=False)
+
+
+def _local_file(folder: Path, described: dict[str, Any]) -> Path:
+    rank, ranks = described["rank"], described["world_size"]
+    return folder / f"{_MODEL}_rank-{rank:08d}-of-{ranks:08d}.pth"
+
+
+def _full_files(folder: Path, optimizer: Optimizer | None) -> list[Path]:
+    names = [_MODEL] if optimizer is None else [_MODEL, _OPTIMIZER]
+    return [folder / f"{name}.bin" for name in names]
+
+
+# --- which files belong together ------------------------------------------------------------------
+
+
+def _of_one_save(files: list[Path]) -> list[Path]:
+    """Return where files of the same save are: of the newest that all ranks have.
+
+    Args:
+        files: Files that this rank reads.
+
+    Raises:
+        CheckpointError: On all ranks: some are not there, or no save has all of them.
+    """
+    found = _on_all("read", files[0], lambda: [_saves(file) for file in files])
+    chosen, of_ranks = _common(files, found)
+    if chosen is not None:
+        return chosen
+    saves: dict[object, str] = {}
+    for file, numbers in of_ranks:
+        saves.setdefault(numbers[0], file)
+    first, second = list(saves.items())[:2]
+    msg = (
+        f"{files[0].parent} holds files of different saves, which do not fit together: {first[1]} "
+        f"is of save {first[0]}, {second[1]} of save {second[0]}. Nothing was loaded. Put all "
+        f"files of one save there; whole tensors of a model load without an optimizer."
+    )
+    raise CheckpointError(msg)
+
+
+def _finish_last(mine: list[Path]) -> None:
+    """Give the files of the last save their names, if it was killed while it did so.
+
+    Args:
+        mine: Files that this rank is about to write.
+    """
+    found = [_saves_if_whole(file) for file in mine]
+    chosen, _ = _common(mine, found)
+    for file, whole in zip(mine, chosen or (), strict=False):
+        if whole == file:
+            _aside(file).unlink(missing_ok=True)
+        else:
+            whole.replace(file)
+
+
+def _common(
+    files: list[Path], found: list[dict[object, Path]]
+) -> tuple[list[Path] | None, list[tuple[str, list[object]]]]:
+    """Return this rank's files of the newest save that has all files of all ranks, or None.
+
+    Args:
+        files: Files of this rank.
+        found: Places of each file by save, the newest first.
+
+    Returns:
+        Also: names of all ranks' files, with the saves that each is there of.
+    """
+    mine = [(file.name, list(saves)) for file, saves in zip(files, found, strict=True)]
+    every = [entry for of_rank in exchange(mine, None, "a checkpoint") for entry in of_rank]
+    # None: optimizer.bin of Accelerate does not say which save it is of.
+    for save in dict.fromkeys(save for _, saves in every for save in saves):
+        if all(save in saves or None in saves for _, saves in every):
+            return [saves[save] if save in saves else saves[None] for saves in found], every
+    return None, every
+
+
+def _saves(file: Path) -> dict[object, Path]:
+    """Return by the number of a save where its file of this name is; the newest save first.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = {_number(path): path for path in (_aside(file), file) if path.exists()}
+    if not found:
+        msg = f"{file} is not there: it is what Config.save writes with this fsdp_state_dict_type."
+        raise CheckpointError(msg)
+    return found
+
+
+def _saves_if_whole(file: Path) -> dict[object, Path]:
+    """Return the same of what is about to be written over, damaged or not."""
+    try:
+        return _saves(file)
+    except Exception:  # noqa: BLE001 - what cannot be read is of no save
+        return {}
+
+
+def _number(file: Path) -> object:
+    """Return what files of one save share, None if the file does not say."""
+    if f"{_MODEL}.bin" in file.name:
+        return _crc32(file)
+    state = _read(file)
+    return state.get(_SAVED_WITH, state.get("shard_metadata", {}).get("save"))
+
+
+def _crc32(file: Path) -> int | None:
+    """Return a checksum of all tensors in a file of torch.save; they are not read for it."""
+    if not zipfile.is_zipfile(file):
+        return None
+    with zipfile.ZipFile(file) as archive:
+        entries = [(e.CRC, e.file_size) for e in archive.infolist() if "/data/" in e.filename]
+    return zlib.crc32(repr(sorted(entries)).encode())
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _aside(file: Path) -> Path:
+    return file.with_name(f".{file.name}.written")
+
+
+def _write(file: Path, state: dict[str, Any]) -> None:
+    """Write a file beside its name: there it is on the disk, whole, or not at all."""
+    from shardkit.checkpoint._files.disk import fsync_directory
+
+    part = file.with_name(f".{file.name}.incomplete")
+    with part.open("wb") as opened:
+        torch.save(state, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+    part.replace(_aside(file))
+    fsync_directory(file.parent)
+
+
+def _write_optimizer(files: list[Path], whole: dict[str, Any]) -> None:
+    for file in files[1:]:
+        _write(file, {**whole, _SAVED_WITH: _crc32(_aside(files[0]))})
+
+
+def _name_all(files: list[Path]) -> None:
+    from shardkit.checkpoint._files.disk import fsync_directory
+
+    for file in files:
+        _aside(file).replace(file)
+    for file in files[:1]:
+        fsync_directory(file.parent)
+
+
+def _read(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _on_all(what: str, path: Path, act: Callable[[], T]) -> T:
+    """Do it on each rank; raise on all of them if it fails on one."""
+    from shardkit.checkpoint._agreement import agreed
+
+    return agreed(None, f"could not {what} {path}", act)
+
+
+# --- rank 0's values of a model, for all ranks: no rank but it needs memory for the whole ---------
+
+
+@dataclass
+class Values:
+    """What rank 0's model holds, kept while the model is sharded on meta.
+
+    Attributes:
+        mesh: The mesh; all of its ranks make this object.
+        state: A state dict; on ranks other than 0 its tensors are not looked at.
+        other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
+            dicts leave out.
+        taken: Parameters that are on meta now, each with a parameter that has its values.
+        places: All names of a buffer in this rank's model, by each of them.
+    """
+
+    mesh: DeviceMesh
+    state: dict[str, Any]
+    other: dict[str, Tensor]
+    taken: list[tuple[nn.Parameter, nn.Parameter]]
+    places: dict[str, list[str]]
+
+    def put_back(self) -> None:
+        """Give the values back to this rank's parameters, but for those that are sharded."""
+        for param, values in self.taken:
+            if not isinstance(param, ShardedTensor):
+                torch.utils.swap_tensors(param, values)
+
+    def send(self, model: nn.Module) -> None:
+        """Give all ranks rank 0's values. Collective."""
+        from shardkit.checkpoint import load_full
+        from shardkit.checkpoint._state.model_and_optimizer import FromRank0
+
+        self.taken.clear()
+        load_full(self.state, model, broadcast_from_rank0=True, progress=False)
+        self.state = {}
+        device = self.mesh.backend.device
+        for name, value in FromRank0(self.other, device=device).receive():
+            _set(model, self.places.get(name, [name]), value.to(device))
+
+
+def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> Values | None:
+    """Take the values out of a model, whose parameters are on meta from then on.
+
+    Parameters stay the objects that they are, so optimizers and ties stay right.
+
+    Returns:
+        None: there is nothing to send: one rank, one process for all devices, or a model without
+        values on rank 0.
+
+    Raises:
+        ConfigError: Replicas of torch_xla, each a process.
+
+    Cost: one exchange of a flag per axis.
+    """
+    if mesh.backend.is_traced:
+        if (current_world_size() or 1) > 1:
+            msg = (
+                "rank 0's values cannot be sent to replicas on XLA. Write "
+                "fsdp_cpu_ram_efficient_loading: false and fsdp_sync_module_states: false, and "
+                "make the model with the same seed on all of them."
+            )
+            raise ConfigError(msg)
+        return None
+    if mesh.size() == 1:
+        return None
+    is_on_meta = any(param.is_meta for param in model.parameters())
+    axes = [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
+    if first_of_all(is_on_meta, axes):
+        return None
+    state = model.state_dict()
+    other = {n: b.detach() for n, b in model.named_buffers() if n not in state}
+    taken = []
+    for param in set(model.parameters()) - ignored:
+        other_param = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        if not param.is_meta:
+            torch.utils.swap_tensors(param, other_param)
+            taken.append((param, other_param))
+    names_of: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names_of.setdefault(id(buffer), []).append(name)
+    places = {name: names for names in names_of.values() for name in names}
+    return Values(mesh, state, other, taken, places)
+
+
+def _set(model: nn.Module, names: list[str], value: Tensor) -> None:
+    """Give a value to what has these names; on meta it becomes one tensor again."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        current = getattr(module, own)
+        if current.is_meta:
+            value = value.to(current.dtype)  # Sharding has cast the others, maybe.
+            setattr(module, own, value)
+        else:
+            current.data.copy_(value)
+
+
+# --- `Config`: a config file, applied to models ---------------------------------------------------
 
 CONFIG_VARIABLE = "SHARDKIT_CONFIG"
 """Where ``python -m shardkit launch`` leaves the path of the config file for its ranks."""
@@ -65,7 +489,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
         )
         raise ConfigError(msg)
     found = Found(read(source))
-    _contradictions.check(found)
+    _schema.check(found)
     found.raise_complaints()
     return Config(found.document.plain(), settings_of(found))
 
@@ -168,7 +592,7 @@ class Config:
         Cost: one process group per axis.
         """
         if self._mesh is None:
-            self._mesh, self._tensor_parallel_mesh = _meshes.make(
+            self._mesh, self._tensor_parallel_mesh = make(
                 self.settings, self.strategy(), self.device_type
             )
         return self._mesh
@@ -217,7 +641,7 @@ class Config:
         self._check(model)
         ignored = self._ignored_params(model)
         kept = [(param, param.dtype, param.device) for param in model.parameters()]
-        values = _sync.take_values(model, mesh, ignored) if settings.sync_module_states else None
+        values = take_values(model, mesh, ignored) if settings.sync_module_states else None
         try:
             self._shard(model, mesh, ignored)
         except BaseException:
@@ -260,7 +684,7 @@ class Config:
 
         Cost: see `save`, `save_full` with `gather_optimizer_state`, `local_state_dict`.
         """
-        _states.save(self.settings.state_dict_type, path, model, optimizer)
+        save(self.settings.state_dict_type, path, model, optimizer)
 
     def load(
         self,
@@ -273,7 +697,7 @@ class Config:
         Raises:
             CheckpointError: It is not there, does not fit, or is of two saves.
         """
-        _states.load(self.settings.state_dict_type, path, model, optimizer)
+        load(self.settings.state_dict_type, path, model, optimizer)
 
     # --- parts of apply ---
 
@@ -302,7 +726,7 @@ class Config:
             names = settings.transformer_layer_cls_to_wrap
             return "no_split_modules" if names is None else set(names)
         if settings.wrap == "SIZE_BASED_WRAP":
-            from shardkit._wrapping.protocol import size_policy
+            from shardkit._wrapping.policies import size_policy
 
             return size_policy(settings.min_num_params)
         return "no_wrap"

@@ -1,17 +1,288 @@
-"""From what was written to what is meant: names, kinds, defaults."""
+"""From what was written to what is meant: names, kinds, defaults, contradictions."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._errors import ConfigError, nearest
-from shardkit._kinds import NotOfKindError, flag
-from shardkit.config._fields import DEVICES, PREFETCHES, PREFIXES, SECTIONS, STRATEGIES
+from shardkit._kinds import NotOfKindError, flag, is_of_kind, number
 from shardkit.config._source import Section, Setting, plain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardkit._kinds import Kind
     from shardkit.config._source import SourceLine
+
+
+# --- kinds of values that only fields of a config have --------------------------------------------
+
+
+def text(value: Any) -> str:
+    """Read any scalar, as text."""
+    if isinstance(value, (list, Section)):
+        raise NotOfKindError(expected="must be one value")
+    return str(value)
+
+
+def pattern(value: Any) -> str:
+    """Read a regular expression."""
+    found = text(value)
+    try:
+        re.compile(found)
+    except (re.error, OverflowError, RecursionError) as error:
+        hint = f"It is none: {error}."
+        raise NotOfKindError(expected="must be a regular expression", hint=hint) from error
+    return found
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """Read names, as a list or with commas between them."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    found = tuple(str(part).strip() for part in parts if str(part).strip())
+    if isinstance(value, Section) or not found:
+        raise NotOfKindError(expected="must be one or more names with commas between them")
+    return found
+
+
+def choice(
+    *words: str, from_1: bool = False, refused: Mapping[str, str] | None = None
+) -> Callable[[Any], str]:
+    """Return the kind of one of several words, in upper or lower case, or its number.
+
+    Args:
+        words: The words as Accelerate writes them.
+        from_1: Whether the number of a word counts, from 1 on.
+        refused: Other words that Accelerate knows, and what to do instead.
+    """
+    expected = f"must be one of {', '.join(words)}"
+    by_word = {word.lower(): word for word in words}
+    remedies = {word.lower(): remedy for word, remedy in (refused or {}).items()}
+
+    def parse(value: Any) -> str:
+        # YAML takes a bare `no` for False.
+        written = "no" if value is False else str(value).strip()
+        if written.lower() in by_word:
+            return by_word[written.lower()]
+        if from_1 and written.isdecimal() and 1 <= int(written) <= len(words):
+            return words[int(written) - 1]
+        hint = nearest(written, words)
+        if written.lower() in remedies:
+            hint = f"shardkit does not carry this out. {remedies[written.lower()]}"
+        raise NotOfKindError(expected, hint)
+
+    return parse
+
+
+def unused(remedy: str, *unset: str) -> Callable[[Any], None]:
+    """Return the kind of a field or a section that must not be used.
+
+    Args:
+        remedy: A sentence on what to do instead.
+        unset: Values that count as nothing.
+    """
+
+    def parse(value: Any) -> None:
+        is_nothing = value is False or (isinstance(value, Section) and not value.entries)
+        if not is_nothing and str(value).strip().lower() not in unset:
+            expected = f"must be {''.join(f'{word}, or ' for word in unset)}left out"
+            raise NotOfKindError(expected, f"shardkit does not carry it out. {remedy}")
+
+    return parse
+
+
+# --- the fields of a config file: their names, kinds, and what becomes of each --------------------
+
+STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "replicate",
+    "HYBRID_SHARD": "hybrid",
+    "HYBRID_SHARD_ZERO2": "hybrid_zero2",
+}
+"""FSDP1's names, in the order of their numbers, and ours."""
+
+WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+PREFETCHES: dict[str, Literal["pre", "post", "none"]] = {
+    "BACKWARD_PRE": "pre",
+    "BACKWARD_POST": "post",
+    "NO_PREFETCH": "none",
+}
+STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+DEVICES = {
+    "MULTI_GPU": "cuda",
+    "MULTI_CPU": "cpu",
+    "MULTI_XPU": "xpu",
+    "MULTI_NPU": "npu",
+    "MULTI_HPU": "hpu",
+    "MULTI_MLU": "mlu",
+    "MULTI_SDAA": "sdaa",
+    "MULTI_MUSA": "musa",
+    "MULTI_NEURON": "neuron",
+    "XLA": "xla",
+}
+"""Device types that a distributed_type names."""
+
+MAX_RANKS = 4096
+"""On one host, and hosts: more is a slip of the finger."""
+
+Use = Literal["applied", "launcher", "noted"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field.
+
+    Attributes:
+        kind: Kind of its value.
+        use: User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
+            ``"noted"``: nobody.
+        note: Reason why it changes nothing; empty: it does something.
+    """
+
+    kind: Kind
+    use: Use = "applied"
+    note: str = ""
+
+
+_TPU = "Only accelerate tpu-config reads it."
+_TPU_LAUNCH = "Only accelerate launch reads it, on TPUs."
+
+TOP = {
+    "compute_environment": Field(
+        choice(
+            "LOCAL_MACHINE",
+            refused={"AMAZON_SAGEMAKER": "Start the ranks by torchrun, and write LOCAL_MACHINE."},
+        )
+    ),
+    "distributed_type": Field(
+        choice(
+            "FSDP",
+            "NO",
+            *DEVICES,
+            refused={
+                "DEEPSPEED": "Write FSDP with an fsdp_config; its ZeRO stage 3 is FULL_SHARD, "
+                "stage 2 SHARD_GRAD_OP.",
+                "MEGATRON_LM": "Write FSDP with an fsdp_config and a parallelism_config.",
+            },
+        )
+    ),
+    "mixed_precision": Field(
+        choice(
+            "no",
+            "fp16",
+            "bf16",
+            refused={
+                "fp8": "Write bf16, and pass low-precision weights as tensor subclasses with "
+                "fsdp_pre_all_gather."
+            },
+        )
+    ),
+    "use_cpu": Field(flag),
+    "num_processes": Field(number(1, MAX_RANKS * MAX_RANKS, also=(-1,))),
+    "num_machines": Field(number(1, MAX_RANKS)),
+    "machine_rank": Field(number(0, MAX_RANKS - 1), "launcher"),
+    "gpu_ids": Field(text, "launcher"),
+    "main_process_ip": Field(text, "launcher"),
+    "main_process_port": Field(number(0, 2**16 - 1), "launcher"),
+    "rdzv_backend": Field(text, "launcher"),
+    "same_network": Field(
+        flag, "launcher", "Hosts meet at main_process_ip, whatever networks lead there."
+    ),
+    "main_training_function": Field(
+        text, "launcher", "Ranks run the script as a whole; accelerate calls it on TPUs."
+    ),
+    "enable_cpu_affinity": Field(
+        flag, "launcher", "Ranks are not bound to cores; start the launcher by numactl for it."
+    ),
+    "mpirun_config": Field(
+        plain, "launcher", "Ranks are started by torchrun's agent, not by mpirun."
+    ),
+    "ipex_config": Field(  # Of Accelerate 1.12.
+        plain, "noted", "It is about Intel's extension of PyTorch, which is not used."
+    ),
+    "tpu_name": Field(text, "launcher", _TPU_LAUNCH),
+    "tpu_zone": Field(text, "launcher", _TPU_LAUNCH),
+    "tpu_use_cluster": Field(flag, "launcher", _TPU_LAUNCH),
+    "tpu_use_sudo": Field(flag, "launcher", _TPU_LAUNCH),
+    "tpu_vm": Field(plain, "launcher", _TPU_LAUNCH),
+    "tpu_env": Field(plain, "launcher", _TPU_LAUNCH),
+    "command_file": Field(text, "noted", _TPU),
+    "commands": Field(plain, "noted", _TPU),
+    "debug": Field(
+        flag,
+        "noted",
+        "It checks collectives of Accelerate. Those of shardkit are compared by set_watch.",
+    ),
+    "downcast_bf16": Field(
+        unused("Write mixed_precision: bf16 instead.", "no", "false"),
+    ),
+    "fp16": Field(unused("Write mixed_precision: fp16 instead.", "false")),
+    "dynamo_backend": Field(
+        unused("Compile layers yourself, after apply: layer.compile().", "no"),
+    ),
+    "dynamo_config": Field(unused("Compile layers yourself, after apply: layer.compile().")),
+    "fp8_config": Field(unused("mixed_precision may be no, fp16 or bf16.")),
+    "deepspeed_config": Field(unused("Write distributed_type: FSDP and an fsdp_config.")),
+    "megatron_lm_config": Field(unused("Write a parallelism_config.")),
+    "fsdp_config": Field(plain),
+    "parallelism_config": Field(plain),
+}
+
+FSDP = {
+    "fsdp_version": Field(choice("1", "2")),
+    "fsdp_sharding_strategy": Field(choice(*STRATEGIES, from_1=True)),
+    "fsdp_reshard_after_forward": Field(text),
+    "fsdp_offload_params": Field(flag),
+    "fsdp_auto_wrap_policy": Field(choice(*WRAPS)),
+    "fsdp_transformer_layer_cls_to_wrap": Field(names),
+    "fsdp_min_num_params": Field(number(1)),
+    "fsdp_backward_prefetch": Field(choice(*PREFETCHES, from_1=True)),
+    "fsdp_forward_prefetch": Field(flag),
+    "fsdp_state_dict_type": Field(choice(*STATE_DICTS, from_1=True)),
+    "fsdp_cpu_ram_efficient_loading": Field(flag),
+    "fsdp_sync_module_states": Field(flag),
+    "fsdp_activation_checkpointing": Field(flag),
+    "fsdp_activation_checkpointing_offload": Field(
+        unused("Run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).", "false", "no")
+    ),
+    "fsdp_ignored_modules": Field(pattern),
+    "fsdp_use_orig_params": Field(
+        flag, "noted", "Parameters are always the model's own, with their own names."
+    ),
+}
+
+_CONTEXT = "Shard over all ranks, and split sequences in the model."
+
+PARALLELISM = {
+    "parallelism_config_dp_replicate_size": Field(number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_dp_shard_size": Field(number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_tp_size": Field(number(1, MAX_RANKS * MAX_RANKS)),
+    "parallelism_config_cp_size": Field(unused(_CONTEXT, "1")),
+    "parallelism_config_sp_size": Field(unused(_CONTEXT, "1")),
+    **{
+        f"parallelism_config_{name}": Field(
+            plain, "noted", "There is no axis of this kind: its size is 1."
+        )
+        for name in (
+            "cp_backend",
+            "cp_comm_strategy",
+            "sp_backend",
+            "sp_seq_length",
+            "sp_seq_length_is_variable",
+            "sp_attn_implementation",
+        )
+    },
+}
+
+SECTIONS = {"": TOP, "fsdp_config": FSDP, "parallelism_config": PARALLELISM}
+PREFIXES = {"": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
+"""What names of a section begin with; Accelerate takes those of fsdp_config without it, too."""
+
+
+# --- from what was written to what is meant: names, kinds, defaults -------------------------------
 
 _MIN_NUM_PARAMS = 100_000_000  # What Accelerate takes where nothing is said.
 
@@ -273,3 +544,201 @@ def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:
     sync: bool = found.value("fsdp_sync_module_states", True)
     efficient: bool = found.value("fsdp_cpu_ram_efficient_loading", sync)
     return sync or efficient
+
+
+# --- fields that cannot be meant together ---------------------------------------------------------
+
+
+def check(found: Found) -> None:
+    """Add a complaint to `found` for each contradiction."""
+    _check_type(found)
+    _check_processes(found)
+    if not is_fsdp_type(found):
+        return
+    if found.value("fsdp_version", "1") == "1":
+        _check_version_1(found)
+    else:
+        _check_version_2(found)
+    _check_wrapping(found)
+    _check_sync(found)
+    _check_parallelism(found)
+
+
+def _check_type(found: Found) -> None:
+    kind = found.value("distributed_type")
+    if kind is None:
+        if not found.complaints:
+            found.complain("distributed_type", "is missing. As a rule it is FSDP.")
+        return
+    for section in ("fsdp_config", "parallelism_config"):
+        if found.has_fields(section) and not is_fsdp_type(found):
+            found.complain(
+                section,
+                f"is there, but distributed_type is {kind}, which uses none of it. Write "
+                f"distributed_type: FSDP, or leave {section} out.",
+            )
+    use_cpu, device = found.value("use_cpu"), DEVICES.get(kind)
+    if use_cpu and device not in (None, "cpu"):
+        found.complain(
+            "use_cpu",
+            f"is true, but distributed_type is {kind}. Write use_cpu: false, or distributed_type: "
+            f"MULTI_CPU, or FSDP, which shards on the CPU, too.",
+        )
+    if use_cpu is False and kind == "MULTI_CPU":
+        found.complain("use_cpu", "is false, but distributed_type is MULTI_CPU. Write true.")
+
+
+def _check_processes(found: Found) -> None:
+    number, machines = num_processes_of(found), found.value("num_machines", 1)
+    if found.value("distributed_type") == "NO" and number not in (None, 1):
+        found.complain(
+            "num_processes",
+            f"is {number}, but distributed_type is NO, which is one process. Write "
+            f"distributed_type: FSDP, or MULTI_GPU or MULTI_CPU to replicate the model.",
+        )
+    if number is not None and number % machines:
+        found.complain(
+            "num_processes",
+            f"is {number}, which {machines} machines cannot have equal parts of. It counts the "
+            f"processes of all machines.",
+        )
+    elif number is not None and number > machines * MAX_RANKS:
+        found.complain(
+            "num_processes",
+            f"is {number}, which are {number // machines} on each of {machines} machines. Write "
+            f"{MAX_RANKS} for a machine at the most.",
+        )
+    rank = found.value("machine_rank", 0)
+    if rank >= machines:
+        found.complain(
+            "machine_rank",
+            f"is {rank}, but num_machines is {machines}: the ranks of machines are 0 to "
+            f"{machines - 1}.",
+        )
+
+
+def _check_version_1(found: Found) -> None:
+    written = found.value("fsdp_reshard_after_forward")
+    try:
+        name = strategy_name(found)
+    except NotOfKindError:
+        if not is_of_kind(flag, written):
+            must = NotOfKindError(f"must be one of {', '.join(STRATEGIES)} in fsdp_version 1")
+            found.refuse("fsdp_reshard_after_forward", must)
+            return
+        found.complain(
+            "fsdp_reshard_after_forward",
+            f"is {written!r}, which is a value of fsdp_version 2. In version 1 it names a "
+            f"strategy: FULL_SHARD for true, SHARD_GRAD_OP for false; or write fsdp_version: 2.",
+        )
+        return
+    other = found.value("fsdp_sharding_strategy")
+    if other is not None and other != name:
+        found.complain(
+            "fsdp_sharding_strategy",
+            f"is {other}, but fsdp_reshard_after_forward is {name}. Keep one of them.",
+        )
+    if found.document.entries.get("parallelism_config") and parallelism_of(found):
+        found.complain(
+            "parallelism_config",
+            "needs fsdp_version: 2. In version 1 HYBRID_SHARD replicates over machines, and "
+            "NO_SHARD over all ranks.",
+        )
+
+
+def _check_version_2(found: Found) -> None:
+    written = found.value("fsdp_reshard_after_forward")
+    try:
+        keeps = not reshards(found)
+    except NotOfKindError as error:
+        if not is_of_kind(FSDP["fsdp_sharding_strategy"].kind, written):
+            found.refuse("fsdp_reshard_after_forward", error)
+            return
+        found.complain(
+            "fsdp_reshard_after_forward",
+            f"is {written!r}, which is a value of fsdp_version 1. In version 2 it is true (as "
+            f"FULL_SHARD) or false (as SHARD_GRAD_OP); sizes of a parallelism_config do the rest.",
+        )
+        return
+    name = found.value("fsdp_sharding_strategy")
+    if name is not None and name != ("SHARD_GRAD_OP" if keeps else "FULL_SHARD"):
+        word = "false" if name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else "true"
+        found.complain(
+            "fsdp_sharding_strategy",
+            f"is {name}, a field of fsdp_version 1, and other fields say something else. In "
+            f"version 2 write fsdp_reshard_after_forward: {word}{_sizes_for(name)}.",
+        )
+    if found.value("fsdp_state_dict_type") == "LOCAL_STATE_DICT":
+        found.complain(
+            "fsdp_state_dict_type",
+            "is LOCAL_STATE_DICT, which only fsdp_version 1 has. Write SHARDED_STATE_DICT, which "
+            "loads at every number of ranks.",
+        )
+
+
+def _sizes_for(name: str) -> str:
+    if name == "NO_SHARD":
+        return ", and a parallelism_config with dp_replicate_size: (ranks), dp_shard_size: 1"
+    if name.startswith("HYBRID"):
+        return ", and a parallelism_config with dp_replicate_size and dp_shard_size"
+    return ""
+
+
+def _check_wrapping(found: Found) -> None:
+    policy = found.value("fsdp_auto_wrap_policy", "NO_WRAP")
+    for name, owner in (
+        ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
+        ("fsdp_min_num_params", "SIZE_BASED_WRAP"),
+    ):
+        if found.value(name) is not None and policy != owner:
+            found.complain(
+                name,
+                f"belongs to {owner}, but fsdp_auto_wrap_policy is {policy}. Write "
+                f"fsdp_auto_wrap_policy: {owner}, or leave {name} out.",
+            )
+    if policy == "NO_WRAP" and found.value("fsdp_activation_checkpointing"):
+        found.complain(
+            "fsdp_activation_checkpointing",
+            "is true, but fsdp_auto_wrap_policy is NO_WRAP, which chooses no modules for it. "
+            "Choose a policy, or write false and call shardkit.checkpoint_activations(model).",
+        )
+
+
+def _check_sync(found: Found) -> None:
+    sync, efficient = "fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading"
+    if found.value(efficient) and found.value(sync) is False:
+        found.complain(
+            sync,
+            f"is false, but {efficient} is true: other ranks get their values from rank 0 then. "
+            f"Write {sync}: true, or {efficient}: false.",
+        )
+
+
+def _check_parallelism(found: Found) -> None:
+    sizes = parallelism_of(found)
+    if sizes is None:
+        return
+    number, total = num_processes_of(found), sizes.total_size
+    text = (
+        f"dp_replicate_size {sizes.dp_replicate_size} x dp_shard_size {sizes.dp_shard_size} x "
+        f"tp_size {sizes.tp_size}"
+    )
+    if number is not None and total != number:
+        found.complain(
+            "parallelism_config",
+            f"is about {text} = {total} ranks, but num_processes is {number}. Their product must "
+            f"be num_processes.",
+        )
+    if sizes.tp_size > 1 and sizes.dp_replicate_size > 1 and sizes.dp_shard_size == 1:
+        found.complain(
+            "parallelism_config",
+            f"is about {text}: tensor parallelism beside replicas needs dp_shard_size above 1.",
+        )
+    senders = ("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states")
+    written = [name for name in senders if found.value(name)]
+    if sizes.tp_size > 1 and written:
+        found.complain(
+            written[0],
+            "is true, and tp_size is above 1: weights that are split over tp are sent by "
+            "parallelize_module, and others must be equal on all ranks. Write false.",
+        )

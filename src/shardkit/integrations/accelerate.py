@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from shardkit._after_import import AfterImport
+from shardkit._compat import AfterImport
 from shardkit._errors import IntegrationError
 from shardkit._install import Installed, install
 from shardkit._module.fsdp_module import FSDPModule

@@ -19,7 +19,7 @@ from torch.distributed.run import (
 
 from shardkit._errors import LaunchError, nearest
 from shardkit._kinds import Kind, NotOfKindError, number, seconds
-from shardkit.config._fields import MAX_RANKS, TOP
+from shardkit.config._schema import MAX_RANKS, TOP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

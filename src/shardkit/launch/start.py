@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import json
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed import run as torchrun
@@ -19,18 +24,318 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from shardkit._doctor.machine import interface_addresses
 from shardkit._errors import LaunchError
 from shardkit.config import CONFIG_VARIABLE, from_config
-from shardkit.launch import output, slurm
+from shardkit.launch import slurm
 from shardkit.launch.arguments import check_script, meet, parse
-from shardkit.launch.failures import failures_of, report
-from shardkit.launch.network import check_interface, here_towards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any, TextIO
 
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from shardkit.launch.arguments import Arguments
+
+
+# --- what is shown last where ranks fail: which one failed first, and its traceback ---------------
+
+_PARTED = "RankMismatchError: "
+_ERROR_FILE = "error.json"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank of this host failed.
+
+    Attributes:
+        rank: Its number in the world.
+        local_rank: Its number on this host.
+        at: Time in seconds since 1970.
+        message: Type and text of its exception, or how its process ended.
+        traceback: Traceback of its exception; empty: its process ended without one.
+    """
+
+    rank: int
+    local_rank: int
+    at: float
+    message: str
+    traceback: str
+
+    @property
+    def verdict(self) -> str | None:
+        """What the ranks found out about each other, if that is how it ended."""
+        return self.message.removeprefix(_PARTED) if self.message.startswith(_PARTED) else None
+
+
+def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
+    """Return how ranks of this host failed, in the order in which they did.
+
+    Torchrun ends the others when it sees the first process that has failed. What those have left
+    in their error files until then counts as well.
+
+    Args:
+        error: The error that torchrun's agent raised.
+        logs: Folder of this launch alone, in which it keeps what ranks wrote.
+    """
+    rank_0 = next(rank - failure.local_rank for rank, failure in error.failures.items())
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.split("_")[1]))
+    files = {
+        int(file.parent.name): file
+        for attempt in attempts[-1:]
+        for file in attempt.glob(f"*/{_ERROR_FILE}")
+    }
+    read = {local: _of_file(file, rank_0 + local, local) for local, file in files.items()}
+    found = [failure for failure in read.values() if failure is not None]
+    found += [
+        _without_file(rank, failure)
+        for rank, failure in error.failures.items()
+        if read.get(failure.local_rank) is None and failure.exitcode != -signal.SIGTERM
+    ]
+    if not found:  # All of them were ended, by somebody else.
+        found = [_without_file(*error.get_first_failure())]
+    # By time; who only heard of another's failure comes after those who did not.
+    return sorted(found, key=lambda failure: (failure.verdict is not None, failure.at))
+
+
+def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
+    """Return what a rank left; None: it was ended while it wrote."""
+    try:
+        content = json.loads(file.read_text())["message"]
+    except ValueError:
+        return None
+    # The time in the file has whole seconds only.
+    at = file.stat().st_mtime
+    if not isinstance(content, dict):
+        return Failure(rank, local_rank, at, str(content), "")
+    traceback = content.get("extraInfo", {}).get("py_callstack", "")
+    return Failure(rank, local_rank, at, content.get("message", ""), traceback)
+
+
+def _without_file(rank: int, failure: ProcessFailure) -> Failure:
+    how = _how_it_ended(failure)
+    return Failure(rank, failure.local_rank, failure.timestamp, how, "")
+
+
+def _how_it_ended(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        number = -failure.exitcode
+        name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+        cause = " The system does that where memory runs out." if name == "SIGKILL" else ""
+        return f"process {failure.pid} was ended by {name}.{cause}"
+    return (
+        f"process {failure.pid} ended with exit status {failure.exitcode} and no exception; its "
+        f"own lines above may say why"
+    )
+
+
+def report(failures: list[Failure], num_ranks: int) -> str:
+    """Return what is shown last: the verdict, if there is one, and the first rank's traceback.
+
+    Args:
+        failures: Result of `failures_of`, at least one.
+        num_ranks: Number of ranks of this host.
+    """
+    first, *others = failures
+    host, when = socket.gethostname(), time.strftime("%H:%M:%S", time.localtime(first.at))
+    count = f"{len(failures)} of {num_ranks} ranks on {host} failed"
+    lines = [f"shardkit launch: {count}, first rank {first.rank} at {when}."]
+    lines += [
+        f"rank {other.rank}: {other.message.splitlines()[0]}"
+        for other in others
+        if other.verdict is None
+    ]
+    told = next((each for each in others if each.verdict is not None), None)
+    if told is not None and first.verdict is None:
+        lines += ["", f"What rank {told.rank} was told:", str(told.verdict)]
+    lines += ["", f"rank {first.rank}:", first.traceback.rstrip() or first.message]
+    return "\n".join(lines)
+
+
+# --- what a terminal shows of the ranks: each line behind the number of its rank, in its
+# colour
+
+TEMPLATE = "[rank ${rank}] "
+"""What torchrun's agent puts before each piece of a rank's output."""
+
+_HEADER = re.compile(r"\[rank (\d+)\] ")
+_RESET = "\x1b[0m"
+_BOLD = "\x1b[1m"
+# Of a terminal's own palette, readable on a dark and on a light background.
+_COLOURS = tuple(f"\x1b[{code}m" for code in (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91))
+
+
+def wants_colour(choice: str, stream: TextIO) -> bool:
+    """Say whether a stream gets colours.
+
+    Args:
+        choice: ``"always"``, ``"never"`` or ``"auto"``: on a terminal, unless the environment has
+            ``NO_COLOR``.
+        stream: Stream that is written to.
+    """
+    if choice == "auto":
+        return not os.environ.get("NO_COLOR") and stream.isatty()
+    return choice == "always"
+
+
+def bold(text: str) -> str:
+    """Return a text that stands out."""
+    return f"{_BOLD}{text}{_RESET}"
+
+
+class RankLines:
+    """A stream that torchrun's agent writes the output of ranks to, from several threads.
+
+    The agent writes what it finds in a rank's file, maybe half a line. Here a line is kept until
+    it is whole, so that lines of different ranks do not mix.
+
+    Args:
+        stream: Stream that gets the lines.
+        colour: Whether the header of each has its rank's colour.
+    """
+
+    def __init__(self, stream: TextIO, *, colour: bool) -> None:
+        self._stream = stream
+        self._colour = colour
+        self._unfinished: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Write a piece of a rank's output, or a line of this process."""
+        with self._lock:
+            found = _HEADER.match(text)
+            if found is None:
+                return self._stream.write(text)
+            rank = int(found[1])
+            line = self._unfinished.pop(rank, "") + text[found.end() :]
+            if line.endswith("\n"):
+                self._show(rank, line)
+            else:
+                self._unfinished[rank] = line
+        return len(text)
+
+    def flush(self) -> None:
+        """Show what is written so far, up to the last whole line of each rank."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Show lines without an end. The stream below stays open."""
+        with self._lock:
+            for rank, line in sorted(self._unfinished.items()):
+                self._show(rank, f"{line}\n")
+            self._unfinished.clear()
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Say what the stream below says."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return that of the stream below."""
+        return self._stream.fileno()
+
+    def _show(self, rank: int, line: str) -> None:
+        header = f"[rank {rank}]"
+        if self._colour:
+            header = f"{_COLOURS[rank % len(_COLOURS)]}{header}{_RESET}"
+        self._stream.write(f"{header} {line}")
+        self._stream.flush()
+
+
+# --- by which address, and on which interface, other hosts reach this one -------------------------
+
+_INET6 = Path("/proc/net/if_inet6")
+
+
+class Here(NamedTuple):
+    """This host, as another one sees it.
+
+    Attributes:
+        address: Numeric.
+        interface: Its name; None: the system does not tell.
+    """
+
+    address: str
+    interface: str | None
+
+
+def here_towards(host: str, port: int) -> Here:
+    """Return the address and the interface by which this host reaches another one.
+
+    Nothing is sent. If `host` is this one, it is the interface that has its address.
+
+    Raises:
+        LaunchError: The name is not known here, or no route leads there.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except socket.gaierror as error:
+        msg = (
+            f"this host ({socket.gethostname()}) does not know {host!r}, where the ranks are to "
+            f"meet: {error.strerror}. Give the IP address of the first host as "
+            f"--main_process_ip, or the name that a name server or /etc/hosts has."
+        )
+        raise LaunchError(msg) from None
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
+                own = probe.getsockname()[0].split("%")[0]
+        except OSError as error:
+            problem = error
+            continue
+        return Here(own, _interface_of(own))
+    own_addresses = ", ".join(interface_addresses().values()) or "none"
+    msg = (
+        f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks are "
+        f"to meet: {problem}. Its addresses are {own_addresses}. Give an address "
+        f"of the network that all hosts share as --main_process_ip."
+    )
+    raise LaunchError(msg)
+
+
+def check_interface(variable: str, chosen: str, here: Here) -> None:
+    """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour.
+
+    Args:
+        variable: Variable by which they were chosen.
+        chosen: Names, with commas between them.
+        here: Address and interface by which this host reaches the first one.
+
+    Raises:
+        LaunchError: One of them is not there, or is for this host alone.
+    """
+    known = {name for _, name in socket.if_nameindex()}
+    wanted = here.interface or f"the one with the address {here.address}"
+    for name in filter(None, chosen.split(",")):
+        address = interface_addresses().get(name)
+        alone = address is not None and ipaddress.ip_address(address).is_loopback
+        if name not in known or (alone and not ipaddress.ip_address(here.address).is_loopback):
+            problem = "leads to no other host" if alone else "is not on this host"
+            msg = (
+                f"{variable}={chosen}: {name} {problem} ({socket.gethostname()}). {wanted} leads "
+                f"to the first host. Leave the variable out, or set it to the interface of the "
+                f"network that all hosts share."
+            )
+            raise LaunchError(msg)
+
+
+def _interface_of(address: str) -> str | None:
+    wanted = ipaddress.ip_address(address)
+    for name, known in interface_addresses().items():
+        if ipaddress.ip_address(known) == wanted:
+            return name
+    if wanted.version == 6 and _INET6.exists():  # noqa: PLR2004 - IPv6
+        for line in _INET6.read_text().splitlines():
+            digits, *_, name = line.split()
+            if int(digits, 16) == int(wanted):
+                return name
+    return None
+
+
+# --- starting the ranks of this host by torchrun's agent, and saying how it ended -----------------
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _SHARE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -81,7 +386,7 @@ def read_config(path: str) -> Mapping[str, Any]:
 
 def environment_of(arguments: Arguments) -> dict[str, str]:
     """Return what all ranks have in their environment."""
-    found = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": output.TEMPLATE}
+    found = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": TEMPLATE}
     if arguments.min_hosts < arguments.max_hosts and _SHARE_STORE not in os.environ:
         # Torch 2.9 to 2.13 tells the address of a shared store in the first round only, so that a
         # host that comes later waits for it until it gives up.
@@ -171,8 +476,8 @@ def _run(arguments: Arguments, logs: Path) -> int:
     else:
         return 0
     title, *rest = text.split("\n", maxsplit=1)
-    if output.wants_colour(arguments.color, sys.stderr):
-        title = output.bold(title)
+    if wants_colour(arguments.color, sys.stderr):
+        title = bold(title)
     sys.stderr.write("\n".join(("", title, *rest, "")))
     return status
 
@@ -181,7 +486,7 @@ def _run(arguments: Arguments, logs: Path) -> int:
 def _rank_lines(arguments: Arguments) -> Iterator[None]:
     """Show what ranks write, line by line, with the number of the rank."""
     streams = [
-        output.RankLines(stream, colour=output.wants_colour(arguments.color, stream))
+        RankLines(stream, colour=wants_colour(arguments.color, stream))
         for stream in (sys.stdout, sys.stderr)
     ]
     try:

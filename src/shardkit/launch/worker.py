@@ -62,8 +62,8 @@ def _leave_error_file(error: Exception) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename in _HIDDEN:
         trace = trace.tb_next
     error.__traceback__ = trace
-    if "shardkit._tracebacks" in sys.modules:
-        sys.modules["shardkit._tracebacks"].shorten(error)
+    if "shardkit._errors" in sys.modules:
+        sys.modules["shardkit._errors"].shorten(error)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)

@@ -1,29 +1,472 @@
-"""A team: the ranks of one mesh, and the parameters that they give out among themselves."""
+"""A team: the ranks of one mesh, and the matrices that they give out among themselves.
+
+Who owns which matrix is balanced by cost, without communication.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from shardkit import _compat
 from shardkit._errors import OptimizerError
-from shardkit._layout.exchange import HeldPart, Spread, Traffic
-from shardkit._layout.owned import assign_owners, loads_of, owned_layout, plan_batches
+from shardkit._layout import Box, FlatLayout, boxes_of_range
 from shardkit._mesh import DeviceMesh
 from shardkit._tensor.spec import Replicate, ShardSpec
+from shardkit.backends.base import AllToAll
 from shardkit.backends.process_group import JoinedBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardkit._tensor.sharded import ShardedTensor
     from shardkit.backends.base import PeerAxis
 
     Cost = Callable[[tuple[int, ...]], float]
+
+
+# --- whole matrices that belong to ranks: which rank has which, and in which batches they
+# travel
+#
+# Pure integer arithmetic, equal on every rank; no torch. Matrices are given out by their cost,
+# the dearest first, each to the rank with the least to do so far (Graham 1969: at most 4/3 of the
+# best)::
+#
+#         cost        9  7  6  5  4  4        rank 0   9      4      = 13
+#                                                                                 rank 1   7  5
+#   = 12
+#                                                                                 rank 2   6      4
+#   = 10
+
+_ELEMENTWISE = 64
+"""What reading and writing an element costs, in multiplications: what a vector costs at all."""
+
+
+def owned_layout(shape: Sequence[int], owner: int, world_size: int) -> FlatLayout:
+    """Return the layout of one tensor of which `owner` has all and others have nothing.
+
+    It is a `FlatLayout` whose cuts lie before and behind the tensor, so all that knows layouts
+    knows this one.
+    """
+    numel = math.prod(shape)
+    return FlatLayout.of_one(shape, (owner * numel, numel, numel, world_size))
+
+
+def matrix_cost(shape: Sequence[int]) -> int:
+    """Return what the update of a parameter costs where nobody says it: multiplications.
+
+    Of a matrix those of its Gram matrix, on the shorter side: what Muon, Shampoo and SOAP repeat
+    some times. Of several matrices, stacked, those of all. What has fewer dimensions costs its
+    elements.
+    """
+    numel = math.prod(shape)
+    shorter = min(shape[-2:]) if len(shape) > 1 else 0
+    return numel * (shorter + _ELEMENTWISE)
+
+
+def assign_owners(
+    costs: Sequence[float], num_ranks: int, loads: Sequence[float] | None = None
+) -> list[int]:
+    """Return which rank each matrix belongs to.
+
+    Args:
+        costs: Cost of each matrix, none below 0.
+        num_ranks: Number of ranks, at least 1.
+        loads: Load that each rank has already; None: none.
+
+    Cost: O(M log(M N)) for M matrices on N ranks.
+    """
+    start = loads if loads is not None else [0] * num_ranks
+    free = [(load, 0, rank) for rank, load in enumerate(start)]
+    heapq.heapify(free)
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, count, rank = free[0]
+        owners[index] = rank
+        # Of equal loads the rank with fewer matrices: those that cost nothing are spread, too.
+        heapq.heapreplace(free, (load + costs[index], count + 1, rank))
+    return owners
+
+
+def loads_of(costs: Sequence[float], owners: Sequence[int], num_ranks: int) -> list[float]:
+    """Return what each rank has to do."""
+    loads: list[float] = [0] * num_ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return loads
+
+
+def plan_batches(
+    costs: Sequence[float],
+    nbytes: Sequence[int],
+    owners: Sequence[int],
+    batch_nbytes: int,
+) -> list[list[int]]:
+    """Return the matrices of each batch, so that each rank has as much to do in one as in another.
+
+    Args:
+        costs: Cost of each matrix.
+        nbytes: Size of each matrix in bytes.
+        owners: Owner of each matrix.
+        batch_nbytes: Bytes of a batch that one rank owns, about; a larger matrix travels alone.
+
+    Returns:
+        Indices, rising in each batch. Every matrix is in one batch; there are no batches without
+        any.
+    """
+    by_owner: dict[int, list[int]] = {}
+    for index, owner in enumerate(owners):
+        by_owner.setdefault(owner, []).append(index)
+    number = max(
+        (
+            min(len(indices), -(-sum(nbytes[i] for i in indices) // batch_nbytes))
+            for indices in by_owner.values()
+        ),
+        default=0,
+    )
+    batches: list[list[int]] = [[] for _ in range(max(number, 1))]
+    for indices in by_owner.values():
+        for index, place in _spread(indices, costs, len(batches)).items():
+            batches[place].append(index)
+    return [sorted(batch) for batch in batches if batch]
+
+
+def _spread(indices: Sequence[int], costs: Sequence[float], number: int) -> dict[int, int]:
+    """Return the batch of each of a rank's matrices: by the middle of its place among the costs."""
+    weights = [max(costs[i], 1) for i in indices]
+    ends = list(itertools.accumulate(weights))
+    return {
+        index: min(int((end - weight / 2) * number / ends[-1]), number - 1)
+        for index, weight, end in zip(indices, weights, ends, strict=True)
+    }
+
+
+# --- what ranks send each other, so that pieces of matrices become whole ones, and pieces
+# again
+#
+# Pure integer arithmetic; no torch. Ranks are places among the `members` of a mesh, of all its
+# axes. A member holds a range of each matrix, or of the part that tensor parallelism left on it.
+# Members that hold one matrix together are a *replica* of it. Gradients go to a matrix' owner
+# from the members of its own replica; new values go from the owner to all members::
+#
+#         2 replicas of 2 members, one matrix, owned by member 1
+#
+#         members        0          1    |     2          3
+#         gradients    [0:8) ---> [8:16) |   [0:8)      [8:16)
+#         values       [0:8) <--- whole ------> [0:8), [8:16)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """What a member holds of a matrix that tensor parallelism splits.
+
+    Attributes:
+        start: First element that it holds of its flattened part.
+        stop: Their end.
+        shape: Shape of the part.
+        offsets: The place where the part begins in the whole, per dimension.
+    """
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Who holds what of one matrix.
+
+    Attributes:
+        shape: Shape of the whole.
+        replicas: The number of each member's replica.
+        layout: The cut of each replica; not used where there are `parts`.
+        index: Position of the matrix in the layout.
+        places: Place of each member among those of the layout.
+        parts: The part that each member holds; None: nothing but the layout cuts the matrix.
+    """
+
+    shape: tuple[int, ...]
+    replicas: tuple[int, ...]
+    layout: FlatLayout
+    index: int
+    places: tuple[int, ...]
+    parts: tuple[HeldPart, ...] | None = None
+
+    def range_of(self, member: int) -> tuple[int, int]:
+        """Return [start, stop) of what a member holds, of the flattened whole or of its part."""
+        if self.parts is not None:
+            return self.parts[member].start, self.parts[member].stop
+        return self.layout.owned_range(self.index, self.places[member])
+
+    def numel_of(self, member: int) -> int:
+        """Return how many elements a member holds."""
+        start, stop = self.range_of(member)
+        return stop - start
+
+    def boxes_of(self, member: int) -> tuple[tuple[int, ...], list[Box]]:
+        """Return what a member holds as boxes of the whole, viewed with a shape: (shape, boxes)."""
+        start, stop = self.range_of(member)
+        if self.parts is None:
+            numel = self.layout.numels[self.index]
+            return (numel,), [Box((start,), (stop - start,), 0)] if stop > start else []
+        part = self.parts[member]
+        return self.shape, boxes_of_range(part.shape, start, stop, origin=part.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one member sends and gets in one exchange: matrices by member, in one order.
+
+    Attributes:
+        sends: Matrices of which each member gets something from here.
+        gets: Matrices of which something comes from each member.
+    """
+
+    sends: tuple[tuple[int, ...], ...]
+    gets: tuple[tuple[int, ...], ...]
+
+
+def gradient_traffic(
+    spreads: Sequence[Spread], owners: Sequence[int], indices: Sequence[int], me: int
+) -> Traffic:
+    """Return what `me` exchanges so that the owners of matrices have whole gradients.
+
+    What a member holds of its own matrices does not travel.
+
+    Args:
+        spreads: The spread of every matrix.
+        owners: The owner of every matrix.
+        indices: The matrices of this exchange, in the same order on all members.
+        me: This member.
+    """
+    mine, others = _by_member(spreads, owners, indices, me, in_replica=True)
+    return Traffic(sends=others, gets=mine)
+
+
+def value_traffic(
+    spreads: Sequence[Spread], owners: Sequence[int], indices: Sequence[int], me: int
+) -> Traffic:
+    """Return what `me` exchanges so that all members have their pieces of what owners have.
+
+    See `gradient_traffic`; here all replicas get something.
+    """
+    mine, others = _by_member(spreads, owners, indices, me, in_replica=False)
+    return Traffic(sends=mine, gets=others)
+
+
+def _by_member(
+    spreads: Sequence[Spread],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    me: int,
+    *,
+    in_replica: bool,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Return the matrices of `me` by the other members that hold a piece, and those of the others.
+
+    With `in_replica` only members of the owner's replica take part.
+    """
+    num_members = len(spreads[0].replicas) if spreads else 0
+    mine: list[list[int]] = [[] for _ in range(num_members)]
+    others: list[list[int]] = [[] for _ in range(num_members)]
+    for index in indices:
+        spread, owner = spreads[index], owners[index]
+        for member in range(num_members) if owner == me else (me,):
+            is_in_replica = spread.replicas[member] == spread.replicas[owner]
+            if member == owner or not spread.numel_of(member) or (in_replica and not is_in_replica):
+                continue
+            if owner == me:
+                mine[member].append(index)
+            else:
+                others[owner].append(index)
+    return tuple(map(tuple, mine)), tuple(map(tuple, others))
+
+
+# --- pieces on their way to owners, and back: what is packed, sent, and put where it belongs ------
+#
+# [Note: buffers of an exchange] - pieces: 1-D, one per parameter and rank; views of shards or of
+# sharded gradients. - send buffer: bytes: what each member gets, member by member; packed when
+# the exchange starts. - receive buffer: bytes: what each member sends; unpacked when it ends. -
+# whole: the parameter's shape, at its owner. Both buffers live from start to end of an exchange.
+# Their elements have one dtype.
+
+
+class Gathering:
+    """Pieces of parameters (values, gradients, state) that become whole ones at their owners.
+
+    Args:
+        team: Ranks and their parameters.
+        indices: Indices of the parameters, one or more.
+        pieces: This rank's, by index; of one dtype.
+        of: Word for the pieces, for messages.
+
+    Cost: one all-to-all: this rank sends its pieces once, to the owners in its replica.
+    """
+
+    def __init__(
+        self, team: Team, indices: Sequence[int], pieces: Mapping[int, Tensor], of: str
+    ) -> None:
+        self._team = team
+        self._pieces = pieces
+        self._indices = indices
+        traffic = team.traffic(gradient_traffic, indices)
+        send = [[pieces[index] for index in to_one] for to_one in traffic.sends]
+        gets = [
+            [(index, team.spreads[index].numel_of(member)) for index in from_one]
+            for member, from_one in enumerate(traffic.gets)
+        ]
+        self._exchange = _Exchange(team, pieces[indices[0]], indices, send, gets, of)
+
+    def finish(self) -> dict[int, Tensor]:
+        """Return the whole tensors of what belongs to this rank.
+
+        Where its piece is all there is, the piece itself, viewed; else memory of their own.
+        """
+        team, wholes = self._team, {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index in self._indices:
+            if team.owners[index] != team.me:
+                continue
+            piece, shape = self._pieces[index], tuple(team.params[index].shape)
+            if team.is_whole_here(index):
+                wholes[index] = piece.view(shape)
+                continue
+            wholes[index] = piece.new_empty(shape)
+            for view, part in boxes_in(team, index, team.me, wholes[index]):
+                copies.append((view, piece[part].view(view.shape)))
+        for member, index, segment in self._exchange.received():
+            for view, part in boxes_in(team, index, member, wholes[index]):
+                copies.append((view, segment[part].view(view.shape)))
+        _copy_all(copies)
+        return wholes
+
+
+class Scattering:
+    """Whole parameters at their owners, of which every member gets its piece.
+
+    Args:
+        team: Ranks and their parameters.
+        indices: Indices of the parameters, one or more.
+        wholes: Those of this rank, by index; of one dtype.
+        of: Word for the wholes, for messages.
+
+    Cost: one all-to-all: each rank receives its pieces once.
+    """
+
+    def __init__(
+        self, team: Team, indices: Sequence[int], wholes: Mapping[int, Tensor], of: str
+    ) -> None:
+        self._team = team
+        self._indices = indices
+        self._wholes = wholes
+        traffic = team.traffic(value_traffic, indices)
+        send = [
+            [
+                view.reshape(-1)
+                for index in to_one
+                for view, _ in boxes_in(team, index, member, wholes[index])
+            ]
+            for member, to_one in enumerate(traffic.sends)
+        ]
+        gets = [
+            [(index, team.spreads[index].numel_of(team.me)) for index in from_one]
+            for from_one in traffic.gets
+        ]
+        self._exchange = _Exchange(team, team.piece_of(indices[0]), indices, send, gets, of)
+
+    def finish(self, pieces: Mapping[int, Tensor]) -> None:
+        """Write this rank's pieces."""
+        team = self._team
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index in self._indices:
+            if team.owners[index] != team.me:
+                continue
+            for view, part in boxes_in(team, index, team.me, self._wholes[index]):
+                target = pieces[index][part].view(view.shape)
+                if target.data_ptr() != view.data_ptr():  # Else the whole is the piece.
+                    copies.append((target, view))
+        copies += [(pieces[index], segment) for _, index, segment in self._exchange.received()]
+        _copy_all(copies)
+
+
+def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy sources to targets: (target, source)."""
+    if copies:
+        _compat.foreach_copy([target for target, _ in copies], [source for _, source in copies])
+
+
+class _Exchange:
+    """One all-to-all; where a rank is alone, none.
+
+    Args:
+        team: Ranks and their parameters.
+        like: A tensor of the dtype and device of all elements.
+        indices: Parameters that travel; equal on all members.
+        send: Tensors for each member, 1-D.
+        gets: Parameters that come from each member, and how many elements of each.
+        of: Word for what travels, for messages.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        like: Tensor,
+        indices: Sequence[int],
+        send: Sequence[Sequence[Tensor]],
+        gets: Sequence[Sequence[tuple[int, int]]],
+        of: str,
+    ) -> None:
+        self._gets = gets if team.axis.size > 1 else ()
+        if not self._gets:
+            return
+        itemsize = like.dtype.itemsize
+        parts = [part.view(torch.uint8) for to_one in send for part in to_one]
+        buffer = torch.cat(parts) if parts else like.new_empty(0, dtype=torch.uint8)
+        send_nbytes = [sum(part.nbytes for part in to_one) for to_one in send]
+        receive_nbytes = [sum(numel for _, numel in from_one) * itemsize for from_one in gets]
+        total_nbytes = itemsize * sum(team.params[index].numel() for index in indices)
+        self._dtype = like.dtype
+        self._receive = like.new_empty(sum(receive_nbytes), dtype=torch.uint8)
+        self._handle = team.axis.start_all_to_all(
+            AllToAll(buffer, self._receive, send_nbytes, receive_nbytes, total_nbytes, of)
+        )
+
+    def received(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Wait; yield the member, the parameter and the elements of all that has come."""
+        if not self._gets:
+            return
+        self._handle.wait()
+        flat, at = self._receive.view(self._dtype), 0
+        for member, from_one in enumerate(self._gets):
+            for index, numel in from_one:
+                yield member, index, flat[at : at + numel]
+                at += numel
+
+
+def boxes_in(team: Team, index: int, member: int, whole: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """Yield views of a whole that make up a member's piece, and where each lies in the piece."""
+    shape, boxes = team.spreads[index].boxes_of(member)
+    if not boxes:
+        return
+    viewed = whole.view(shape)
+    for box in boxes:
+        view = viewed
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            if size != shape[dim]:
+                view = view.narrow(dim, offset, size)
+        yield view, slice(box.start, box.stop)
+
+
+# --- a team: the ranks of one mesh, and the parameters that they give out among themselves --------
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from shardkit import (
     OffloadPolicy,
     WrapError,
 )
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import FlatLayout
 from shardkit._module.checks import _check_current_device, check_params
 from shardkit._module.fully_shard import device_type_of
 from shardkit._params.sites import ParamEntry
@@ -29,10 +29,10 @@ from shardkit._runtime.group import move_buffers
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import groups as process_groups
-from shardkit.backends import world as world_module
-from shardkit.backends.accelerator_streams import DeviceCheckHandle
+from shardkit.backends import groups as world_module
+from shardkit.backends.accelerator import DeviceCheckHandle
 from shardkit.backends.device import AcceleratorDevice, device_module
-from shardkit.backends.host_work import WorkHandle
+from shardkit.backends.process_group import WorkHandle
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

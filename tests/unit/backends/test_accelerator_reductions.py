@@ -17,15 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recording import RecordingBackend, RecordingStreams, recording_mesh
 from shardkit import fully_shard
-from shardkit._layout.flat import FlatLayout
+from shardkit._layout import FlatLayout
 from shardkit._module.hooks import get_state
+from shardkit._params.flat_store import gaps_of
 from shardkit._params.gradients import GroupGradients, start_reduce
 from shardkit._params.memory import SlotPool
-from shardkit._params.send_buffer import gaps_of
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends import accelerator_sums
-from shardkit.backends.accelerator_axis import AcceleratorAxis
-from shardkit.backends.accelerator_sums import Sums
+from shardkit.backends import accelerator
+from shardkit.backends.accelerator import AcceleratorAxis, Sums
 from shardkit.backends.base import Reduction
 
 if typing.TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Wire:
         self.size = size
         self.ops: list[object] = []
         self.tensors: list[Tensor] = []
-        monkeypatch.setattr(accelerator_sums, "reduce_scatter_single", self._reduce_scatter)
+        monkeypatch.setattr(accelerator, "reduce_scatter_single", self._reduce_scatter)
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
 
     def axis(self, *, averages: bool = True, size: int | None = None) -> AcceleratorAxis:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardkit.backends.accelerator_axis import AcceleratorAxis
-from shardkit.backends.accelerator_sums import Sums
+from shardkit.backends.accelerator import AcceleratorAxis, Sums
 from shardkit.backends.base import Reduction
 
 

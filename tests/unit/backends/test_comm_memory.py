@@ -11,8 +11,7 @@ from recorded import Recorded
 
 from recording import RecordingStreams
 from shardkit import _compat
-from shardkit.backends.accelerator_axis import AcceleratorAxis
-from shardkit.backends.accelerator_streams import AcceleratorStreams
+from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorStreams
 
 
 class Offers:

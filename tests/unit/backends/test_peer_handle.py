@@ -6,7 +6,7 @@ import typing
 
 import torch
 
-from shardkit.backends.accelerator_axis import PeerHandle
+from shardkit.backends.accelerator import PeerHandle
 
 
 class Device:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import rounds
-from shardkit.backends.watch.machine import machine_id
+from shardkit.backends.watch.runs import machine_id
 from shardkit.backends.watch.store import RunStore
 
 ELSEWHERE = "another boot pid:[1]"

@@ -22,9 +22,9 @@ from shardkit.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from shardkit.checkpoint._files.bytes_io import TensorInfo
+from shardkit.checkpoint._files.disk import TensorInfo
+from shardkit.checkpoint._state.model_and_optimizer import optimizer_template, put_optimizer_state
 from shardkit.checkpoint._state.names import names_of_parameters, plain_name
-from shardkit.checkpoint._state.optimizer import optimizer_template, put_optimizer_state
 
 State = dict[str, typing.Any]
 

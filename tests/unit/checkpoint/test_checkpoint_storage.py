@@ -17,8 +17,8 @@ from torch import nn
 import shardkit
 from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp import directory, stream
-from shardkit.checkpoint._files import asides
+from shardkit.checkpoint._dcp import directory, item_file
+from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
@@ -342,8 +342,8 @@ def test_what_is_replaced_while_it_is_read_is_read_again(
 
 def other_job(path: pathlib.Path, pid: int, place: str, start: str) -> pathlib.Path:
     """Make what another job is writing."""
-    own = asides.own()
-    name = asides.new_aside(path, asides.INCOMPLETE).name
+    own = disk.own()
+    name = disk.new_aside(path, disk.INCOMPLETE).name
     mine = f"-{own.pid}-{own.place}-{own.start}-"
     aside = path.with_name(name.replace(mine, f"-{pid}-{place}-{start}-"))
     aside.mkdir()
@@ -353,9 +353,9 @@ def other_job(path: pathlib.Path, pid: int, place: str, start: str) -> pathlib.P
 def test_keep_last_deletes_what_dead_jobs_left_and_names_those_that_live(
     tmp_path: pathlib.Path,
 ) -> None:
-    own = asides.own()
+    own = disk.own()
     with subprocess.Popen(["sleep", "60"]) as living:
-        start = asides._start_of(living.pid)  # noqa: SLF001
+        start = disk._start_of(living.pid)  # noqa: SLF001
         alive = other_job(tmp_path / "a", living.pid, own.place, start)
         reused = other_job(tmp_path / "a", living.pid, own.place, "1")
         elsewhere = other_job(tmp_path / "a.b", 7, "00c0ffee", "8")
@@ -388,8 +388,8 @@ def test_names_of_any_length(tmp_path: pathlib.Path) -> None:
 
 def test_frames_are_what_torch_writes() -> None:
     tensor = torch.arange(12.0).view(3, 4)
-    before, after = stream.tensor_frame(tensor.dtype, (3, 4))
-    content = before + bytes(stream.raw_bytes(tensor)) + after
+    before, after = item_file.tensor_frame(tensor.dtype, (3, 4))
+    content = before + bytes(item_file.raw_bytes(tensor)) + after
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
 
 

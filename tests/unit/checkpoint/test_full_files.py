@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import FullFile
-from shardkit.checkpoint._files.bytes_io import TensorInfo
+from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._files.full import FullWriter, parse_size
 
 if typing.TYPE_CHECKING:

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from shardkit._schedule import unshard
+from shardkit import _schedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,10 +15,10 @@ if typing.TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _each_group_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small groups would share collectives, and these are small."""
-    monkeypatch.setattr(unshard, "BATCH_NBYTES", 0)
+    monkeypatch.setattr(_schedule, "BATCH_NBYTES", 0)
 
 
 @pytest.fixture
 def batch_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``batch_of(nbytes)``: models made from now on send groups of fewer bytes together."""
-    return lambda nbytes: monkeypatch.setattr(unshard, "BATCH_NBYTES", nbytes)
+    return lambda nbytes: monkeypatch.setattr(_schedule, "BATCH_NBYTES", nbytes)

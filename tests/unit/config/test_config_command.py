@@ -11,8 +11,8 @@ import yaml
 
 from shardkit import from_config
 from shardkit._cli import app
-from shardkit.config._fields import STRATEGIES
-from shardkit.config._questions import asked_fields, default_fields
+from shardkit.config._command import asked_fields, default_fields
+from shardkit.config._schema import STRATEGIES
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardkit import Config, ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, from_config
-from shardkit.config._fields import FSDP, PARALLELISM, SECTIONS, TOP
+from shardkit.config._schema import FSDP, PARALLELISM, SECTIONS, TOP
 
 Fields = dict[str, typing.Any]
 

@@ -9,7 +9,7 @@ import pytest
 from machines import GIB, HEALTHY, group
 
 from shardkit._doctor.facts import Checkup, Link, RankFacts, Timing
-from shardkit._doctor.rules_group import examine
+from shardkit._doctor.rules import examine
 
 MIB = 2**20
 LOOPBACK = ["127.0.1.1"]

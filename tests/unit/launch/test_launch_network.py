@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from shardkit import MeshError
 from shardkit._errors import LaunchError
-from shardkit.backends.world import make_torch_mesh
-from shardkit.launch.network import Here, check_interface, here_towards
+from shardkit.backends.groups import make_torch_mesh
+from shardkit.launch.start import Here, check_interface, here_towards
 
 
 def test_this_host_reaches_itself() -> None:

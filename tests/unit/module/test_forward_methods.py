@@ -17,7 +17,7 @@ from shardkit import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from shardkit._module.forward_methods import ForwardMethod
+from shardkit._module.fully_shard import ForwardMethod
 
 Log = list[tuple[str, typing.Any]]
 

@@ -10,7 +10,7 @@ from models import Parameters
 from recording import recording_mesh
 from shardkit import OptimizerError, fully_shard
 from shardkit.optim import LocalOptimizer
-from shardkit.optim._runs import RunPart, SteppedRun
+from shardkit.optim._local import RunPart, SteppedRun
 
 
 def set_gradients(model: nn.Module) -> None:

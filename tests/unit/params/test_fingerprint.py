@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardkit._params.fingerprint import fingerprint
+from shardkit._params.bucket import fingerprint
 
 MIB = 2**20
 

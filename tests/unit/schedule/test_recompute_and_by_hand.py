@@ -12,10 +12,10 @@ from schedule_lines import (
     trained,
 )
 
-from shardkit._schedule.unshard import UnshardSchedule
+from shardkit._schedule import UnshardSchedule
 
 if typing.TYPE_CHECKING:
-    from shardkit._schedule.unshard import Action
+    from shardkit._schedule import Action
 
 
 # --- recomputation (activation checkpointing) ---------------------------------------------------

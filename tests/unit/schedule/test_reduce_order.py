@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit._schedule.reduce_order import ReduceOrder
+from shardkit._schedule import ReduceOrder
 
 # --- the order of reductions --------------------------------------------------------------------
 

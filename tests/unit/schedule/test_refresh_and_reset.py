@@ -11,7 +11,7 @@ from schedule_lines import (
     trained,
 )
 
-from shardkit._schedule.unshard import UnshardSchedule
+from shardkit._schedule import UnshardSchedule
 
 # --- stale shards, exceptions, create_graph -----------------------------------------------------
 

@@ -10,7 +10,7 @@ from schedule_lines import (
 )
 
 from shardkit._policy import BackwardPrefetch
-from shardkit._schedule.unshard import UnshardSchedule
+from shardkit._schedule import UnshardSchedule
 
 # --- what users choose --------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from schedule_lines import (
     trained,
 )
 
-from shardkit._schedule.unshard import BATCH_NBYTES, UnshardSchedule
+from shardkit._schedule import BATCH_NBYTES, UnshardSchedule
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

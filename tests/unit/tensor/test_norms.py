@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recording import RecordingAxis, recording_mesh
 from shardkit import fully_shard
-from shardkit._tensor.ops.norms import sharded_norms
+from shardkit._tensor.ops.reductions import sharded_norms
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence

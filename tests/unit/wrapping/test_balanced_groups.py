@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models import GPT, ConvNet
 from shardkit import MixedPrecisionPolicy, auto_shard
-from shardkit._wrapping.balance import bounds, group_neighbours
+from shardkit._wrapping.policies import bounds, group_neighbours
 from wrapped_models import Attention, Stack
 
 if typing.TYPE_CHECKING:

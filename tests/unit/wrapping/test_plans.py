@@ -23,7 +23,7 @@ from shardkit import (
     fully_shard,
 )
 from shardkit._wrapping import auto_shard as entry
-from shardkit._wrapping.shape_only import mesh_of_shape
+from shardkit._wrapping.plan import mesh_of_shape
 from step_traffic import counted, total
 from wrapped_models import Stack, TiedBlocks
 

@@ -9,11 +9,10 @@ they need (`wholes`). `dispatch` says which operator is of which kind.
 from __future__ import annotations
 
 from shardkit import _compat
-from shardkit._tensor.ops.dispatch import dispatch
-from shardkit._tensor.ops.norms import share_overflow, total_norm
-from shardkit._tensor.ops.shown import set_view_dispatcher
-from shardkit._tensor.ops.state_allocator import StateAllocator
-from shardkit._tensor.ops.views import dispatcher_of_views
+from shardkit._tensor.ops.dispatch import StateAllocator, dispatch
+from shardkit._tensor.ops.reductions import share_overflow, total_norm
+from shardkit._tensor.ops.structural import dispatcher_of_views
+from shardkit._tensor.ops.wholes import set_view_dispatcher
 from shardkit._tensor.sharded import ShardedTensor, set_dispatcher
 
 __all__ = ["StateAllocator", "total_norm"]

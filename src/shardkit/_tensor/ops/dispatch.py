@@ -8,16 +8,25 @@ so because torch does not say it.
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from shardkit import _compat
-from shardkit._tensor.ops.common import cut_gradients
-from shardkit._tensor.ops.lists import foreach, largest, one_by_one
-from shardkit._tensor.ops.norms import foreach_norm, unscale, vector_norm
-from shardkit._tensor.ops.pointwise import mutating, pointwise, pointwise_mutating
-from shardkit._tensor.ops.reductions import agree, extreme, item, mean, reduce_by, truth
+from shardkit._tensor.ops.reductions import (
+    agree,
+    extreme,
+    foreach_norm,
+    item,
+    mean,
+    reduce_by,
+    truth,
+    unscale,
+    vector_norm,
+)
 from shardkit._tensor.ops.structural import (
     copy_into,
     fills_by_shape,
@@ -28,12 +37,431 @@ from shardkit._tensor.ops.structural import (
     same_memory,
     state_like,
     structural,
+    view,
+    view_of_size,
+    write,
 )
-from shardkit._tensor.ops.views import view, view_of_size, write
-from shardkit._tensor.ops.wholes import whole
+from shardkit._tensor.ops.wholes import (
+    check_in_place,
+    cut_gradients,
+    first_sharded,
+    gathered,
+    note_write,
+    runs_on_wholes,
+    slice_operand,
+    whole,
+    without_out,
+    wrap,
+)
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import constant, note_written
+from shardkit._tree import iter_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit._tensor.spec import ShardSpec
+
+
+# --- memory of optimizer state, which is made one tensor at a time --------------------------------
+
+
+@dataclass(slots=True)
+class _OpenFlat:
+    flat: Any
+    taken: set[int]
+
+
+class StateAllocator:
+    """Lays new tensors of one bucket's parameters end to end, as the parameters are.
+
+    So that operators on lists run on the whole bucket. The first tensor takes memory for all. If
+    that memory is freed while only one tensor lies in it, it was a temporary: then the allocator
+    stops.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_OpenFlat] = []
+        self._is_off = False
+
+    def allocate(
+        self, spec: ShardSpec, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return zeros for one parameter of the bucket: (flat, piece of it); None: make it apart.
+
+        Args:
+            spec: Cut of the parameter.
+            dtype: Dtype of the new tensor.
+            device: Device of the new tensor.
+
+        Returns:
+            Tensors in 1-D: the flat has `shard_numel` elements, and the piece is a view of it.
+        """
+        layout, index = spec.layout, spec.index
+        if self._is_off or len(layout.shapes) == 1 or spec.start == spec.stop:
+            return None
+        start, stop = spec.piece_range
+        for entry in self._open:
+            flat = entry.flat()
+            if flat is None or index in entry.taken:
+                continue
+            if flat.dtype == dtype and flat.device == device:
+                entry.taken.add(index)
+                return flat, flat[start:stop]
+        flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        entry = _OpenFlat(None, {index})
+        entry.flat = weakref.ref(flat, lambda _: self._closed(entry))
+        self._open.append(entry)
+        return flat, flat[start:stop]
+
+    def _closed(self, entry: _OpenFlat) -> None:
+        self._open.remove(entry)
+        if len(entry.taken) == 1:
+            self._is_off = True
+
+
+# --- runs: entries of lists whose pieces lie end to end, so that one kernel does the work of
+# many
+
+
+@dataclass(slots=True)
+class PieceRun:
+    """Entries of all lists whose pieces lie end to end, at [start, stop) of their shards.
+
+    Attributes:
+        positions: Positions of the entries; none of them is empty.
+        start: Position where the first piece begins.
+        stop: Position where the last one ends.
+    """
+
+    positions: list[int]
+    start: int
+    stop: int
+
+    def join(self, items: Sequence[Any]) -> Any:
+        """Return what stands for the run's entries: one tensor, or their common number."""
+        item = items[self.positions[0]]
+        if type(item) is not ShardedTensor:
+            return item
+        if len(self.positions) == 1 or item.flat is None:
+            return item.local_piece
+        return item.flat[self.start - item.flat_start : self.stop - item.flat_start]
+
+
+def common_flat(tensors: Sequence[Any]) -> Tensor | None:
+    """Return the one tensor of which all of these are views; None where there is none."""
+    first = tensors[0]
+    flat: Tensor | None = first.flat if type(first) is ShardedTensor else None
+    if flat is None:
+        return None
+    for tensor in tensors:
+        if type(tensor) is not ShardedTensor or tensor.flat is not flat:
+            return None
+    return flat
+
+
+def join(items: Any, runs: Sequence[PieceRun]) -> Any:
+    """Return a list argument as one entry for each run; other arguments as they are."""
+    if not isinstance(items, (list, tuple)):
+        return items
+    return [run.join(items) for run in runs]
+
+
+def pieces_of(
+    flats: Sequence[Tensor], runs: Sequence[PieceRun], specs: Sequence[ShardSpec]
+) -> list[tuple[Tensor, Tensor | None, int]]:
+    """Return (piece, flat, start of the flat) for each entry, of one flat for each run."""
+    result: list[Any] = [None] * len(specs)
+    for run, flat in zip(runs, flats, strict=True):
+        for position in run.positions:
+            start, stop = specs[position].piece_range
+            result[position] = (flat[start - run.start : stop - run.start], flat, run.start)
+    return [(flats[0][:0], None, 0) if found is None else found for found in result]
+
+
+def find_runs(args: tuple[Any, ...]) -> list[PieceRun] | None:
+    """Return how to run list operators on flats; None if entries are not such pieces at all."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    first = lists[0]
+    if set(map(type, first)) != {ShardedTensor} or first[0].spec.is_traced:
+        return None
+    specs = tuple([item.spec for item in first])
+    key = tuple(map(id, specs))
+    known = _planned.get(key)
+    runs = _remember(key, specs) if known is None else known.runs
+    if not runs or not all(_follows(items, specs, runs) for items in lists):
+        return None
+    return runs
+
+
+@dataclass(slots=True)
+class _ListPlan:
+    """The runs of some specs, which keeps none of them: with the first that goes, it goes."""
+
+    runs: list[PieceRun]
+    specs: list[weakref.ref[ShardSpec]]
+
+
+_planned: dict[tuple[int, ...], _ListPlan] = {}  # By the ids of the specs.
+_MAX_PLANS = 16
+
+
+def _remember(key: tuple[int, ...], specs: Sequence[ShardSpec]) -> list[PieceRun]:
+    if len(_planned) >= _MAX_PLANS:
+        _planned.clear()
+
+    def forget(_: object) -> None:
+        _planned.pop(key, None)
+
+    runs = _plan(specs)
+    _planned[key] = _ListPlan(runs, [weakref.ref(spec, forget) for spec in specs])
+    return runs
+
+
+def _plan(specs: Sequence[ShardSpec]) -> list[PieceRun]:
+    """Return the runs of neighbouring parameters; those without elements here are in none."""
+    runs: list[PieceRun] = []
+    before = None
+    for position, spec in enumerate(specs):
+        if spec.piece_numel == 0:
+            continue
+        start, stop = spec.piece_range
+        follows = before is not None and spec.state_allocator is before.state_allocator is not None
+        if follows and before is not None and spec.index == before.index + 1:
+            runs[-1].positions.append(position)
+            runs[-1].stop = stop
+        else:
+            runs.append(PieceRun([position], start, stop))
+        before = spec
+    return runs
+
+
+def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[PieceRun]) -> bool:
+    """Return whether a list has these runs: each of pieces in one flat, or of one number."""
+    if len(items) != len(specs):
+        return False
+    if isinstance(items[0], (int, float)):
+        return all(len({items[i] for i in run.positions}) == 1 for run in runs)
+    if set(map(type, items)) != {ShardedTensor} or tuple([item.spec for item in items]) != specs:
+        return False
+    for run in runs:
+        if len(run.positions) > 1:
+            flat = items[run.positions[0]].flat
+            if flat is None or any(items[i].flat is not flat for i in run.positions):
+                return False
+    return True
+
+
+# --- operators on lists (``_foreach_*``, ``_fused_*``) --------------------------------------------
+#
+# They run on whole flats where they can: pieces of neighbouring parameters of a bucket lie end to
+# end, in parameters, gradients and optimizer state alike, so that one kernel does the work of
+# many. Plain tensors in the lists are cut. Where an entry cannot be, the operator runs entry by
+# entry, so that one tensor is whole at a time.
+
+
+def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on lists: index i of every list belongs together.
+
+    Indices of plain tensors only (parameters that are not sharded) pass through.
+    """
+    if any(type(arg) is ShardedTensor for arg in (*args, *kwargs.values())):  # A number for all.
+        args = tuple(_number(func, arg) for arg in args)
+        kwargs = {key: _number(func, arg) for key, arg in kwargs.items()}
+    first: Sequence[Any] = next(arg for arg in args if isinstance(arg, (list, tuple)))
+    runs = find_runs(args)
+    if _has_data(func, args, runs):
+        return one_by_one(func, args, kwargs)
+    if runs is None:
+        lists = [_local_list(func, arg, first) for arg in args]
+        if any(items is None for items in lists):
+            return one_by_one(func, args, kwargs)
+        result = func(*lists, **kwargs)
+        written = [item for item in first if type(item) is ShardedTensor]
+    else:
+        result = func(*(join(arg, runs) for arg in args), **kwargs)
+        written = [first[run.positions[0]] for run in runs]
+    if _compat.is_mutable_op(func):
+        note_write(*written, pieces=first)
+        return result
+    if not isinstance(result, (list, tuple)):
+        return result
+    if runs is None:
+        return [
+            wrap(item, of.spec) if type(of) is ShardedTensor else item
+            for item, of in zip(result, first, strict=True)
+        ]
+    found = pieces_of(result, runs, [item.spec for item in first])
+    return [
+        ShardedTensor(piece, item.spec, flat, start)
+        for item, (piece, flat, start) in zip(first, found, strict=True)
+    ]
+
+
+def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
+    """Whether the result depends on plain tensors that may be other ones on each rank."""
+    if _compat.is_mutable_op(func):  # Optimizers write in backward, by numbers that are tensors.
+        return False
+    if runs is not None and not any(isinstance(arg, Tensor) for arg in args):
+        return False
+    if not runs_on_wholes(args):
+        return False
+    return any(type(tensor) is not ShardedTensor for tensor in iter_tensors(args, depth=0))
+
+
+def _number(func: Any, arg: Any) -> Any:
+    return gathered(func, arg) if type(arg) is ShardedTensor else arg
+
+
+def _local_list(func: Any, items: Any, first: Sequence[Any]) -> list[Any] | Any:
+    """Return the pieces of a list argument, other arguments as they are; None: there are none."""
+    if not isinstance(items, (list, tuple)) or not items or not isinstance(items[0], Tensor):
+        return items
+    pieces = []
+    for each, reference in zip(items, first, strict=True):
+        piece = _local_entry(func, each, reference)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    return pieces
+
+
+def _local_entry(func: Any, item: Tensor, reference: Tensor) -> Tensor | None:
+    if type(reference) is not ShardedTensor:
+        return gathered(func, item) if type(item) is ShardedTensor else item
+    spec = reference.spec
+    if type(item) is ShardedTensor and item.spec.same_cut(spec):
+        return item.local_piece
+    if item.ndim == 0 and type(item) is not ShardedTensor:
+        return item
+    if torch.broadcast_shapes(item.shape, spec.shape) != spec.shape:
+        return None
+    return slice_operand(gathered(func, item), spec)
+
+
+def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on lists on the wholes of one entry after another."""
+    count = len(next(arg for arg in args if isinstance(arg, (list, tuple))))
+    results: list[Any] = []
+    for index in range(count):
+        entry = tuple([arg[index]] if isinstance(arg, (list, tuple)) else arg for arg in args)
+        result = whole(func, entry, kwargs)
+        if isinstance(result, (list, tuple)):
+            results += result
+    return results or None
+
+
+def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the largest element of each entry. Cost: an all-reduce for each."""
+    del kwargs
+    maximum, of_one = extreme("max"), torch.ops.aten.max.default
+    return [
+        maximum(of_one, (item,), {}) if type(item) is ShardedTensor else func([item])[0]
+        for item in args[0]
+    ]
+
+
+# --- elementwise operators: they run on the pieces, which must be cut alike -----------------------
+
+_aten = torch.ops.aten
+_TAKE_A_NUMBER = {_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
+"""Operators with an operand that must have no dims, whatever the others have."""
+
+
+def _pieces_of(
+    spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return the arguments with pieces for sharded tensors, if no tensor is cut otherwise."""
+    local = []
+    for arg in args:
+        if type(arg) is ShardedTensor and arg.spec is spec:
+            local.append(arg.local_piece)
+        elif isinstance(arg, Tensor):
+            return None
+        else:
+            local.append(arg)
+    local_kwargs = {}
+    for key, arg in kwargs.items():
+        if type(arg) is ShardedTensor and arg.spec is spec:
+            local_kwargs[key] = arg.local_piece
+        elif isinstance(arg, Tensor):
+            return None
+        elif key != "memory_format":
+            local_kwargs[key] = arg
+    return local, local_kwargs
+
+
+def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spec = first_sharded((*args, *kwargs.values())).spec
+    local = _pieces_of(spec, args, kwargs)
+    if local is None:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+        sharded = [tensor for tensor in tensors if type(tensor) is ShardedTensor]
+        shape = torch.broadcast_shapes(*[tensor.shape for tensor in tensors])
+        spec = next((tensor.spec for tensor in sharded if tensor.shape == shape), spec)
+        if spec.shape != shape or any(not tensor.spec.same_cut(spec) for tensor in sharded):
+            return whole(func, args, kwargs)
+        if not shape and func in _TAKE_A_NUMBER:
+            return whole(func, args, kwargs)
+        if len(sharded) < len(tensors) and (spec.is_traced or runs_on_wholes(tensors)):
+            return whole(func, args, kwargs)  # Who traces cannot follow a piece of a plain operand.
+        local = _sliced(func, spec, args, kwargs)
+    return wrap(func(*local[0], **local[1]), spec)
+
+
+def _sliced(
+    func: Any, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments with pieces for all tensors, also for plain ones."""
+
+    def slice_one(arg: Any) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        if type(arg) is ShardedTensor:
+            if arg.spec.same_cut(spec):
+                return arg.local_piece
+            arg = gathered(func, arg)
+        return slice_operand(arg, spec)
+
+    local_kwargs = {k: slice_one(v) for k, v in kwargs.items() if k != "memory_format"}
+    return [slice_one(arg) for arg in args], local_kwargs
+
+
+def pointwise_mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = kwargs.get("out", args[0])
+    if type(target) is not ShardedTensor:
+        return whole(func, args, kwargs)
+    local = _pieces_of(target.spec, args, kwargs)
+    if local is None:
+        by_name = [value for key, value in kwargs.items() if key != "out"]
+        sources = [arg for arg in (*args, *by_name) if isinstance(arg, Tensor)]
+        shape = torch.broadcast_shapes(*[tensor.shape for tensor in sources])
+        is_alone = not any(type(tensor) is ShardedTensor for tensor in sources)
+        if is_alone or shape != target.shape or (not shape and func in _TAKE_A_NUMBER):
+            return whole(func, args, kwargs)
+        check_in_place(func, target, sources)
+        local = _sliced(func, target.spec, args, kwargs)
+    if "out" in kwargs and target.spec.is_traced:
+        (values,) = without_out(func, *local[0], **local[1])
+        target.local_piece.copy_(values)
+    else:
+        func(*local[0], **local[1])
+    note_write(target, is_followed="out" not in kwargs)
+    return target
+
+
+def mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place operator that writes a number: ``zero_``, ``fill_``."""
+    target = args[0]
+    func(target.local_piece, *args[1:], **kwargs)
+    note_write(target, is_followed=True)
+    note_written(target, lambda: [constant(args[1] if len(args) > 1 else 0, target)])
+    return target
+
+
+# --- which operator is of which kind. An operator is put into its kind when it is first seen ------
 
 _HANDLERS: dict[Any, Any] = {}
-_aten = torch.ops.aten
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

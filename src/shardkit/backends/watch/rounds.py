@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
-from shardkit.backends.watch.machine import machine_id, process_state
+from shardkit.backends.watch.runs import machine_id, process_state
 from shardkit.backends.watch.status import UNHEARD, RankStatus
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import stat
 import tempfile
 import time
@@ -18,12 +19,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit.backends.watch.machine import machine_id, process_state
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardkit.backends.watch.status import RankStatus
+
+
+# --- which machine a process is on, and what a process of this machine does -----------------------
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
+
+
+def machine_id() -> str:
+    """Return what processes have in common that can look at each other by their ids.
+
+    Host names do not tell: clones and containers may all have the same one.
+    """
+    try:
+        return f"{_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
+    except OSError:  # No Linux, or no /proc.
+        return socket.gethostname()
+
+
+def process_state(pid: int) -> str:
+    """Return what a process of this machine does that does not answer, as `RankStatus.state`."""
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError:
+        return "gone"
+    except OSError:  # Another user's, or no /proc.
+        return "silent"
+    letter = status.rsplit(")", 1)[1].split()[0]
+    if letter in "ZXx":
+        return "gone"
+    return "stopped" if letter in "Tt" else "busy"
+
+
+# --- where the stores of runs on this host are, for who looks from another terminal ---------------
 
 _MAX_DIAGNOSES = 20
 _MAX_NBYTES = 64 << 20

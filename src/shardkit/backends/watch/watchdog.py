@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import ctypes
+import json
 import logging
 import os
 import socket
@@ -17,19 +19,24 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from shardkit import _compat
 from shardkit._errors import RankMismatchError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.abort import abort_group, end_if_stuck, raise_in_main_thread
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
-from shardkit.backends.watch.flight_recorder import recorded
-from shardkit.backends.watch.machine import machine_id, process_state
-from shardkit.backends.watch.place import (
+from shardkit.backends.watch.rounds import Answering, Rounds, hello
+from shardkit.backends.watch.runs import machine_id, process_state
+from shardkit.backends.watch.status import (
+    CallStatus,
+    GroupStatus,
+    RankStatus,
+    WaitStatus,
     call_of,
     instruction_of,
     is_in_collective,
@@ -39,8 +46,6 @@ from shardkit.backends.watch.place import (
     place_of,
     stack_of,
 )
-from shardkit.backends.watch.rounds import Answering, Rounds, hello
-from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
 from shardkit.backends.watch.store import RunStore, store_of_run
 
 if TYPE_CHECKING:
@@ -48,9 +53,133 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from shardkit.backends.watch.place import Lines
+    from shardkit.backends.watch.status import Lines
+
+
+# --- what NCCL's flight recorder in torch knows of this rank, in a line for each communicator -----
+#
+# Torch keeps the last collectives of each communicator (``TORCH_FR_BUFFER_SIZE``; 2000 of them
+# where it is not set). It tells which of them the card has begun and ended, of users' groups as
+# well.
+
+
+def recorded() -> list[str]:
+    """Return the lines of this process; none where NCCL is not in use."""
+    record = _compat.nccl_flight_record()
+    return [] if record is None else describe_record(json.loads(record))
+
+
+def describe_record(record: dict[str, Any]) -> list[str]:
+    """Return a line for each communicator in a record of collectives that are not done.
+
+    Args:
+        record: A record that torch dumped.
+    """
+    pending: dict[str, list[dict[str, Any]]] = {}
+    for entry in record.get("entries", ()):
+        if entry.get("state") != "completed":
+            pending.setdefault(str(entry.get("pg_id")), []).append(entry)
+    lines = []
+    for number, status in sorted(record.get("pg_status", {}).items()):
+        config = record.get("pg_config", {}).get(number, {})
+        enqueued = int(status["last_enqueued_collective"])
+        completed = int(status["last_completed_collective"])
+        name = config.get("desc") or config.get("name") or number
+        line = f"NCCL, {name}: {max(enqueued, 0)} collectives issued, {max(completed, 0)} done"
+        if of_group := pending.get(number):
+            oldest = min(of_group, key=lambda entry: int(entry.get("record_id", 0)))
+            what = str(oldest.get("profiling_name", "?")).removeprefix("nccl:")
+            line += f"; the oldest that is not done is {what} ({oldest.get('state')})"
+        lines.append(f"{line}.")
+    return lines
+
+
+# --- how waits end that cannot end by themselves --------------------------------------------------
 
 logger = logging.getLogger("shardkit")
+
+_PROBE_TAG = 7
+_FREED_IN_S = 20.0
+_EXIT_CODE = 70
+
+
+def abort_group(group: dist.ProcessGroup | None) -> None:
+    """End all waits for a process group: it cannot be used any more."""
+    if group is None:
+        return
+    if torch.accelerator.is_available():
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    if _compat.process_group_backend(group, torch.device("cpu")) is None:
+        return
+    # A receive that times out closes gloo's connections, all of them. One from a rank that has gone
+    # fails at once and closes none, so each rank is tried.
+    for offset in range(1, group.size()):
+        source = (group.rank() + offset) % group.size()
+        with contextlib.suppress(RuntimeError):
+            probe = dist.irecv(torch.zeros(1), group=group, group_src=source, tag=_PROBE_TAG)
+            assert probe is not None, "this rank is in the group"
+            probe.wait(timedelta(milliseconds=1))
+
+
+def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
+    """Have the main thread raise a `RankMismatchError` where its collective ends.
+
+    That ends in an error of the engine, which says nothing of the reason. Python raises what it was
+    given by another thread at the next line of Python, in place of that error.
+
+    Args:
+        text: What the error says.
+        at: What the main thread is at, of `instruction_of`. If it has gone on, nothing is raised:
+            that would meet whatever it does by then.
+    """
+
+    class _RankMismatchError(RankMismatchError):
+        def __init__(self) -> None:
+            super().__init__(text)
+            self.__suppress_context__ = True  # The engine's error, which is ours.
+
+    _RankMismatchError.__name__ = RankMismatchError.__name__
+    _RankMismatchError.__qualname__ = RankMismatchError.__qualname__
+    _RankMismatchError.__module__ = RankMismatchError.__module__
+    ident = threading.main_thread().ident
+    assert ident is not None, "it has been started"
+    if instruction_of(main_frame()) != at:
+        return
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(ident), ctypes.py_object(_RankMismatchError)
+    )
+
+
+def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _FREED_IN_S) -> None:
+    """End this process if its main thread is where it is now after a while, too.
+
+    An engine that was told to abort may wait itself: for a card, or for a rank that is stopped. So
+    does who waits inside a store that does not answer. Nobody else could end the process then.
+
+    Args:
+        rank: This one.
+        text: What was found, to be said once more.
+        even_on_host: Whether to do so without an accelerator as well, where engines do end waits.
+        after_s: Seconds.
+    """
+    if not even_on_host and not torch.accelerator.is_available():
+        return
+    before = instruction_of(main_frame())
+
+    def look() -> None:
+        time.sleep(after_s)
+        if instruction_of(main_frame()) == before:
+            logger.critical(
+                "rank %d cannot be freed, so its process ends. RankMismatchError: %s", rank, text
+            )
+            os._exit(_EXIT_CODE)
+
+    threading.Thread(target=look, name="shardkit-ends", daemon=True).start()
+
+
+# --- this process' part of the watch: it asks the other ranks where they are, and answers
+# them
 
 _TICK_S = 0.25
 _NUM_BEGUN = 8

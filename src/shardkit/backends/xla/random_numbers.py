@@ -10,23 +10,200 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _compat
-from shardkit._errors import StateError
+from shardkit._errors import ShardedTensorError, StateError
 from shardkit._host_values import HostValues
 from shardkit._tree import iter_tensors, map_tensors
-from shardkit.backends.xla import host_reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+
+# --- what must come before what in a traced graph, and when it runs -------------------------------
+
+
+class GraphOrder:
+    """The part of `Region` that both modes share.
+
+    Attributes:
+        device: Device of the tensors.
+        drawing: Context of random numbers; see `Region`.
+        gathers_wait: Order of gathers; see `Region`.
+    """
+
+    device: torch.device
+    gathers_wait = True
+
+    def __init__(self) -> None:
+        self._progress: Tensor | None = None
+        self.drawing: Any = None
+
+    def progress(self, tensor: Tensor | None) -> None:
+        """See `Region`."""
+        self._progress = None if tensor is None else tensor.detach()
+
+    def after_progress(self, parts: list[Tensor]) -> list[Tensor]:
+        """See `Region`."""
+        if self._progress is None:
+            return parts
+        copies = [part.clone() for part in parts]
+        xm.optimization_barrier_([*copies, self._progress.clone()])
+        return copies
+
+    def forget_collectives(self) -> None:
+        """See `Region`."""
+        torch_xla._XLAC._set_all_reduce_token(str(self.device), None)
+
+
+# --- refusal of what the host cannot read: inside a region a tensor has other values on every
+# rank
+#
+# XLA ends the process when such a tensor is to leave the devices, so what would is refused
+# before.
 
 _aten = torch.ops.aten
+_ENTERS = "SPMDFullToShardShape"
+_READS = {
+    _aten._local_scalar_dense.default,
+    _aten.equal.default,
+    _aten.allclose.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.unique_dim.default,
+    _aten.unique_consecutive.default,
+    _aten.repeat_interleave.Tensor,
+    _aten.bincount.default,
+}
+"""Operators whose result, or its shape, the host has to know."""
+_COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._copy_from.default}
+_MASKED = {_aten.index.Tensor}
+_KEYS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+]
+_HARMLESS = {_aten.detach.default, _aten.alias.default}
+
+
+def may_read(func: Any) -> bool:
+    """Whether an operator may need values on the host, depending on its arguments."""
+    return func in _READS or func in _COPIES or func in _MASKED or _is_missing(func)
+
+
+def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an operator inside a region if XLA would end the process for it.
+
+    Raises:
+        StateError: It takes a tensor of the region to the host.
+        ShardedTensorError: It is one on a sharded parameter.
+    """
+    if func in _HARMLESS:
+        return
+    for arg in iter_tensors((args, kwargs), depth=0):
+        if isinstance(arg, HostValues):
+            _refuse_sharded(func, getattr(arg, "base", arg))  # Of a view, what it views.
+    source = _read_by(func, args, kwargs)
+    if source is not None and _is_inside(source):
+        _refuse_read(func)
+
+
+def _read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor of which the host would have to know the values."""
+    if func in _READS or _is_missing(func):
+        return _on_xla(args)
+    if func in _COPIES:
+        target = kwargs["device"] if "device" in kwargs else args[0].device
+        leaves = target is not None and torch.device(target).type != "xla"
+        return _on_xla(args) if leaves else None
+    if func in _MASKED:
+        masks = [i for i in args[1] if i is not None and i.dtype in {torch.bool, torch.uint8}]
+        return _on_xla(tuple(masks))
+    return None
+
+
+@functools.cache
+def _is_missing(func: Any) -> bool:
+    """Whether torch_xla has no such operator, and has the host compute it."""
+    return not any(func.has_kernel_for_dispatch_key(key) for key in _KEYS)
+
+
+def _on_xla(args: tuple[Any, ...]) -> Tensor | None:
+    return next((arg for arg in iter_tensors(args, depth=0) if arg.device.type == "xla"), None)
+
+
+def _is_inside(tensor: Tensor) -> bool:
+    """Whether a tensor is computed of what a rank has; not so of what came from outside alone."""
+    xm.wait_device_ops()  # What a run has not delivered yet would crash the next line.
+    graph = torch_xla._XLAC._get_xla_tensors_hlo([tensor])
+    return _ENTERS in graph
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def described() -> Iterator[None]:
+    """Have tensors of a region printed without values: nobody has them yet."""
+    before = getattr(_local, "is_inside", False)
+    _local.is_inside = True
+    try:
+        yield
+    finally:
+        _local.is_inside = before
+
+
+@functools.cache
+def install_description() -> None:
+    """Let `described` work: printing takes dispatch modes away, so it is caught before."""
+    cls: Any = Tensor
+    for name in ("__repr__", "__format__"):
+        setattr(cls, name, _describing(getattr(cls, name)))
+
+
+def _describing(as_usual: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(as_usual)
+    def describe(tensor: Tensor, *args: Any, **options: Any) -> str:
+        may_be_inside = getattr(_local, "is_inside", False) and tensor.device.type == "xla"
+        if may_be_inside and _is_inside(tensor):
+            return (
+                f"<a rank's tensor inside of a forward, of shape {tuple(tensor.shape)}, "
+                f"{tensor.dtype}; values after it only>"
+            )
+        return as_usual(tensor, *args, **options)
+
+    return describe
+
+
+def _refuse_read(func: Any) -> NoReturn:
+    msg = (
+        f"{func} inside a forward takes a tensor's values to the host (item(), print, cpu(), "
+        f"an `if` or a mask by values). There it has other values on every rank, and none yet: "
+        f"the forward is traced, and runs later. Return the tensor from the model and read it "
+        f"outside; for a choice by values use torch.where."
+    )
+    raise StateError(msg)
+
+
+def _refuse_sharded(func: Any, tensor: Any) -> NoReturn:
+    msg = (
+        f"{func} on sharded {tensor.spec.name!r} of shape {tuple(tensor.shape)} inside the forward "
+        f"of another module: it is not gathered there. Shard both modules in one group, or call "
+        f"unshard() on the module that has it before the forward."
+    )
+    raise ShardedTensorError(msg)
+
+
+# --- random numbers that differ between ranks, inside a region ------------------------------------
+
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
 """Random bits that a dtype holds. With more, rounding could give 1.0, which no draw returns."""
 _MOST_BITS = 24
@@ -72,7 +249,7 @@ class DrawApart(TorchDispatchMode):
     def __enter__(self) -> Self:
         """Enter, also the context of printing, which takes dispatch modes away."""
         if not self._may_read:
-            self._contexts.enter_context(host_reads.described())
+            self._contexts.enter_context(described())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -94,7 +271,7 @@ class DrawApart(TorchDispatchMode):
         if _is_plain(func) and "device" not in kwargs and not is_sharded:
             return func(*args, **kwargs)  # By far the most.
         if not self._may_read:
-            host_reads.check(func, args, kwargs)
+            check(func, args, kwargs)
         on_xla = any(arg.device.type == "xla" for arg in iter_tensors((args, kwargs), depth=0))
         wants_xla = on_xla or torch.device(kwargs.get("device") or "cpu").type == "xla"
         if _is_random(func) and wants_xla and not _has_generator(args, kwargs):
@@ -356,4 +533,4 @@ def _refuse(func: Any) -> NoReturn:
 @functools.cache
 def _is_plain(func: Any) -> bool:
     """Whether an operator does not draw, and the host needs no values for it."""
-    return not _is_random(func) and not host_reads.may_read(func)
+    return not _is_random(func) and not may_read(func)

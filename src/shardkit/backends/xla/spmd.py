@@ -2,15 +2,225 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from shardkit.backends.xla import random_numbers
 from shardkit.backends.xla.backend import XlaBackend
-from shardkit.backends.xla.spmd_region import SpmdRegion
+from shardkit.backends.xla.random_numbers import DrawApart, GraphOrder, draw_seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    _Function = Callable[[Tensor], Tensor]
     from torch import Tensor
+
+
+# --- manual-sharding regions: between entering and leaving, a tensor is what one rank has of
+# it
+
+_XLAC: Any = torch_xla._XLAC
+_REPLICATE, _SHARD = "replicate", "shard"
+_GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
+"""First of the numbers of collectives; those of buckets are two apart."""
+
+
+class SpmdRegion(GraphOrder):
+    """`Region` of a mesh over all devices of this process.
+
+    Args:
+        shape: Shape of the mesh: (shard,) or (replicate, shard).
+
+    Attributes:
+        is_spmd: True; see `Region`.
+        num_ranks: Devices of the mesh.
+        device: The one that stands for all of them.
+    """
+
+    is_spmd = True
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        random_numbers.install_description()
+        names = (_SHARD,) if len(shape) == 1 else (_REPLICATE, _SHARD)
+        self.num_ranks = math.prod(shape)
+        self.device: torch.device = torch_xla.device()
+        ids = np.arange(self.num_ranks)
+        self._mesh = xs.Mesh(ids, tuple(shape), names)
+        grid = ids.reshape(shape)
+        self._shard_groups = grid.reshape(-1, shape[-1]).tolist()
+        self._replicate_groups = grid.reshape(-1, shape[-1]).T.tolist()
+        self._manual = _XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
+        self._all: Any = names if len(names) > 1 else _SHARD
+
+    # --- outside and inside ---
+
+    def enter(self, tensor: Tensor, axes: Any) -> Tensor:
+        """Return a rank's part of a tensor whose dim 0 is split over mesh axes; None: all of it."""
+        # A clone, since the tensor is annotated in place; and not marked, as by torch_xla's
+        # `enable_manual_sharding`, which takes what is whole on the devices to the host and back
+        # (and looks for JAX on the disk, every time).
+        whole = tensor.detach().clone()
+        _XLAC._xla_annotate_custom_sharding(whole, self._sharding(axes, tensor.ndim))
+        local: Tensor = _XLAC._spmd_full_to_shard_shape(whole)
+        return local
+
+    def leave(self, tensor: Tensor, axes: Any, num_parts: int) -> Tensor:
+        """Return the whole of which `tensor` is a rank's part."""
+        shape = torch.Size((tensor.shape[0] * num_parts, *tensor.shape[1:]) if tensor.ndim else ())
+        local = tensor.detach()
+        _XLAC._mark_manual_sharding(local, self._manual)
+        sharding = self._sharding(axes, tensor.ndim)
+        whole: Tensor = _XLAC._spmd_shard_to_full_shape(local, sharding, shape, local.dtype)
+        return whole
+
+    def _sharding(self, axes: Any, ndim: int) -> Any:
+        """Return how XLA is told that dim 0 of a tensor is split over mesh axes."""
+        return self._mesh.get_op_sharding((axes, *(None for _ in range(ndim - 1)))[:ndim])
+
+    def enter_batch(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        there = functools.partial(self.enter, axes=self._all)
+        return _move(there, self.leave_batch, tensor.to(self.device))
+
+    def leave_batch(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        there = functools.partial(self.leave, axes=self._all, num_parts=self.num_ranks)
+        return _move(there, self.enter_batch, tensor)
+
+    def enter_shared(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        return _move(self._enter_whole, self._leave_sum, tensor.to(self.device))
+
+    def _enter_whole(self, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0:
+            return self.enter(tensor.reshape(1), None).reshape(())
+        return self.enter(tensor, None)
+
+    def _leave_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of what ranks have; its derivative is `enter_shared`."""
+        return _move(lambda t: self.leave_shared(self.sum_of_all(t)), self.enter_shared, tensor)
+
+    def leave_shared(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        if tensor.ndim == 0:
+            return self.leave(tensor.reshape(1), None, 1).reshape(())
+        return self.leave(tensor, None, 1)
+
+    def leave_mean(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        return self.leave_batch(tensor.reshape(1)).mean()
+
+    def enter_piece(self, piece: Tensor) -> Tensor:
+        """Return a rank's part of a piece."""
+        return self.enter(piece, _SHARD)
+
+    def leave_piece(self, part: Tensor) -> Tensor:
+        """Return the piece of which `part` is a rank's."""
+        return self.leave(part, _SHARD, len(self._shard_groups[0]))
+
+    def spread(self, piece: Tensor) -> None:
+        """Have a piece kept in parts, one per rank of the shard axis."""
+        if _XLAC._get_xla_sharding_spec(piece):
+            xs.clear_sharding(piece)  # Writes may have left it whole on every device.
+        _XLAC._xla_mark_sharding(piece, self._sharding(_SHARD, 1))
+
+    # --- collectives ---
+
+    def all_gather(self, parts: list[Tensor], tail_numel: int, bucket_id: int) -> list[Tensor]:
+        """Return the 1-D parts of all ranks of the shard axis, end to end, by one all-gather.
+
+        They travel side by side, since torch_xla's all-gather of a list knows no channels.
+        """
+        sizes = [*(part.numel() for part in parts), tail_numel]
+        tail = torch.zeros(tail_numel, dtype=parts[0].dtype, device=self.device)
+        gathered: Tensor = xm.all_gather(
+            torch.cat([*parts, tail]),
+            0,
+            groups=self._shard_groups,
+            pin_layout=False,
+            channel_id=2 * bucket_id + _GATHER_CHANNEL,
+            use_global_device_ids=True,
+        )
+        num_rows = len(self._shard_groups[0])
+        wholes = [w.reshape(-1) for w in gathered.view(num_rows, -1).split(sizes, 1)[:-1]]
+        # With one row reshaping copies nothing, and a view would keep the bucket as a whole.
+        return [whole.clone() for whole in wholes] if num_rows == 1 else wholes
+
+    def reduce_scatter(self, whole: Tensor, scale: float, bucket_id: int) -> Tensor:
+        """Return this rank's part of the sum of 1-D tensors over the shard axis, times `scale`."""
+        part: Tensor = xm.reduce_scatter(
+            xm.REDUCE_SUM,
+            whole,
+            scale,
+            0,
+            len(self._shard_groups[0]),
+            groups=self._shard_groups,
+            pin_layout=False,
+            channel_id=2 * bucket_id + _REDUCE_CHANNEL,
+            use_global_device_ids=True,
+        )
+        return part
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the replicate axis."""
+        result: Tensor = _XLAC._xla_spmd_all_reduce(
+            xm.REDUCE_SUM, tensor, 1.0, self._replicate_groups
+        )
+        return result
+
+    def sum_of_all(self, tensor: Tensor, op: str = xm.REDUCE_SUM, scale: float = 1.0) -> Tensor:
+        """Return the reduction over all ranks."""
+        everyone = [[*range(self.num_ranks)]]
+        result: Tensor = _XLAC._xla_spmd_all_reduce(op, tensor, scale, everyone)
+        return result
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """See `Region`."""
+        if tensor.is_floating_point():
+            return self.sum_of_all(tensor, scale=1.0 / self.num_ranks)
+        return self.sum_of_all(tensor.to(torch.int64), xm.REDUCE_MAX).to(tensor.dtype)
+
+    # --- the rest ---
+
+    def draw_apart(self) -> DrawApart:
+        """See `Region`."""
+        seeds = draw_seeds(self.num_ranks).to(self.device)
+        drawing = self.drawing = DrawApart(self.enter(seeds, self._all))
+        return drawing
+
+    def finish_graph(self) -> None:
+        """See `Region`."""
+        torch_xla.sync()
+
+
+class _Move(torch.autograd.Function):
+    """Calls `there`. Its derivative is `back`, which has a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, there: _Function, back: _Function, tensor: Tensor) -> Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, ctx.back(grad)
+
+
+def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
+    moved: Tensor = _Move.apply(there, back, tensor)  # type: ignore[no-untyped-call]
+    return moved
+
+
+# --- SPMD mode: one process traces the program of all ranks and has the pieces of all of them -----
 
 
 class SpmdAxis:

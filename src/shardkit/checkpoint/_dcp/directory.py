@@ -37,17 +37,18 @@ from shardkit.checkpoint._dcp.manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
-from shardkit.checkpoint._files.asides import (
+from shardkit.checkpoint._files.disk import (
     DELETED,
     INCOMPLETE,
     REPLACED,
     Aside,
     asides_in,
+    fsync_directory,
     new_aside,
     own,
     parse_aside,
+    read_index,
 )
-from shardkit.checkpoint._files.bytes_io import fsync_directory, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import is_plain_name, open_regular, read_index
+from shardkit.checkpoint._files.disk import is_plain_name, open_regular, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

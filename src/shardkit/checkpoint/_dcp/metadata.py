@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardkit import _compat_checkpoints
+from shardkit import _compat
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.bytes_io import is_plain_name, read_index, reading
+from shardkit.checkpoint._files.disk import is_plain_name, read_index, reading
 
 if TYPE_CHECKING:
     import os
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 METADATA_FILE = ".metadata"
 """Its name in a checkpoint's directory."""
 
-_MEMORY_FORMAT: Any = _compat_checkpoints.dcp_memory_format()
-_STORAGE_INFO: Any = _compat_checkpoints.dcp_storage_info()
+_MEMORY_FORMAT: Any = _compat.dcp_memory_format()
+_STORAGE_INFO: Any = _compat.dcp_storage_info()
 _CLASSES: tuple[type[Any], ...] = (
     dcp.Metadata,
     dcp.TensorStorageMetadata,

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from shardkit._errors import CheckpointError
-from shardkit._state.full import map_leaves
+from shardkit._params.state_dicts import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable

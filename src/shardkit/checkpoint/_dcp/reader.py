@@ -25,7 +25,7 @@ from shardkit.checkpoint._dcp.manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, metadata_content, parse_metadata
-from shardkit.checkpoint._files.asides import asides_in
+from shardkit.checkpoint._files.disk import asides_in
 
 if TYPE_CHECKING:
     import os

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError, listed
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._files.bytes_io import (
+from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     bytes_of,

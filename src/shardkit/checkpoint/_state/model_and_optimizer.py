@@ -9,37 +9,373 @@ before anything has been changed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardkit._errors import CheckpointError
-from shardkit._state.full import check_shape, map_leaves, whole_tensor
+from shardkit._errors import CheckpointError, listed
+from shardkit._params.memory import give_back
+from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.world import group_rank
-from shardkit.checkpoint._files.bytes_io import TensorInfo
-from shardkit.checkpoint._state.broadcast import FromRank0
-from shardkit.checkpoint._state.model_tensors import device_of
-from shardkit.checkpoint._state.names import plain_name
-from shardkit.checkpoint._state.optimizer import (
-    flatten,
-    named_state,
-    parameters_by_name,
-    put_optimizer_state,
-    room_for,
-    saved_parameters,
-    unflatten,
+from shardkit.backends.groups import current_world_size, exchange, group_rank
+from shardkit.backends.watch.channel import channel_of
+from shardkit.checkpoint._files.disk import TensorInfo
+from shardkit.checkpoint._state.names import (
+    as_optimizers,
+    device_of,
+    names_in_groups,
+    names_of_parameters,
+    plain_name,
+    split_at_name,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from shardkit.checkpoint._state.optimizer import Optimizers
 
+# --- what rank 0 alone has, sent to all ranks one tensor at a time --------------------------------
+
+
+class FromRank0:
+    """Entries that rank 0 has; made on all ranks of the default process group together.
+
+    Args:
+        entries: Values on rank 0, by any keys; not looked at on others. Tensors are plain and
+            whole.
+        device: Device on which tensors are sent.
+
+    Attributes:
+        infos: Shape and dtype of every tensor with dimensions, on every rank: may be checked before
+            any is sent.
+
+    Raises:
+        CheckpointError: On every rank: rank 0 has a tensor that is not plain.
+
+    Cost: one broadcast of what is not a tensor and of the tensors' descriptions, then one of each
+    tensor; memory for one tensor.
+    """
+
+    def __init__(self, entries: Mapping[Any, Any], *, device: torch.device) -> None:
+        self._entries = entries
+        self._device = device
+        described: list[Any] = [_describe(entries) if self.is_source else None]
+        if dist.is_initialized():
+            with channel_of(None).run("broadcast", "keys", 0):
+                dist.broadcast_object_list(described, src=0)
+        if isinstance(described[0], str):
+            raise CheckpointError(described[0])
+        self._described: list[tuple[Hashable, Any]] = described[0]
+        self.infos = {key: value for key, value in self._described if isinstance(value, TensorInfo)}
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank's entries are those that are sent."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    @torch.no_grad()
+    def receive(self) -> Iterator[tuple[Any, Any]]:
+        """Yield key and value of every entry, in rank 0's order. Collective: exhaust it."""
+        for key, value in self._described:
+            if not isinstance(value, TensorInfo):
+                yield key, value
+                continue
+            if self.is_source:
+                tensor = self._entries[key].detach().to(self._device).contiguous()
+            else:
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+            if dist.is_initialized() and tensor.numel() > 0:
+                with channel_of(None).run("broadcast", str(key), tensor.nbytes):
+                    dist.broadcast(tensor, src=0)
+            yield key, tensor
+            if not self.is_source and self._device.type == "cpu":
+                give_back(tensor.nbytes)  # The one before it, for this one is still referred to.
+
+
+def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
+    """Return entries with tensors described, those without dimensions as they are; or an error."""
+    described = []
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
+            return (
+                f"rank 0 has {key!r} as a {type(value).__name__}: broadcast_from_rank0 sends whole "
+                f"plain tensors. Pass a full state dict, or leave broadcast_from_rank0 out."
+            )
+        if isinstance(value, Tensor):
+            plain = value.detach()
+            info = TensorInfo(tuple(plain.shape), plain.dtype)
+            described.append((key, info if plain.ndim else plain.cpu()))
+        else:
+            described.append((key, value))
+    return described
+
+
+# --- optimizer state by parameter names: out of optimizers, and back into them --------------------
+#
+# An optimizer numbers its parameters. Here they have names, so that state finds its parameter in
+# a model sharded otherwise, in other parameter groups' order, or in another optimizer.
+
+
+def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """Return the state of optimizers by parameter names: ``state`` and ``param_groups``.
+
+    Tensors are those of the optimizers, sharded as they are. Parameters that were never stepped
+    have no state; an optimizer is not stepped for it.
+
+    Raises:
+        CheckpointError: An optimizer holds a parameter that the model does not.
+    """
+    names = names_of_parameters(model)
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in as_optimizers(optimizers):
+        in_groups = [[aliases[0] for aliases in g] for g in names_in_groups(names, optimizer)]
+        flat = list(chain.from_iterable(in_groups))
+        numbered = optimizer.state_dict()
+        state.update({flat[number]: values for number, values in numbered["state"].items()})
+        for group, members in zip(numbered["param_groups"], in_groups, strict=True):
+            groups.append({**group, "params": members})
+    return {"state": state, "param_groups": groups}
+
+
+def parameters_by_name(
+    model: nn.Module, optimizers: Optimizers
+) -> Iterator[tuple[list[str], nn.Parameter]]:
+    """Yield the names of each parameter that an optimizer steps, and the parameter."""
+    names = names_of_parameters(model)
+    for optimizer in as_optimizers(optimizers):
+        for group, aliases in zip(
+            optimizer.param_groups, names_in_groups(names, optimizer), strict=True
+        ):
+            yield from zip(aliases, group["params"], strict=True)
+
+
+def saved_parameters(
+    model: nn.Module, optimizers: Optimizers, saved: Container[str]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of which something was saved, and under which of their names."""
+    for aliases, param in parameters_by_name(model, optimizers):
+        name = next((alias for alias in aliases if alias in saved), None)
+        if name is not None:
+            yield name, param
+
+
+def optimizer_template(
+    model: nn.Module,
+    optimizers: Optimizers,
+    saved: Mapping[str, Mapping[str, TensorInfo | None]],
+) -> dict[str, Any]:
+    """Return room for a saved optimizer state, made without stepping the optimizers.
+
+    Args:
+        model: Module that holds the parameters.
+        optimizers: One optimizer or several.
+        saved: Shapes and dtypes saved of each parameter; None for what is not a tensor.
+
+    Returns:
+        ``state``: by parameter and state name a tensor to load into: sharded like the parameter if
+        it has its shape, end to end with those of the parameter's bucket; else a plain one on the
+        host; None for what is not a tensor. Parameters of which nothing was saved are left out.
+        ``param_groups``: those of the optimizers, with names as ``params``.
+
+    Cost: memory of this rank's pieces; no collective.
+    """
+    state = {
+        name: {
+            key: None if info is None else room_for(param, key, info, saved)
+            for key, info in saved[name].items()
+        }
+        for name, param in saved_parameters(model, optimizers, saved)
+    }
+    return {"state": state, "param_groups": named_state(model, optimizers)["param_groups"]}
+
+
+@torch.no_grad()
+def room_for(
+    param: torch.Tensor,
+    key: str,
+    info: TensorInfo,
+    saved: Mapping[str, Mapping[str, TensorInfo | None]],
+) -> torch.Tensor:
+    """Return a tensor to load one entry of a parameter's state into; see `optimizer_template`."""
+    if info.shape != tuple(param.shape) or not _is_like_parameter(key, info, saved):
+        return torch.empty(info.shape, dtype=info.dtype)
+    # Of sharded ones `zeros_like` makes neighbours in one flat, `empty_like` does not.
+    return torch.zeros_like(param.detach(), dtype=info.dtype)
+
+
+def _is_like_parameter(
+    key: str, info: TensorInfo, saved: Mapping[str, Mapping[str, TensorInfo | None]]
+) -> bool:
+    """Whether an entry of the parameter's shape is one number for each of its elements.
+
+    Only a parameter without dimensions leaves a doubt: its steps have no dimensions either. Then
+    the same entry of parameters that have some tells.
+    """
+    if info.shape or key in STATE_NUMBERS:
+        return bool(info.shape)
+    all_keys = [other for entries in saved.values() for other in entries.values()]
+    same_key = [entries[key] for entries in saved.values() if key in entries]
+    return _has_dims(same_key) or not _has_dims(all_keys)
+
+
+def _has_dims(infos: Iterable[TensorInfo | None]) -> bool:
+    return any(info is not None and info.shape for info in infos)
+
+
+def put_optimizer_state(
+    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Put state by parameter names into optimizers, which keep the tensors, not copies of them.
+
+    A parameter without an entry has no state afterwards, as one that was never stepped. Options
+    come from the saved group that lists the group's parameters, in whatever order; those that were
+    not saved stay.
+
+    Args:
+        model: Module that holds the parameters.
+        optimizers: One optimizer or several.
+        state: ``state`` and ``param_groups``, as `named_state` and `optimizer_template` return.
+        strict: Whether every parameter must be in a saved group.
+
+    Raises:
+        CheckpointError: Parameters are missing, or the saved groups of one group's parameters have
+            different options. Nothing has been changed then.
+    """
+    loads = list(numbered_states(model, optimizers, state, strict=strict))
+    for optimizer, numbered_state in loads:
+        optimizer.load_state_dict(numbered_state)
+
+
+def numbered_states(
+    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = False
+) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Yield each optimizer, and of a state by names what its ``load_state_dict`` takes.
+
+    Raises:
+        CheckpointError: See `put_optimizer_state`.
+    """
+    names = names_of_parameters(model)
+    for optimizer in as_optimizers(optimizers):
+        in_groups = names_in_groups(names, optimizer)
+        if strict:
+            _check_names(in_groups, state)
+        number = iter(range(sum(map(len, in_groups))))
+        numbered: dict[int, Any] = {}
+        groups = []
+        for index, (group, members) in enumerate(
+            zip(optimizer.param_groups, in_groups, strict=True)
+        ):
+            numbers = [next(number) for _ in members]
+            for i, aliases in zip(numbers, members, strict=True):
+                entry = next((state["state"][a] for a in aliases if a in state["state"]), None)
+                if entry:
+                    numbered[i] = entry
+            groups.append({**_options(index, group, members, state), "params": numbers})
+        yield optimizer, {"state": numbered, "param_groups": groups}
+
+
+def _check_names(in_groups: Sequence[Sequence[Sequence[str]]], state: Mapping[str, Any]) -> None:
+    known = set(state["state"]).union(*(group["params"] for group in state["param_groups"]))
+    missing = [
+        aliases[0]
+        for members in in_groups
+        for aliases in members
+        if not known.intersection(aliases)
+    ]
+    if missing:
+        msg = (
+            f"the state has nothing of {len(missing)} of the optimizer's parameters: "
+            f"{listed(missing)}. Load a state that was saved with them, or pass "
+            f"strict=False to let these begin anew."
+        )
+        raise CheckpointError(msg)
+
+
+def _options(
+    index: int,
+    group: Mapping[str, Any],
+    members: Sequence[Sequence[str]],
+    state: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a group's options: those of the saved groups that its parameters were in."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    wanted = set(chain.from_iterable(members))
+    saved = [g for g in state["param_groups"] if wanted.intersection(g["params"])]
+    if not members:
+        # Nothing tells one group without parameters from another, but its place.
+        same_place = state["param_groups"][index : index + 1]
+        saved = [g for g in same_place if not g["params"]]
+    options = dict(own)
+    for position, other in enumerate(saved):
+        for key, value in other.items():
+            if key in ("params", "param_names"):
+                continue
+            if position > 0 and not _equal(options.get(key), value):
+                msg = (
+                    f"parameters of group {index} of the optimizer were saved in groups with "
+                    f"different {key!r}: {options.get(key)} and {value}. Group the parameters as "
+                    f"they were when the state was saved."
+                )
+                raise CheckpointError(msg)
+            options[key] = value
+    return options
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return type(one) is type(other) and bool(one == other)
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without nesting: an entry for each parameter and option, as torch's has."""
+    flat: dict[str, Any] = {}
+    for name, entries in state["state"].items():
+        _flatten_into(flat, f"state.{name}", entries)
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            for key, value in group.items():
+                if key != "params":
+                    flat[f"param_groups.{name}.{key}"] = value
+    return flat
+
+
+def _flatten_into(flat: dict[str, Any], path: str, entries: Mapping[Any, Any]) -> None:
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            _flatten_into(flat, f"{path}.{key}", value)
+        else:
+            flat[f"{path}.{key}"] = value
+
+
+def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten`, for the parameters of these optimizers: each is a group of its own."""
+    known = {name for names, _ in parameters_by_name(model, optimizers) for name in names}
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for path, value in flat.items():
+        section, _, rest = path.partition(".")
+        split = split_at_name(rest, known)
+        if section in found and split is not None:
+            name, keys = split
+            entries = found[section].setdefault(name, {})
+            for key in keys[:-1]:
+                entries = entries.setdefault(key, {})
+            entries[keys[-1]] = value
+    groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
+    return {"state": found["state"], "param_groups": groups}
+
+
+# --- state dicts of models and optimizers by parameter names, sharded or full ---------------------
 
 # --- get ------------------------------------------------------------------------------------------
 
@@ -294,3 +630,189 @@ def _received_optimizer(
             entry = _placed(value, named[name], keys[0], name, saved)
         received["state"].setdefault(name, {})[keys[0]] = entry
     return received
+
+
+# --- whole optimizer state: gathered, scattered, and keyed by names or by numbers -----------------
+#
+# - ``"names"``: by parameter names, as FSDP1's ``full_optim_state_dict`` and torch's
+#     ``get_optimizer_state_dict(full_state_dict=True)``.
+# - ``"ids"``: by the optimizer's own numbers, as the ``state_dict()`` of an optimizer of a plain
+#     model, FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
+
+Layout = Literal["names", "ids"]
+
+
+def gather_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool = True,
+    layout: Layout = "names",
+    to_cpu: bool = True,
+) -> dict[str, Any]:
+    """Return the whole state of an optimizer: plain tensors of global shapes. Call it on all ranks.
+
+    Args:
+        model: Module that holds all of the optimizer's parameters.
+        optimizer: Optimizer of the sharded parameters.
+        rank0_only: The other ranks get an empty dict.
+        layout: ``"names"``: by parameter names; a tied one's first. ``"ids"``: by numbers, in the
+            order of the optimizer's parameter groups, which an optimizer of the plain model's
+            parameters in the same groups loads.
+        to_cpu: Whether it is kept in the memory of the host.
+
+    Returns:
+        ``state`` and ``param_groups``. Parameters that were never stepped have no state.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that the model does not, or `layout` is
+            unknown.
+
+    Cost: an all-gather of at most twice its bytes for each tensor of the state
+    (`ShardedTensor.full_tensor`). Memory: the whole state where it is kept, elsewhere one tensor.
+    """
+    _check_layout(layout)
+    keep = not rank0_only or group_rank(None) == 0
+    state = whole_state(named_state(model, optimizer), keep=keep, to_cpu=to_cpu)
+    return rekey_optimizer_state(state, model, optimizer, layout=layout) if keep else {}
+
+
+def scatter_optimizer_state(
+    state: Mapping[str, Any] | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    from_rank0: bool = True,
+    strict: bool = True,
+) -> None:
+    """Load whole optimizer state, of either layout, into the optimizer of a sharded model.
+
+    Call it on all ranks.
+
+    Args:
+        state: ``state`` and ``param_groups``, by names or by numbers in the order of the
+            optimizer's parameter groups; what else is in it is not looked at. It is not kept.
+        model: Module that holds all of the optimizer's parameters.
+        optimizer: Optimizer, which need not have been stepped.
+        from_rank0: Rank 0 has the state and sends it, tensor by tensor; what other ranks pass is
+            not looked at. Else each rank has it and cuts out its pieces.
+        strict: Whether each parameter must be in the state or its groups; else parameters that are
+            not begin anew.
+
+    Raises:
+        CheckpointError: On all ranks: groups have other sizes, or parameters are missing. Nothing
+            has been changed then. State of another shape than the parameter's is the optimizer's
+            own affair, and stays whole.
+
+    Cost: with `from_rank0` one broadcast for each tensor; memory for the largest. Else none.
+    """
+    error, named = None, {}
+    if not from_rank0 or group_rank(None) == 0:
+        try:
+            named = rekey_optimizer_state(state or {}, model, optimizer, layout="names")
+        except CheckpointError as raised:
+            error = str(raised)
+        except (TypeError, KeyError, AttributeError, ValueError, IndexError) as raised:
+            error = (
+                f"the state has not the form of an optimizer's: {type(raised).__name__}: {raised}. "
+                f"Pass what gather_optimizer_state, optimizer.state_dict() or FSDP1's "
+                f"full_optim_state_dict() returned."
+            )
+    if from_rank0 and current_world_size() is not None:
+        error = next((text for text in exchange(error, None) if text is not None), None)
+    if error is not None:
+        raise CheckpointError(error)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0, strict=strict)
+    set_optimizer_state_dict(model, optimizer, named, options=options)
+
+
+def rekey_optimizer_state(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    layout: Layout,
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return an optimizer's state in another layout; no tensor is copied, nothing is sent.
+
+    As FSDP1's ``rekey_optim_state_dict``.
+
+    Args:
+        state: ``state`` and ``param_groups``, in either layout.
+        model: Module, sharded or plain; its parameters have the names.
+        optimizer: Optimizer, sharded or plain; its parameter groups have the order.
+        layout: The wanted one, see `gather_optimizer_state`.
+        names: The parameters' names by the numbers in `state`, if these are not the optimizer's:
+            fairscale numbers the parameters of each wrapper one after the other.
+
+    Returns:
+        ``state`` and ``param_groups``. With ``"ids"`` the groups are the optimizer's.
+
+    Raises:
+        CheckpointError: Groups have other sizes than the optimizer's, a number has no name, or
+            saved groups of one group's parameters have different options; or `layout` is unknown.
+    """
+    _check_layout(layout)
+    if "state" not in state or "param_groups" not in state:
+        msg = (
+            f"an optimizer's state has 'state' and 'param_groups', this one has "
+            f"{', '.join(map(repr, state)) or 'nothing'}. Pass what gather_optimizer_state, "
+            f"optimizer.state_dict() or FSDP1's full_optim_state_dict() returned."
+        )
+        raise CheckpointError(msg)
+    named = {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}
+    if _is_by_ids(state):
+        named = _by_names(state, model, optimizer, names)
+    if layout == "names":
+        return named
+    ((_, numbered),) = numbered_states(model, optimizer, named)
+    return numbered
+
+
+def _check_layout(layout: object) -> None:
+    if layout not in ("names", "ids"):
+        msg = f"layout must be 'names' or 'ids', got {layout!r}."
+        raise CheckpointError(msg)
+
+
+def _is_by_ids(state: Mapping[str, Any]) -> bool:
+    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
+    return any(isinstance(key, int) for key in keys)
+
+
+def _by_names(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Return a state that was keyed by numbers."""
+    by_id: dict[int, str] = dict(enumerate(names)) if names is not None else {}
+    if names is None:
+        own = names_in_groups(names_of_parameters(model), *as_optimizers(optimizer))
+        saved = [list(group["params"]) for group in state["param_groups"]]
+        if list(map(len, own)) != list(map(len, saved)):
+            msg = (
+                f"the state is of parameter groups of {list(map(len, saved))} parameters, those of "
+                f"the optimizer have {list(map(len, own))}. Make the same groups, or pass "
+                f"rekey_optimizer_state the names of the numbers and load what it returns."
+            )
+            raise CheckpointError(msg)
+        pairs = zip(chain(*saved), chain(*own), strict=True)
+        by_id = {number: aliases[0] for number, aliases in pairs}
+    numbers = [*state["state"], *chain(*(group["params"] for group in state["param_groups"]))]
+    unknown = [number for number in dict.fromkeys(numbers) if number not in by_id]
+    if unknown:
+        msg = (
+            f"the state has parameters of numbers without a name: {unknown}. There are "
+            f"{len(by_id)} names. Pass a name for each number."
+        )
+        raise CheckpointError(msg)
+    return {
+        "state": {by_id[number]: values for number, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [by_id[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

@@ -6,28 +6,31 @@ its objects. Nothing is changed before all parts have been looked at.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from shardkit._errors import listed_lines
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._dcp.staging import memory_of
-from shardkit.checkpoint._files.bytes_io import TensorInfo
-from shardkit.checkpoint._state.findings import Findings, described
+from shardkit.checkpoint._dcp.writer import memory_of
+from shardkit.checkpoint._files.disk import TensorInfo, kind_of
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-)
-from shardkit.checkpoint._state.model_tensors import device_of
-from shardkit.checkpoint._state.names import EXTRA_STATE, as_optimizers, names_of_parameters
-from shardkit.checkpoint._state.optimizer import (
     optimizer_template,
     parameters_by_name,
     put_optimizer_state,
+    set_model_state_dict,
     unflatten,
+)
+from shardkit.checkpoint._state.names import (
+    EXTRA_STATE,
+    as_optimizers,
+    device_of,
+    names_of_parameters,
 )
 from shardkit.checkpoint._state.sections import (
     element,
@@ -42,10 +45,82 @@ from shardkit.checkpoint._state.sections import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from shardkit.checkpoint._state.sections import Path
-    from shardkit.checkpoint._state.sources import DistributedCheckpoint
+    from shardkit.checkpoint._state.sections import DistributedCheckpoint, Path
+
+
+# --- what of a checkpoint does not fit what it is loaded into -------------------------------------
+
+
+@dataclass
+class Findings:
+    """What does not fit.
+
+    Attributes:
+        missing: Entries that are wanted, and not there.
+        unexpected: Entries that are there, and not wanted.
+        misfits: Entries of another shape or kind.
+        of_others: Part of `unexpected` that another stage of a pipeline has saved.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    of_others: set[str] = field(default_factory=set)
+
+    def left_over(self, line: str, *, is_of_others: bool) -> None:
+        """Note what is there and not wanted; what another stage has saved is no fault here."""
+        self.unexpected.append(line)
+        if is_of_others:
+            self.of_others.add(line)
+
+    def problem(self, of_all_ranks: Sequence[Findings], *, strict: bool) -> str | None:
+        """Return what is wrong; None if nothing is.
+
+        Args:
+            of_all_ranks: Findings of all ranks, these among them. What one of them wants is not
+                unexpected: stages of a pipeline have different entries.
+            strict: Report more than entries that do not fit.
+        """
+        kinds = [("expected another shape or kind", self.misfits)]
+        if strict:
+            of_nobody = set(self.unexpected).intersection(*(f.unexpected for f in of_all_ranks))
+            of_nobody -= self.of_others
+            unexpected = [line for line in self.unexpected if line in of_nobody]
+            kinds += [("missing", self.missing), ("unexpected", unexpected)]
+        lines = [
+            f"  {line}"
+            for kind, found in kinds
+            for line in listed_lines([f"{kind}: {each}" for each in found], f"{kind}: {{}} more")
+        ]
+        if not lines:
+            return None
+        remedy = "Make the model and the optimizer as they were when it was saved"
+        if not self.misfits:
+            remedy += ", or pass strict=False to leave these as they are"
+        return "\n".join(["entries do not fit", *lines, f"{remedy}."])
+
+    def fits(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
+        """Note an entry of another shape or kind of dtype, or a tensor on one side only."""
+        if isinstance(wanted, Tensor) and found is not None:
+            is_lossless = kind_of(found.dtype) <= kind_of(wanted.dtype)
+            if tuple(wanted.shape) == found.shape and is_lossless:
+                return True
+        elif not isinstance(wanted, Tensor) and found is None:
+            return True
+        self.misfits.append(f"{name}: expected {described(wanted)}, found {described(found)}")
+        return False
+
+
+def described(value: Any) -> str:
+    """Describe a tensor, or what was saved of one."""
+    if isinstance(value, Tensor | TensorInfo):
+        return f"shape {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return "no tensor"
+
+
+# --- the parts that a checkpoint is loaded in: model, optimizers, extras --------------------------
 
 _HOST = torch.device("cpu")
 _NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.

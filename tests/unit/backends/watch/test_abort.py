@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardkit import RankMismatchError
-from shardkit.backends.watch.abort import abort_group, end_if_stuck, raise_in_main_thread
-from shardkit.backends.watch.place import instruction_of, main_frame
+from shardkit.backends.watch.status import instruction_of, main_frame
+from shardkit.backends.watch.watchdog import abort_group, end_if_stuck, raise_in_main_thread
 
 
 @pytest.fixture

@@ -9,8 +9,13 @@ import typing
 import pytest
 
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose, explain_error
-from shardkit.backends.watch.place import CodePlace
-from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
+from shardkit.backends.watch.status import (
+    CallStatus,
+    CodePlace,
+    GroupStatus,
+    RankStatus,
+    WaitStatus,
+)
 
 HERE = CodePlace("train.py", 41, "train", "forward")
 ELSEWHERE = CodePlace("train.py", 57, "evaluate")

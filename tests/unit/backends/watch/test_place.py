@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import nn
 
-from shardkit.backends.watch.place import (
+from shardkit.backends.watch.status import (
     CodePlace,
     is_in_collective,
     main_frame,

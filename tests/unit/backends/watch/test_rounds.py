@@ -16,10 +16,15 @@ import torch.distributed as dist
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import rounds as module
 from shardkit.backends.watch.diagnosis import Diagnosis
-from shardkit.backends.watch.machine import machine_id
-from shardkit.backends.watch.place import CodePlace
 from shardkit.backends.watch.rounds import Answering, Result, Rounds, hello
-from shardkit.backends.watch.status import CallStatus, GroupStatus, RankStatus, WaitStatus
+from shardkit.backends.watch.runs import machine_id
+from shardkit.backends.watch.status import (
+    CallStatus,
+    CodePlace,
+    GroupStatus,
+    RankStatus,
+    WaitStatus,
+)
 from shardkit.backends.watch.store import RunStore
 
 if typing.TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.machine import machine_id
+from shardkit.backends.watch.runs import machine_id
 from shardkit.backends.watch.status import RankStatus
 
 if typing.TYPE_CHECKING:

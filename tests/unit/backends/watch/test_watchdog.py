@@ -15,9 +15,8 @@ import torch.distributed as dist
 from shardkit import RankMismatchError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import watchdog as module
-from shardkit.backends.watch.channel import Channel, InFlight, Wait
+from shardkit.backends.watch.channel import Channel, Collective, InFlight, Wait
 from shardkit.backends.watch.diagnosis import Diagnosis
-from shardkit.backends.watch.sequence import Collective
 from shardkit.backends.watch.status import GroupStatus
 from shardkit.backends.watch.watchdog import Watchdog
 

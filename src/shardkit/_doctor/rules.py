@@ -1,0 +1,520 @@
+"""What is wrong with a machine or a group: who is missing, unlike, slow, or cannot be reached."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardkit._doctor.facts import Finding, Level, ranks_in_words
+from shardkit.backends.groups import engine_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardkit._doctor.facts import Checkup, Link, RankFacts
+
+
+# --- what is wrong with one rank and its machine --------------------------------------------------
+
+_MIB = 2**20
+_LEAST_SHM = 2**30
+_LEAST_FREE_SHM = 64 * _MIB
+_LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
+_OLDEST_TORCH = (2, 9)
+_GPU_BUILDS = ("cuda", "rocm")
+_ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,size=16g /dev/shm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """A finding of one rank.
+
+    Attributes:
+        check: The finding's name.
+        level: Its level.
+        applies: A function that tells whether the rank gets it.
+        what: The text, in which `_words` are put.
+        remedy: The same of what to do.
+        alone: The level where there is one host only.
+        is_of_host: Whether the first rank of a host speaks for the others.
+        names_rank: Whether the finding names the rank beside its host.
+    """
+
+    check: str
+    level: Level
+    applies: Callable[[RankFacts, Checkup], object]
+    what: str
+    remedy: str
+    alone: Level | None = None
+    is_of_host: bool = True
+    names_rank: bool = False
+
+
+def findings_of(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:
+    """Yield what is wrong with a rank; what is of the host, of its first rank only."""
+    is_first = facts.rank == min(each.rank for each in checkup.ranks if each.host == facts.host)
+    words = _words(facts, checkup)
+    for rule in _RULES_OF_MACHINES:
+        if (is_first or not rule.is_of_host) and rule.applies(facts, checkup):
+            yield Finding(
+                check=rule.check,
+                level=rule.alone if rule.alone and checkup.num_hosts == 1 else rule.level,
+                where=f"rank {facts.rank} on {facts.host}" if rule.names_rank else facts.host,
+                what=rule.what.format(**words),
+                remedy=rule.remedy.format(**words),
+            )
+
+
+def _words(facts: RankFacts, checkup: Checkup) -> dict[str, Any]:
+    """Return what texts name: `f` is the facts."""
+    return {
+        "f": facts,
+        "device_type": facts.device_type or "cpu",
+        "engine": engine_of(facts.device_type),
+        "backends": ", ".join(facts.backends) or "none",
+        "num_devices": len(checkup.devices_of(facts.host)),
+        "shm_mib": (facts.shm_nbytes or 0) // _MIB,
+        "shm_free_mib": (facts.shm_free_nbytes or 0) // _MIB,
+        "locked_kib": (facts.limits.get("memlock") or 0) // 1024,
+        "num_threads": max(1, facts.num_cores // facts.local_world_size),
+        "interfaces": ", ".join(facts.interfaces),
+        "interface": next(
+            (name for name, address in facts.interfaces.items() if address == facts.address), "eth0"
+        ),
+    }
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(
+        int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdecimal()
+    )
+
+
+def _has_no_shm(facts: RankFacts) -> bool:
+    return facts.shm_nbytes is None or facts.shm_free_nbytes is None
+
+
+def _is_shm_full(facts: RankFacts) -> bool:
+    total, free = facts.shm_nbytes, facts.shm_free_nbytes
+    if total is None or free is None:
+        return False
+    return free < min(_LEAST_FREE_SHM * facts.local_world_size, total // 2)
+
+
+def _is_below(facts: RankFacts, name: str, least: int) -> bool:
+    limit = facts.limits.get(name)
+    return limit is not None and limit < least
+
+
+def _has_only_loopback(facts: RankFacts, checkup: Checkup) -> bool:
+    """Whether other hosts cannot reach what the host's name resolves to, which gloo tells them."""
+    chosen = {"GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFADDR"} & set(facts.environment)
+    return (
+        bool(facts.host_addresses)
+        and all(each.startswith("127.") or each == "::1" for each in facts.host_addresses)
+        and checkup.num_hosts > 1
+        and not chosen
+    )
+
+
+def _names_no_interface(variable: str, facts: RankFacts, _: Checkup) -> bool:
+    text = facts.environment.get(variable, "")
+    if not text or text.startswith("^"):
+        return False
+    # NCCL takes beginnings of names, and with "=" whole ones.
+    wanted = tuple(text.removeprefix("=").split(","))
+    return not any(name.startswith(wanted) for name in facts.interfaces)
+
+
+_RULES_OF_MACHINES = (
+    # --- torch and devices ---
+    _Rule(
+        check="torch-old",
+        level="error",
+        applies=lambda f, _: _release(f.torch) < _OLDEST_TORCH,
+        what="torch is {f.torch}, and shardkit needs 2.9 or newer",
+        remedy="pip install 'torch>=2.9', the build for this machine's driver",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="torch-build",
+        level="error",
+        applies=lambda f, _: f.num_cards and not f.build.startswith(_GPU_BUILDS),
+        what="the machine has {f.num_cards} cards, and torch {f.torch} is built for the CPU only",
+        remedy="install the build of torch for the driver: see pytorch.org/get-started",
+    ),
+    _Rule(
+        check="no-devices",
+        level="error",
+        applies=lambda f, _: f.num_cards and f.build.startswith(_GPU_BUILDS) and not f.devices,
+        what="the machine has {f.num_cards} cards, and torch ({f.build}) sees none",
+        remedy="look at nvidia-smi (rocm-smi) and at CUDA_VISIBLE_DEVICES; the driver must be as "
+        "new as torch's build wants; in a container pass the devices (--gpus all)",
+    ),
+    _Rule(
+        check="too-few-devices",
+        level="error",
+        applies=lambda f, c: 0 < len(c.devices_of(f.host)) < f.local_world_size and not c.is_alone,
+        what="{f.local_world_size} ranks share {num_devices} devices",
+        remedy="start {num_devices} ranks on this host (torchrun --nproc-per-node), or let them "
+        "see more devices",
+    ),
+    _Rule(
+        check="no-backend",
+        level="error",
+        applies=lambda f, _: engine_of(f.device_type) not in f.backends,
+        what="torch has no {engine}, the backend of {device_type} ranks; it has {backends}",
+        remedy="install a build of torch with it",
+    ),
+    _Rule(
+        check="xla",
+        level="note",
+        applies=lambda f, _: f.torch_xla is not None,
+        what="torch_xla {f.torch_xla} is installed. XLA devices and their links are not checked",
+        remedy="python -c 'import torch_xla; print(torch_xla.devices())' says whether they are "
+        "seen",
+    ),
+    _Rule(
+        check="xla-version",
+        level="error",
+        applies=lambda f, _: f.torch_xla and _release(f.torch_xla) != _release(f.torch),
+        what="torch_xla {f.torch_xla} is made for another torch than {f.torch}",
+        remedy="install both in the same version",
+    ),
+    # --- limits of the system ---
+    _Rule(
+        check="no-shm",
+        level="warning",
+        applies=lambda f, _: _has_no_shm(f),
+        what="there is no /dev/shm: loaders with workers and NCCL within a host need it",
+        remedy="mount it: mount -t tmpfs tmpfs /dev/shm",
+    ),
+    _Rule(
+        check="shm-full",
+        level="error",
+        applies=lambda f, _: _is_shm_full(f),
+        what="shared memory (/dev/shm) has {shm_free_mib} MiB free of {shm_mib} MiB, for "
+        "{f.local_world_size} ranks",
+        remedy="delete what earlier runs left there (ls -l /dev/shm), or make it larger: in a "
+        + _ENLARGE_SHM,
+    ),
+    _Rule(
+        check="shm-small",
+        level="warning",
+        applies=lambda f, _: (
+            not _has_no_shm(f) and not _is_shm_full(f) and (f.shm_nbytes or 0) < _LEAST_SHM
+        ),
+        what="shared memory (/dev/shm) has {shm_mib} MiB, which loaders and NCCL soon fill",
+        remedy="in a " + _ENLARGE_SHM,
+    ),
+    _Rule(
+        check="memlock",
+        level="error",
+        applies=lambda f, _: f.has_infiniband and f.limits.get("memlock") is not None,
+        what="ranks may lock {locked_kib} KiB of memory, and InfiniBand needs all it registers",
+        remedy="ulimit -l unlimited: in /etc/security/limits.conf '* - memlock unlimited', in a "
+        "container --ulimit memlock=-1, under slurm PropagateResourceLimitsExcept=MEMLOCK",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="nofile",
+        level="warning",
+        applies=lambda f, _: _is_below(f, "nofile", _LEAST_FILES),
+        what="a process may have {f.limits[nofile]} open files; each connection and each tensor "
+        "of a data loader takes one",
+        remedy="ulimit -n 65536 before the launcher, or LimitNOFILE of its service",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="nproc",
+        level="warning",
+        applies=lambda f, _: _is_below(f, "nproc", _LEAST_PROCESSES),
+        what="the user may have {f.limits[nproc]} processes and threads; ranks with loaders have "
+        "more",
+        remedy="ulimit -u 65536 before the launcher, or TasksMax of its service",
+        is_of_host=False,
+    ),
+    _Rule(
+        check="threads",
+        level="warning",
+        applies=lambda f, _: (
+            f.local_world_size > 1 and f.num_threads * f.local_world_size > 2 * f.num_cores
+        ),
+        what="{f.local_world_size} ranks with {f.num_threads} threads each share {f.num_cores} "
+        "cores",
+        remedy="OMP_NUM_THREADS={num_threads}",
+    ),
+    # --- names ---
+    _Rule(
+        check="host-unknown",
+        level="error",
+        applies=lambda f, _: not f.host_addresses,
+        what="the host's name {f.host!r} resolves to no address; gloo looks itself up by it",
+        remedy="add '{f.address} {f.host}' to /etc/hosts, or name the interface: "
+        "GLOO_SOCKET_IFNAME={interface}",
+        alone="warning",
+    ),
+    _Rule(
+        check="host-loopback",
+        level="error",
+        applies=_has_only_loopback,
+        what="the host's name {f.host!r} resolves to {f.host_addresses[0]}, where other hosts "
+        "cannot reach it; gloo tells them this address",
+        remedy="in /etc/hosts put '{f.address} {f.host}' in the place of the line with "
+        "{f.host_addresses[0]}, or GLOO_SOCKET_IFNAME={interface}",
+    ),
+    *(
+        _Rule(
+            check="interface-unknown",
+            level="error",
+            applies=functools.partial(_names_no_interface, variable),
+            what=f"{variable} is {{f.environment[{variable}]!r}}, and the host has {{interfaces}}",
+            remedy=f"{variable}={{interface}}, the interface towards rank 0",
+            is_of_host=False,
+            names_rank=True,
+        )
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    ),
+)
+
+
+# --- what is wrong with a group: who is missing, unlike, slow, or cannot be reached ---------------
+
+_CLOCK_S = 1.0
+_SLOWER = 3.0
+"""A rank or link so many times slower than the median is named."""
+
+_LEAST_LATENCY_S = 0.002
+_LEAST_COMPUTE_S = 0.005
+_IS_OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
+
+
+def examine(checkup: Checkup) -> list[Finding]:
+    """Return all findings, errors first."""
+    found = [finding for rule in _RULES_OF_GROUPS for finding in rule(checkup)]
+    for facts in checkup.ranks:
+        found += findings_of(facts, checkup)
+    order = {"error": 0, "warning": 1, "note": 2}
+    once = dict.fromkeys(found)  # Ranks of one host say the same of it.
+    return sorted(once, key=lambda finding: order[finding.level])
+
+
+def _missing(checkup: Checkup) -> Iterator[Finding]:
+    if checkup.missing:
+        yield Finding(
+            check="missing",
+            level="error",
+            where=ranks_in_words(checkup.missing),
+            what=f"did not come; {len(checkup.ranks)} of {checkup.world_size} ranks are there",
+            remedy=f"look at their own output. Each must reach {checkup.master} (MASTER_ADDR and "
+            f"MASTER_PORT, or --rdzv-endpoint of torchrun), and --nnodes, --nproc-per-node and "
+            f"--node-rank must fit",
+        )
+    for step, ranks in checkup.silent.items():
+        yield Finding(
+            check="silent",
+            level="error",
+            where=ranks_in_words(ranks),
+            what=f"came, and did not answer in the step {step!r}",
+            remedy="look at their own output; where a rank still runs, py-spy dump --pid PID says "
+            "where it is: "
+            + ", ".join(f"{f.pid} on {f.host}" for f in checkup.ranks if f.rank in ranks),
+        )
+
+
+def _unlike(checkup: Checkup) -> Iterator[Finding]:
+    """Ranks whose versions, devices or variables are not those of most."""
+    values: dict[str, tuple[str, Callable[[RankFacts], Any], str]] = {
+        "torch": ("error", lambda f: f"{f.torch} ({f.build})", "install one build everywhere"),
+        "shardkit": ("error", lambda f: f.shardkit, "install one version everywhere"),
+        "python": (
+            "warning",
+            lambda f: ".".join(f.python.split(".")[:2]),
+            "use one version, so that what one rank pickles others can read",
+        ),
+        "devices": (
+            "warning",
+            lambda f: f"{len(f.devices)} x {f.devices[0]}" if f.devices else "none",
+            "the slowest sets the pace: use like hosts, or let the group leave these out",
+        ),
+        "ranks on the host": (
+            "warning",
+            lambda f: f.local_world_size,
+            "start as many ranks on each host; hybrid sharding needs it",
+        ),
+    }
+    for name, (level, value_of, remedy) in values.items():
+        yield from _odd_ones(checkup, name, level, value_of, remedy)
+    names = {name for facts in checkup.ranks for name in facts.environment} - set(_IS_OWN)
+    for name in sorted(names):
+        yield from _odd_ones(
+            checkup,
+            name,
+            "warning",
+            lambda f, name=name: f.environment.get(name, "not set"),
+            "set it alike on all hosts; launchers pass variables of their own host only",
+        )
+
+
+def _odd_ones(
+    checkup: Checkup, name: str, level: Any, value_of: Callable[..., Any], remedy: str
+) -> Iterator[Finding]:
+    ranks_by_value: dict[str, list[int]] = {}
+    for facts in checkup.ranks:
+        ranks_by_value.setdefault(str(value_of(facts)), []).append(facts.rank)
+    usual = max(ranks_by_value, key=lambda value: len(ranks_by_value[value]), default="")
+    for value, ranks in ranks_by_value.items():
+        if value != usual:
+            hosts = dict.fromkeys(checkup.host_of(rank) for rank in ranks)
+            yield Finding(
+                check="unlike",
+                level=level,
+                where=f"{ranks_in_words(ranks)} on {', '.join(hosts)}",
+                what=f"{name} is {value}, and {usual} on {ranks_in_words(ranks_by_value[usual])}",
+                remedy=remedy,
+            )
+
+
+def _unreachable(checkup: Checkup) -> Iterator[Finding]:
+    for link in checkup.links:
+        if link.error is None:
+            continue
+        back = [
+            other
+            for other in checkup.links
+            if (other.source, other.target) == (link.target, link.source) and other.is_primary
+        ]
+        one_way = " The way back is open." if any(b.error is None for b in back) else ""
+        yield Finding(
+            check="unreachable" if link.is_primary else "interface-closed",
+            level="error" if link.is_primary else "warning",
+            where=_where(checkup, link),
+            what=f"no connection to {link.address} ({link.interface}): {link.error}.{one_way}",
+            remedy=(
+                f"open all TCP ports between the hosts on {link.interface}: ranks listen on ports "
+                f"that the system chooses (iptables -L, security groups); or name an interface "
+                f"that is open by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+                if link.is_primary
+                else f"leave {link.interface} out: NCCL_SOCKET_IFNAME=^{link.interface},lo,docker"
+            ),
+        )
+
+
+def _slow_links(checkup: Checkup) -> Iterator[Finding]:
+    """Links between hosts; within a host there is no link that could be mended."""
+    group = [
+        link
+        for link in checkup.links
+        if link.is_primary
+        and link.error is None
+        and checkup.host_of(link.source) != checkup.host_of(link.target)
+    ]
+    if len(group) < 3:  # noqa: PLR2004 - of two nobody says which one is usual
+        return
+    rates = [link.bytes_per_s or 0.0 for link in group]
+    waits = [link.latency_s or 0.0 for link in group]
+    usual_rate, usual_wait = statistics.median(rates), statistics.median(waits)
+    for link, rate, wait in zip(group, rates, waits, strict=True):
+        is_late = wait > max(_SLOWER * usual_wait, usual_wait + _LEAST_LATENCY_S)
+        if rate * _SLOWER < usual_rate or is_late:
+            yield Finding(
+                check="slow-link",
+                level="warning",
+                where=_where(checkup, link),
+                what=f"{rate / 1e6:.0f} MB/s and {wait * 1e6:.0f} us, where "
+                f"{usual_rate / 1e6:.0f} MB/s and {usual_wait * 1e6:.0f} us are usual",
+                remedy=f"look at cable, duplex and errors of {link.interface} (ethtool, ip -s "
+                f"link), and at other traffic; run again to see whether it stays",
+            )
+
+
+def _slow_ranks(checkup: Checkup) -> Iterator[Finding]:
+    times = [facts.compute_s for facts in checkup.ranks]
+    usual = statistics.median(times) if times else 0.0
+    for facts in checkup.ranks:
+        if facts.compute_s > max(_SLOWER * usual, _LEAST_COMPUTE_S):
+            yield Finding(
+                check="slow-rank",
+                level="warning",
+                where=f"rank {facts.rank} on {facts.host}",
+                what=f"a product of matrices on the host takes {facts.compute_s * 1e3:.1f} ms, "
+                f"and {usual * 1e3:.1f} ms as a rule",
+                remedy="look for other processes, and for a clock that is throttled (top, "
+                "turbostat); all ranks wait for this one",
+            )
+
+
+def _clocks(checkup: Checkup) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for link in checkup.links:
+        offset = link.clock_offset_s
+        host = checkup.host_of(link.source)
+        if link.target != 0 or offset is None or abs(offset) <= _CLOCK_S or host in seen:
+            continue
+        seen.add(host)
+        side = "behind" if offset > 0 else "ahead of"
+        yield Finding(
+            check="clock",
+            level="warning",
+            where=host,
+            what=f"its clock is {abs(offset):.1f} s {side} that of rank 0 on {checkup.host_of(0)}",
+            remedy="chronyc makestep, or timedatectl set-ntp true: logs and checkpoints of hosts "
+            "are put in order by their times",
+        )
+
+
+def _same_place(checkup: Checkup) -> Iterator[Finding]:
+    """Two ranks that take one device."""
+    places: dict[tuple[str, int], list[int]] = {}
+    for facts in checkup.ranks:
+        if facts.devices:
+            places.setdefault((facts.host, facts.local_rank), []).append(facts.rank)
+    for (host, local_rank), ranks in places.items():
+        if len(ranks) > 1:
+            yield Finding(
+                check="same-device",
+                level="error",
+                where=f"{ranks_in_words(ranks)} on {host}",
+                what=f"all have LOCAL_RANK {local_rank}, so they take one device",
+                remedy="let each host have a name of its own, and each rank on it a LOCAL_RANK of "
+                "its own",
+            )
+
+
+def _failed_collectives(checkup: Checkup) -> Iterator[Finding]:
+    errors: dict[tuple[str, int, str], list[int]] = {}
+    for timing in checkup.timings:
+        if timing.error is not None:
+            key = (timing.collective, timing.nbytes, timing.error)
+            errors.setdefault(key, []).append(timing.rank)
+    for (name, nbytes, error), ranks in errors.items():
+        yield Finding(
+            check="collective",
+            level="error",
+            where=ranks_in_words(ranks),
+            what=f"{name} of {nbytes} bytes on {checkup.backend} failed: {error}",
+            remedy="NCCL_DEBUG=INFO (TORCH_DISTRIBUTED_DEBUG=DETAIL) shows which connection it "
+            "is; NCCL_IB_DISABLE=1 or NCCL_P2P_DISABLE=1 tell whether adapters or peers are at "
+            "fault",
+        )
+
+
+def _where(checkup: Checkup, link: Link) -> str:
+    return (
+        f"rank {link.source} ({checkup.host_of(link.source)}) to rank {link.target} "
+        f"({checkup.host_of(link.target)})"
+    )
+
+
+_RULES_OF_GROUPS = (
+    _missing,
+    _unlike,
+    _unreachable,
+    _failed_collectives,
+    _same_place,
+    _slow_links,
+    _slow_ranks,
+    _clocks,
+)

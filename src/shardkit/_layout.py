@@ -1,0 +1,364 @@
+"""How flat ranges and rows are cut over ranks, and boxes of such ranges: integers, no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardkit._errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# --- rectangular boxes that a flat range of a tensor consists of ----------------------------------
+#
+# A rank owns a range of a flattened tensor. Checkpoints speak of boxes: an offset and a size for
+# each dimension. A range is a few of them: what completes the row it begins in, the whole rows,
+# what is left at its end, and so on in every dimension::
+#
+#         shape (4, 6), range [4, 21)      . . . . a a      a  offsets (0, 4)  sizes (1, 2)
+#                                                                           b b b b b b      b
+#   offsets (1, 0)  sizes (2, 6)
+#                                                                           b b b b b b
+#                                                                           c c c . . .      c
+#   offsets (3, 0)  sizes (1, 3)
+#
+# Pure integer arithmetic; no torch.
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor, contiguous in the flattened tensor.
+
+    Attributes:
+        offsets: Position where it begins, per dimension.
+        sizes: Extent per dimension; none is 0 unless the tensor is empty.
+        start: Position of its first element in the range that it is a part of.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        """Where its last element lies in the range, plus one."""
+        return self.start + self.numel
+
+
+def boxes_of_range(
+    shape: Sequence[int], start: int, stop: int, *, origin: Sequence[int] | None = None
+) -> list[Box]:
+    """Return the boxes that [start, stop) of a flattened tensor consists of, in its order.
+
+    Args:
+        shape: Shape of the tensor; ``()`` has one element and one box without dimensions.
+        start: First element.
+        stop: End of the range; no boxes if it is not beyond `start`.
+        origin: Position of the tensor in a larger one whose offsets are wanted (the part that
+            tensor parallelism left on this rank); None: at its beginning.
+
+    Returns:
+        Disjoint boxes that cover the range, at most ``2 * len(shape) - 1`` (one for no dimension).
+
+    Cost: O(len(shape) ** 2); nothing depends on sizes.
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    boxes: list[Box] = []
+    position = start
+    while position < stop:
+        dim = _widest_dim(strides, position, stop)
+        index = _unravel(position, shape, strides)
+        sizes = [1] * len(shape)
+        numel = 1
+        if dim < len(shape):
+            # Whole steps along `dim`, all of the dimensions behind it; never beyond its end, since
+            # the next wider dimension would have been taken there.
+            steps = min((stop - position) // strides[dim], shape[dim] - index[dim])
+            sizes[dim:] = [steps, *shape[dim + 1 :]]
+            numel = steps * strides[dim]
+        if origin is not None:
+            index = [i + o for i, o in zip(index, origin, strict=True)]
+        boxes.append(Box(tuple(index), tuple(sizes), position - start))
+        position += numel
+    return boxes
+
+
+def _widest_dim(strides: Sequence[int], position: int, stop: int) -> int:
+    """Return the first dimension along which a box can begin at `position` and end by `stop`."""
+    for dim, stride in enumerate(strides):
+        if position % stride == 0 and position + stride <= stop:
+            return dim
+    return len(strides)
+
+
+def _unravel(position: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    return [position // stride % size for size, stride in zip(shape, strides, strict=True)]
+
+
+# --- where each parameter lies in a bucket's flat space, and which range each rank owns -----------
+#
+# Pure integer arithmetic, equal on every rank; no torch, no process group.
+#
+# ``Flat`` puts parameters end to end, each start aligned to 16 bytes, then cuts the whole into
+# equal, 16-byte-aligned ranges, one per rank; a cut may fall anywhere, also inside a parameter::
+#
+#         flat space   | w0 . . . . . . . | b0 | pad | w1 . . . . . . . . . . | pad |
+#         ranks        | rank 0       | rank 1       | rank 2       | rank 3       |
+#
+# For everything above, a layout is one thing: for each parameter and rank, the range of the
+# flattened parameter that the rank owns, and where it lies in the rank's shard.
+
+ALIGN_NBYTES = 16
+"""Vectorized kernels and NCCL want 16-byte-aligned starts."""
+
+
+def align_up(numel: int, multiple: int) -> int:
+    """Round `numel` up to a multiple of `multiple`."""
+    return -(-numel // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The `Flat` layout of one bucket; make it by `FlatLayout.plan`.
+
+    Attributes:
+        shapes: Global shape of each parameter, in bucket order.
+        numels: Number of elements of each parameter.
+        offsets: Position of the first element of each parameter in the flat space.
+        shard_numel: Number of elements of every rank's range, padding included.
+        world_size: Number of ranges.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+
+    @classmethod
+    def plan(cls, shapes: Sequence[Sequence[int]], *, world_size: int, itemsize: int) -> FlatLayout:
+        """Lay out parameters of `shapes` over `world_size` ranks.
+
+        Args:
+            shapes: Global shapes; ``()`` is a scalar, a 0 in a shape an empty parameter.
+            world_size: Number of ranks of the shard axis, at least 1.
+            itemsize: Number of bytes per element of the SMALLEST dtype the bucket travels in, so
+                that starts are aligned in every dtype.
+
+        Raises:
+            LayoutError: If `world_size` or `itemsize` is below 1, or a dimension negative.
+
+        Cost: O(number of parameters); nothing depends on the world size or the sizes.
+        """
+        if world_size < 1 or itemsize < 1:
+            msg = (
+                f"world_size and itemsize must be at least 1, got {world_size} and {itemsize}. "
+                f"Pass the size of the shard axis and the element size in bytes."
+            )
+            raise LayoutError(msg)
+        align_numel = max(1, ALIGN_NBYTES // itemsize)
+        fixed_shapes, numels, offsets, end = [], [], [], 0
+        for shape in shapes:
+            if any(dim < 0 for dim in shape):
+                msg = f"a shape must not have negative dimensions, got {tuple(shape)}."
+                raise LayoutError(msg)
+            start = align_up(end, align_numel)
+            numel = math.prod(shape)
+            fixed_shapes.append(tuple(shape))
+            numels.append(numel)
+            offsets.append(start)
+            end = start + numel
+        return cls(
+            shapes=tuple(fixed_shapes),
+            numels=tuple(numels),
+            offsets=tuple(offsets),
+            shard_numel=align_up(-(-end // world_size), align_numel),
+            world_size=world_size,
+        )
+
+    @classmethod
+    def of_one(cls, shape: Sequence[int], cut: tuple[int, int, int, int]) -> FlatLayout:
+        """Return a layout of one parameter that is cut as `cut` of another layout says."""
+        offset, numel, shard_numel, world_size = cut
+        return cls(
+            shapes=(tuple(shape),),
+            numels=(numel,),
+            offsets=(offset,),
+            shard_numel=shard_numel,
+            world_size=world_size,
+        )
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the whole flat space, padding included."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the flat space that belong to no parameter."""
+        return self.padded_numel - sum(self.numels)
+
+    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [start, stop) of flattened parameter `index` that `rank` owns; may be empty."""
+        shard_start = rank * self.shard_numel - self.offsets[index]
+        numel = self.numels[index]
+        start = min(max(shard_start, 0), numel)
+        stop = min(max(shard_start + self.shard_numel, 0), numel)
+        return start, stop
+
+    def shard_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [start, stop) in `rank`'s shard where its piece of parameter `index` lies.
+
+        An empty piece is ``(0, 0)``.
+        """
+        start, stop = self.owned_range(index, rank)
+        if start == stop:
+            return 0, 0
+        shift = self.offsets[index] - rank * self.shard_numel
+        return start + shift, stop + shift
+
+    def owners(self, index: int) -> range:
+        """Return the consecutive ranks that own a part of parameter `index`; may be empty."""
+        numel = self.numels[index]
+        if numel == 0:
+            return range(0)
+        first = self.offsets[index] // self.shard_numel
+        last = (self.offsets[index] + numel - 1) // self.shard_numel
+        return range(first, last + 1)
+
+    def cut(self, index: int) -> tuple[int, int, int, int]:
+        """Return what decides how parameter `index` is cut; equal cuts mean equal pieces."""
+        return self.offsets[index], self.numels[index], self.shard_numel, self.world_size
+
+
+# --- a layout whose cuts are the same on every rank: for compilers that know one program for
+# all
+#
+# Pure integer arithmetic; no torch. Compilers of one program for all ranks (XLA) want tiles of
+# one size, so a bucket cannot be cut wherever a rank's range ends. ``Even`` cuts every parameter
+# into equal parts, the last ones padded, and puts the parts of a rank side by side::
+#
+#         parameters   | w0 . . . . . . . . . . . | b0 . . |
+#         shard of 0   | w0[0:3]  | b0[0:1] | pad |
+#         shard of 1   | w0[3:6]  | b0[1:2] | pad |
+#
+# Gathered, the shards are the rows of a matrix, and a parameter is a range of its columns,
+# flattened.
+
+ALIGN_NUMEL = 128
+"""Vector lanes of a TPU: shards of another size are padded by the compiler, in every operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvenLayout:
+    """The `Even` layout of one bucket; make it by `EvenLayout.plan`.
+
+    Attributes:
+        shapes: Global shape of each parameter, in bucket order.
+        numels: Number of elements of each parameter.
+        sizes: Number of elements of each parameter's part, padding included; equal on all ranks.
+        offsets: Position of the first element of each parameter's part in a shard.
+        shard_numel: Number of elements of every rank's shard, padding included.
+        world_size: Number of shards.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    numels: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+
+    @classmethod
+    def plan(cls, shapes: Sequence[Sequence[int]], *, world_size: int) -> EvenLayout:
+        """Lay out parameters of `shapes` over `world_size` ranks.
+
+        Args:
+            shapes: Global shapes; ``()`` is a scalar, a 0 in a shape an empty parameter.
+            world_size: Number of ranks of the shard axis, at least 1.
+
+        Raises:
+            LayoutError: If `world_size` is below 1, or a dimension negative.
+
+        Cost: padding of less than `world_size` elements per parameter and 128 per shard.
+        """
+        if world_size < 1:
+            msg = f"world_size must be at least 1, got {world_size}. Pass the size of the axis."
+            raise LayoutError(msg)
+        for shape in shapes:
+            if any(dim < 0 for dim in shape):
+                msg = f"a shape must not have negative dimensions, got {tuple(shape)}."
+                raise LayoutError(msg)
+        numels = [math.prod(shape) for shape in shapes]
+        sizes = [-(-numel // world_size) for numel in numels]
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += size
+        return cls(
+            shapes=tuple(tuple(shape) for shape in shapes),
+            numels=tuple(numels),
+            sizes=tuple(sizes),
+            offsets=tuple(offsets),
+            shard_numel=align_up(end, ALIGN_NUMEL),
+            world_size=world_size,
+        )
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all shards, padding included."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the shards that belong to no parameter."""
+        return self.padded_numel - sum(self.numels)
+
+    @property
+    def tail_numel(self) -> int:
+        """Elements at the end of every shard that belong to no part."""
+        return self.shard_numel - sum(self.sizes)
+
+    def padded_part_numel(self, index: int) -> int:
+        """Return the elements of all parts of parameter `index`, padding included."""
+        return self.sizes[index] * self.world_size
+
+    def columns(self, index: int) -> tuple[int, int]:
+        """Return [start, stop) in every shard where the part of parameter `index` lies, padded."""
+        return self.offsets[index], self.offsets[index] + self.sizes[index]
+
+    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [start, stop) of flattened parameter `index` that `rank` owns; may be empty."""
+        size, numel = self.sizes[index], self.numels[index]
+        return min(rank * size, numel), min((rank + 1) * size, numel)
+
+    def shard_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [start, stop) in `rank`'s shard where its piece of parameter `index` lies.
+
+        Without the padding of the part. An empty piece is ``(0, 0)``.
+        """
+        start, stop = self.owned_range(index, rank)
+        if start == stop:
+            return 0, 0
+        return self.offsets[index], self.offsets[index] + stop - start
+
+    def owners(self, index: int) -> range:
+        """Return the consecutive ranks that own a part of parameter `index`; may be empty."""
+        if self.numels[index] == 0:
+            return range(0)
+        return range(-(-self.numels[index] // self.sizes[index]))
+
+    def cut(self, index: int) -> tuple[int, int, int, int]:
+        """Return what decides how parameter `index` is cut; equal cuts mean equal pieces.
+
+        In the terms of `FlatLayout`: one alone, at the start, with shards of this size.
+        """
+        return 0, self.numels[index], self.sizes[index], self.world_size

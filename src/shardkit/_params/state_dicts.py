@@ -1,0 +1,316 @@
+"""State dicts of sharded modules: torch's ``state_dict()``, and its full ones from all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit import _compat
+from shardkit._errors import CheckpointError, ShardkitError
+from shardkit._params.bucket import bucket_showing
+from shardkit._params.memory import give_back
+from shardkit._params.subclass_store import PackedStore
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.groups import exchange, group_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from shardkit._params.bucket import Bucket
+
+
+# --- whole tensors of state dicts made of pieces, and pieces of whole ones ------------------------
+#
+# What `shardkit.checkpoint` and torch's own functions for state dicts (through `_compat`) have in
+# common.
+
+STATE_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of torch's optimizers that is one number for each parameter, whatever its shape."""
+
+
+def holds_sharded(value: object) -> bool:
+    """Whether there is a sharded tensor in nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return any(map(holds_sharded, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_sharded, value))
+    return isinstance(value, ShardedTensor)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples like these, of what `change` makes of the leaves."""
+    if isinstance(value, dict):
+        return {key: map_leaves(entry, change) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [map_leaves(entry, change) for entry in value]
+    if type(value) is tuple:
+        return tuple(map_leaves(entry, change) for entry in value)
+    return change(value)
+
+
+@torch.no_grad()
+def whole_tensor(tensor: Tensor, *, keep: bool, to_cpu: bool) -> Tensor | None:
+    """Return a sharded tensor as a plain one of the whole, others as a copy. Collective.
+
+    Args:
+        tensor: Tensor sharded by shardkit, DTensor, or plain tensor.
+        keep: Whether this rank wants it; a rank that does not takes part and gets None.
+        to_cpu: Whether to put it on the host.
+    """
+    device = torch.device("cpu") if to_cpu else tensor.device
+    detached: Any = tensor.detach()
+    if hasattr(detached, "full_tensor"):
+        is_ours = isinstance(detached, ShardedTensor)
+        result: Tensor = detached.whole_values() if is_ours else detached.full_tensor()
+        return result.to(device) if keep else None
+    return tensor.detach().to(device, copy=True) if keep else None
+
+
+@torch.no_grad()
+def cut_whole(whole: Tensor, like: ShardedTensor, name: str) -> Tensor:
+    """Return this rank's piece of a whole tensor, sharded as `like`, in memory of its own.
+
+    Pieces of one bucket lie end to end, as an optimizer's state does.
+
+    Raises:
+        CheckpointError: The shapes differ.
+    """
+    check_shape(name, tuple(whole.shape), tuple(like.shape))
+    if like.is_meta:
+        spec = like.spec
+        piece = torch.empty(spec.piece_numel, dtype=whole.dtype, device=spec.device)
+        new: Tensor = ShardedTensor(piece, spec)
+    else:
+        new = torch.zeros_like(like, dtype=whole.dtype)
+    new.copy_(whole.detach())
+    return new
+
+
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        CheckpointError: If it is; on every rank, since ranks know the same shapes.
+    """
+    if found != expected:
+        msg = (
+            f"{name!r} has shape {found} in the state dict, and {expected} here. Make the model as "
+            f"it was when the state was saved, or leave the entry out and load with strict=False."
+        )
+        raise CheckpointError(msg)
+
+
+# --- state dicts of modules that hold sharded parameters: these are what is saved and loaded ------
+#
+# Hooks on every module that holds a parameter of a group, whether `fully_shard` was called on it
+# or not. They are functions of this module, which hold nothing: copies and pickles of a module
+# take them along, and in a copy that is not sharded they do nothing.
+
+
+def install_hooks(modules: Iterable[nn.Module]) -> None:
+    """Let the state dicts of these modules hold and take sharded parameters, at any time."""
+    for module in modules:
+        if save_sharded not in _compat.state_dict_hooks(module):
+            module.register_state_dict_post_hook(save_sharded)
+            module.register_load_state_dict_pre_hook(load_into_sharded)
+
+
+def save_sharded(module: nn.Module, state_dict: Any, prefix: str, local_metadata: object) -> None:
+    """Put sharded parameters where the module shows unsharded ones: these lose their memory.
+
+    What the module shows is left as it is: its forward may be under way.
+    """
+    del local_metadata
+    for name, param in module._parameters.items():  # noqa: SLF001 - None and tied ones as well
+        bucket = bucket_showing(param)
+        if bucket is not None and isinstance(bucket.store, PackedStore):
+            # Parts that the module itself saves beside the parameter, which is all of them here.
+            for key in [key for key in state_dict if key.startswith(f"{prefix}{name}.")]:
+                del state_dict[key]
+        saved = state_dict.get(prefix + name)
+        if param is not None and bucket is not None and saved is not None:
+            sharded = bucket.sharded_of(param)
+            state_dict[prefix + name] = sharded if saved is param else sharded.detach()
+        elif param is not None and bucket is not None and bucket.store.keeps_writes:
+            _save_renamed(param, bucket, state_dict)
+
+
+def _save_renamed(param: nn.Parameter, bucket: Bucket, state_dict: Any) -> None:
+    """Find a parameter that is saved under other names, or in parts, by its memory."""
+    memory = param.untyped_storage().data_ptr()
+    for key, value in list(state_dict.items()):
+        if type(value) not in (Tensor, nn.Parameter):
+            continue
+        if value.is_meta or value.untyped_storage().data_ptr() != memory:
+            continue
+        place = (param.data_ptr(), param.shape, param.stride())
+        if (value.data_ptr(), value.shape, value.stride()) == place:
+            sharded = bucket.sharded_of(param)
+            state_dict[key] = sharded if value is param else sharded.detach()
+        elif param.data_ptr() <= value.data_ptr() < param.data_ptr() + param.nbytes:
+            state_dict[key] = value.detach().clone()  # A part, whose memory will be given back.
+
+
+def load_into_sharded(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+) -> None:
+    """Show the sharded parameters; with ``assign=True`` give them what the state dict has.
+
+    Torch would put the state dict's tensors in their place. Here the parameters stay the objects
+    that they are, for optimizers and references made before, and take over values and dtype.
+    """
+    params = module._parameters  # noqa: SLF001
+    for param in list(params.values()):
+        bucket = bucket_showing(param)
+        if bucket is not None:
+            bucket.sites.show(unsharded=False)
+    errors = rest[-1]
+    for name, shown in params.items():
+        _pack_value(shown, state_dict, prefix + name, errors)
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, shown in params.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(shown, ShardedTensor) or not isinstance(value, Tensor):
+            continue
+        if value.shape != shown.shape:
+            continue  # Torch says so.
+        if value.dtype != shown.dtype:
+            shown.grad = None
+        try:
+            shown.copy_values(value)
+        except (ShardkitError, RuntimeError) as error:
+            errors.append(f'While assigning the parameter named "{prefix + name}": {error}')
+        # Torch registers what it finds here as the module's parameter: the one that is there.
+        state_dict[prefix + name] = shown
+
+
+def _pack_value(shown: object, state_dict: Any, key: str, errors: list[str]) -> None:
+    """Let a whole value of a packed parameter's own class be the bytes that are cut here."""
+    value = state_dict.get(key)
+    packing = shown.spec.packing if isinstance(shown, ShardedTensor) else None
+    if packing is None or not isinstance(value, packing.cls):
+        return
+    try:
+        state_dict[key] = packing.pack(value)
+    except ShardkitError as error:
+        errors.append(f'While loading the parameter named "{key}": {error}')
+
+
+# --- torch's ``get_state_dict`` and ``set_state_dict`` with full state dicts of sharded
+# models
+
+
+def gather_state_dict(original: Callable[..., Any], state_dict: Any, **kwargs: Any) -> Any:
+    """Gather sharded tensors one by one; on ranks that shall have nothing return that."""
+    if not holds_sharded(state_dict):
+        return original(state_dict, **kwargs)
+    ranks = kwargs.get("ranks_only") or ()
+    keep = not ranks or group_rank(kwargs.get("pg")) in ranks
+    to_cpu = bool(kwargs.get("cpu_offload"))
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensor):
+            return whole_tensor(leaf, keep=keep, to_cpu=to_cpu)
+        return original({"": leaf}, **kwargs).get("")
+
+    result = map_leaves(state_dict, gather)
+    return result if keep else {}
+
+
+def distribute_state_dict(
+    original: Callable[..., Any],
+    full_state_dict: Mapping[str, Any],
+    local_state_dict: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Cut what is sharded here out of whole tensors that every rank has."""
+    others = {}
+    for key, value in full_state_dict.items():
+        local = local_state_dict.get(key)
+        if not isinstance(local, ShardedTensor) or not isinstance(value, Tensor):
+            others[key] = value
+        elif isinstance(value, ShardedTensor) or isinstance(local, nn.Parameter):
+            local_state_dict[key] = value.detach()  # `load_state_dict` cuts it, or refuses it.
+        else:
+            local_state_dict[key] = _put(value, local, key)
+    original(others, local_state_dict, *args, **kwargs)
+
+
+def broadcast_state_dict(
+    original: Callable[..., Any],
+    full_state_dict: Mapping[str, Any],
+    local_state_dict: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Cut also tensors without dimensions, which torch sends apart from others."""
+    sharded = _sharded_ones(local_state_dict)
+    original(full_state_dict, local_state_dict, *args, **kwargs)
+    _cut_received(local_state_dict, sharded)
+
+
+def broadcast_tensors(
+    original: Callable[..., Any],
+    full_state_dict: Mapping[str, Any],
+    local_state_dict: dict[str, Any],
+    keys: list[str],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Cut what was received before the next one comes: one whole tensor exists at a time."""
+    sharded = _sharded_ones({key: local_state_dict.get(key) for key in keys})
+    original(full_state_dict, local_state_dict, keys, *args, **kwargs)
+    _cut_received(local_state_dict, sharded)
+
+
+def agree_on_parts(
+    original: Callable[..., Any], model: nn.Module, *args: Any, optim_only: bool, **kwargs: Any
+) -> Any:
+    """Have rank 0 say whether it sends a model's state; on the others the dicts may be empty.
+
+    Cost: with ``broadcast_from_rank0`` an all-gather of a few bytes.
+    """
+    options = kwargs.get("options")
+    if getattr(options, "broadcast_from_rank0", False) and any(
+        isinstance(param, ShardedTensor) for param in model.parameters()
+    ):
+        optim_only = exchange(optim_only, None, "which state dicts are set")[0]
+    return original(model, *args, optim_only=optim_only, **kwargs)
+
+
+def _sharded_ones(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
+    return {key: value for key, value in state.items() if isinstance(value, ShardedTensor)}
+
+
+def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -> None:
+    for key, local in sharded.items():
+        received = state.get(key)
+        if isinstance(received, Tensor) and not isinstance(received, ShardedTensor):
+            state[key] = _put(received, local, key)
+            if received.device.type == "cpu":
+                give_back(received.nbytes)  # The one before it, for this one is still referred to.
+
+
+@torch.no_grad()
+def _put(whole: Tensor, local: ShardedTensor, name: str) -> Tensor:
+    """Write a whole tensor to a sharded one, or to a new one if that has no memory or dtype."""
+    check_shape(name, tuple(whole.shape), tuple(local.shape))
+    if local.is_meta or (local.dtype != whole.dtype and not isinstance(local, nn.Parameter)):
+        return cut_whole(whole, local, name)
+    local.detach().copy_(whole)
+    return local
+
+
+_compat.wrap_state_dict_helpers(
+    {
+        "_gather_state_dict": gather_state_dict,
+        "_distribute_state_dict": distribute_state_dict,
+        "_broadcast_state_dict": broadcast_state_dict,
+        "_broadcast_tensors": broadcast_tensors,
+        "_verify_options": agree_on_parts,
+    }
+)

@@ -1,0 +1,572 @@
+"""Gathers and reductions of one root: which are under way, which wait, what waits for them.
+
+Decisions come from `_schedule`; collectives are started and finished here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import record_function
+
+from shardkit import _compat
+from shardkit._errors import RankMismatchError, StateError, listed
+from shardkit._params.gradients import start_reduce
+from shardkit._schedule import Op, ReduceOrder
+from shardkit._tensor.written_values import fingerprint, note_written
+from shardkit.backends.base import first_of_all
+from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from shardkit._params.flat_store import Store
+    from shardkit._params.gradients import BucketGradients
+    from shardkit._params.memory import SlotPool
+    from shardkit._runtime.agreement import UsedParameters
+    from shardkit._runtime.group import ParamGroup
+    from shardkit._schedule import Action, UnshardSchedule
+    from shardkit.backends.base import AxisComm, CommStreams, Handle
+
+
+# --- names of groups in profiles: ranges of torch.profiler, and of NVTX by `emit_nvtx` ------------
+
+_NOTHING = contextlib.nullcontext()
+
+
+def names_of(groups: Sequence[ParamGroup]) -> str:
+    """Return the names of groups that travel together."""
+    return ", ".join(group.name for group in groups)
+
+
+def named_range(what: str, *groups: ParamGroup) -> AbstractContextManager[Any]:
+    """Return a context that a profile shows as ``what`` and the groups' names.
+
+    Without a profiler it does nothing, and makes no name.
+    """
+    if not _compat.is_profiling():
+        return _NOTHING
+    return record_function(f"{what} {names_of(groups)}")
+
+
+# --- writes to unsharded parameters: kept if all ranks wrote alike, else an error -----------------
+#
+# A forward may clamp or normalize its weights, or move a codebook. So may who works with
+# parameters that are kept between forward and backward. The memory of all that is given back.
+# Version counters tell of the writes, when a forward ends and before the memory goes.
+
+
+def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
+    """Take what was written to unsharded parameters of a group over into the shards.
+
+    Args:
+        group: Group that has memory.
+        streams: Streams that compare what ranks wrote.
+
+    Raises:
+        RankMismatchError: On all ranks that wrote, if they wrote different values.
+        StateError: What was written cannot be kept.
+
+    Cost: one all-reduce of 16 bytes per axis; details travel only if ranks differ.
+    """
+    places = group.note_writes()
+    for store, index in places:
+        _check_can_keep(group, store, index)
+    axes = [a for a in (group.shard_axis, group.replicate_axis) if a is not None and a.size > 1]
+    if axes:
+        values = [fingerprint(store.unsharded_values(index), 0) for store, index in places]
+        names = [store.entries[index].name for store, index in places]
+        known = dict(zip(names, torch.stack(values).tolist(), strict=True))
+        _check_alike(group, known, axes, streams)
+    for store, index in places:
+        store.keep_written(index)
+    streams.follow_compute()  # The next gather: no version tells it of this.
+
+
+def keep_own_writes(group: ParamGroup, streams: CommStreams) -> None:
+    """Take over what was written before an exception, which other ranks may not have come to.
+
+    The next backward compares it, as all that ranks write by themselves. What cannot be kept stays
+    noted: the next forward of the group, or who frees its memory, raises.
+    """
+    if not all(store.keeps_writes for store, _ in group.written_places()):
+        return
+    for store, index in group.note_writes():
+        store.keep_written(index)
+        values = store.unsharded_values(index)
+        param: Any = store.entries[index].param
+        note_written(param, lambda values=values: [values], max_samples=0)  # type: ignore[misc]
+    streams.follow_compute()
+
+
+def _check_can_keep(group: ParamGroup, store: Store, index: int) -> None:
+    name = store.entries[index].name
+    if not store.keeps_writes:
+        msg = (
+            f"the forward of {group.name!r} wrote to its parameter {name!r}, {store.why_lost}, so "
+            f"it would be lost. Write between steps, under torch.no_grad(), or hold what a forward "
+            f"changes in a buffer (register_buffer)."
+        )
+        raise StateError(msg)
+    if store.is_stale:
+        msg = (
+            f"parameter {name!r} of {group.name!r} was written while it was unsharded, and its "
+            f"shard was changed since it was gathered (an optimizer's step, a load): one of both "
+            f"would be lost. Call reshard() after the write, or write after the step."
+        )
+        raise StateError(msg)
+
+
+def _check_alike(
+    group: ParamGroup, written: dict[str, int], axes: Sequence[AxisComm], streams: CommStreams
+) -> None:
+    digest = sum(hash_of(name) * value for name, value in written.items()) % 2**62
+    extremes = torch.tensor([digest, -digest], dtype=torch.int64)
+    streams.start_all_reduce_max(extremes, axes, f"what forward wrote to {listed(written)}").wait()
+    highest, lowest = extremes.tolist()
+    if highest == -lowest:
+        return
+    text = None
+    for axis in axes:
+        text = text or _first_difference(group, axis.exchange(written))
+    text = first_of_all(text, axes)
+    if text is not None:
+        raise RankMismatchError(text)
+
+
+def hash_of(name: str) -> int:
+    """Return an odd number that is the same for a name in all processes."""
+    return int.from_bytes(name.encode(), "big") * 2 + 1
+
+
+def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> str | None:
+    for rank, other in enumerate(by_rank):
+        for name in {**by_rank[0], **other}:
+            if by_rank[0].get(name) != other.get(name):
+                return (
+                    f"the forward of {group.name!r} wrote to its parameter {name!r}, and not the "
+                    f"same on position 0 and on position {rank} of the process group, so there is "
+                    f"no one value to keep. Compute what it writes from data of all ranks, for "
+                    f"example by torch.distributed.all_reduce of the statistics, or hold it in a "
+                    f"buffer (register_buffer), which is each rank's own."
+                )
+    return None
+
+
+# --- gives groups unsharded memory and takes it back, as the schedule says ------------------------
+
+
+class Gathers:
+    """Carries out the schedule's actions: gather, prefetch, wait, free.
+
+    Args:
+        groups: All groups of the root, by number.
+        schedule: Schedule of the actions.
+        streams: Streams of the gathers.
+        slots: Pool of the memory.
+
+    Attributes:
+        nbytes: Size of the unsharded memory that exists now in bytes.
+        peak_nbytes: Largest size that ever existed.
+        in_trained_layer: Whether backward is inside a layer whose gradients come now.
+        report: Report of gathers and of what is freed, if there is one.
+        make_room: Function called before a late prefetch of a group, so that memory is free.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        schedule: UnshardSchedule,
+        streams: CommStreams,
+        slots: SlotPool,
+    ) -> None:
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self.in_trained_layer = False
+        self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
+        self.make_room: Callable[[ParamGroup], None] = lambda _: None
+        self._groups = groups
+        self._schedule = schedule
+        self._streams = streams
+        self._slots = slots
+        backend = groups[0].mesh.backend
+        self._is_host_synchronous = backend.is_host_synchronous
+        self._has_own_memory = backend.has_own_memory
+        self._is_traced = backend.is_traced
+        self._put_off: list[ParamGroup] = []
+        self._under_way: dict[int, Handle] = {}
+        self._refreshed: set[int] = set()
+        self._followed: list[tuple[int, ...]] = [() for _ in groups]
+
+    def follow_writes(self, versions: Sequence[tuple[int, ...]]) -> None:
+        """Let gathers come after all writes to shards so far."""
+        self._streams.follow_compute()
+        self._followed = [*versions]
+
+    def _follow_late_writes(self, groups: Sequence[ParamGroup]) -> None:
+        """Let gathers come after writes inside of the root's forward, as of momentum encoders.
+
+        What a gather waits for besides is that its memory is free, which may be long ago.
+        """
+        versions = [group.shard_versions for group in groups]
+        if any(
+            now != self._followed[group.index] for group, now in zip(groups, versions, strict=True)
+        ):
+            self._streams.follow_compute()
+            for group, now in zip(groups, versions, strict=True):
+                self._followed[group.index] = now
+
+    def use_streams(self, streams: Any) -> None:
+        """Gather on other streams from now on, see `set_debug`."""
+        self._streams = streams
+
+    # --- actions ---
+
+    @_compat.unseen_by_transforms
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """Do what the schedule says, in order."""
+        ahead: list[ParamGroup] = []
+        for op, index in actions:
+            group = self._groups[index]
+            if op is Op.WAIT:
+                self.wait(group)  # order: compute waits for the gather before its use
+            elif op is Op.GATHER:
+                self._gather([group])
+            elif op is Op.PREFETCH:
+                # A forward in `functional_call` may need nothing of the group's.
+                (self._put_off if group.gets_only_given else ahead).append(group)
+            elif group in self._put_off:
+                self._put_off.remove(group)
+            else:
+                self._free(group)
+        if ahead:
+            self._prefetch(ahead)
+
+    def refresh(self, group: ParamGroup) -> None:
+        """Free what was gathered before the shards were written to."""
+        self._refreshed.add(group.index)
+        self.carry_out(self._schedule.refresh(group.index))
+
+    @_compat.unseen_by_transforms
+    def wait(self, group: ParamGroup) -> None:
+        """Let compute issued from now on see the gathered parameters."""
+        if group in self._put_off:
+            self.gather_put_off()
+        handle = self._under_way.pop(group.index, None)
+        if handle is not None:
+            with named_range("await gather", group):
+                handle.wait()
+            for store in group.gathered:
+                store.finish_gather()
+
+    def _prefetch(self, groups: list[ParamGroup]) -> None:
+        """Gather for later.
+
+        Where only waiting frees memory, backward puts it off until half of the current group's
+        gradients have come: by then the last reduction is done and activations are freed, and
+        there is still enough compute left to hide it behind.
+        """
+        if self._is_host_synchronous and self.in_trained_layer:
+            self.gather_put_off()
+            self._put_off = groups
+        else:
+            self._gather(groups)
+
+    def gather_put_off(self) -> None:
+        """Carry out the prefetch that was put off."""
+        if self._put_off:
+            groups, self._put_off = self._put_off, []
+            self.make_room(groups[0])
+            self._gather(groups)
+
+    def forget_put_off(self) -> None:
+        """Do without it, after an exception."""
+        self._put_off.clear()
+
+    def _gather(self, groups: Sequence[ParamGroup]) -> None:
+        by_axis: dict[AxisComm, list[ParamGroup]] = {}
+        for group in groups:
+            by_axis.setdefault(_axis_of_gather(group), []).append(group)
+            self.nbytes += group.unsharded_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        for axis, together in by_axis.items():
+            self._start(together, axis)
+        if self.report is not None:
+            self.report("gather", groups)
+
+    def _start(self, groups: Sequence[ParamGroup], axis: AxisComm) -> None:
+        """Get memory for groups and gather into it over `axis`, in one go.
+
+        Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
+        """
+        self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
+        jobs, fences = [], []
+        for group in groups:
+            fences += [store.acquire(self._slots) for store in group.gathered]
+            parts = [store.kept_part for store in group.gathered]
+            # order: gathers wait for kept parts
+            fences += [part.fence for part in parts if part is not None]
+            comm = group.settings.comm.all_gather
+            jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
+        if jobs:
+            with named_range("gather", *groups):
+                handle = self._streams.start_gather(jobs, axis, fences, self._describe(groups))
+            self._under_way.update({group.index: handle for group in groups})
+
+    def _describe(self, groups: Sequence[ParamGroup]) -> str:
+        """Return the names of groups, and whether this rank had them and they were written to."""
+        written = self._refreshed and self._refreshed.intersection(g.index for g in groups)
+        if not written:
+            return names_of(groups)
+        self._refreshed -= written
+        return f"{names_of(groups)}, {WRITTEN_SINCE}"
+
+    def _free(self, group: ParamGroup) -> None:
+        """Give the memory back and show the sharded parameters."""
+        if group.is_shown and group.was_written:
+            keep_writes(group, self._streams)
+        self.nbytes -= group.unsharded_nbytes
+        self.wait(group)  # order: freeing waits for the gather
+        group.show(unsharded=False)
+        axis = group.kept_axis
+        may_come_back = axis is not None and self._schedule.awaits_backward(group.index)
+        for store in group.gathered:
+            if axis is None or not may_come_back or store.is_stale:
+                store.drop_part()
+            else:
+                store.keep_part(axis, self._streams.fence)
+        if group.gathered:
+            fence = self._streams.fence()  # order: a slot's next user waits for the last reader
+            # Traced stores tell autograd by version counters that what they showed is gone.
+            with group.unnoticed_writes() if self._is_traced else _NOTHING:
+                for store in group.gathered:
+                    store.release(self._slots, fence)
+        if self.report is not None:
+            self.report("free", [group])
+
+    # --- memory between steps ---
+
+    def trim(self) -> None:
+        """Give free slots back: the optimizer's temporaries want the room."""
+        self._slots.trim()
+
+    def settle_host_reads(self) -> None:
+        """Let the user's code write offloaded shards from now on."""
+        if not self._has_own_memory:
+            return
+        stores = [b.store for g in self._groups for b in g.buckets if b.plan.is_offloaded]
+        if stores:
+            by_compute = any(spec.subclass is not None for s in stores for spec in s.specs)
+            self._streams.settle_host_reads(compute=by_compute)
+
+
+def _axis_of_gather(group: ParamGroup) -> AxisComm:
+    """Return the axis that the next gather of a group goes over."""
+    parts = [store.kept_part for store in group.gathered]
+    if group.kept_axis is not None and parts and all(part is not None for part in parts):
+        return group.kept_axis
+    for store in group.gathered:
+        store.drop_part()
+    return group.shard_axis
+
+
+# --- gradients of the groups of one root: which wait to be reduced, which reductions are
+# under way
+
+
+class Reductions:
+    """Starts reductions in the order of `ReduceOrder`, and waits for them in the order of starting.
+
+    Args:
+        groups: All groups, by number.
+        streams: Streams of the reductions.
+        slots: Memory of send and receive buffers.
+        used: Record of the parameters that any rank used.
+        batch_nbytes: Limit in bytes: neighbours that are smaller than this together are sent
+            together.
+        before_start: Function called before reductions are started.
+
+    Attributes:
+        order: Order in which groups are reduced.
+        report: Report of what is reduced, if there is one.
+        peak_nbytes: Largest size that buffers of reductions ever took in bytes.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        streams: CommStreams,
+        slots: SlotPool,
+        used: UsedParameters,
+        *,
+        batch_nbytes: int,
+        before_start: Callable[[], None],
+    ) -> None:
+        self.order = ReduceOrder()
+        self.peak_nbytes = 0
+        self._groups = groups
+        self.report: Callable[[str, Sequence[ParamGroup]], None] | None = None
+        self._streams = streams
+        self._slots = slots
+        self._used = used
+        self._batch_nbytes = batch_nbytes
+        backend = groups[0].mesh.backend
+        self._is_host_synchronous = backend.is_host_synchronous
+        self._holds_layers = backend.copies_gradients_together
+        self._before_start = before_start
+        self._queued: list[ParamGroup] = []
+        self._under_way: list[ParamGroup] = []
+
+    def use_streams(self, streams: Any) -> None:
+        """Reduce on other streams from now on, see `set_debug`."""
+        self._streams = streams
+
+    def begin_backward(self) -> None:
+        """A backward begins: fix the order."""
+        if any(g.replicate_axis is not None or g.has_reduce_hook for g in self._under_way):
+            self.finish()  # They communicate once more when waited for: in one order.
+        self.order.begin_backward()
+
+    def collect(
+        self,
+        group: ParamGroup,
+        gradients: BucketGradients,
+        index: int,
+        grad: Tensor,
+        *,
+        is_layer: bool,
+    ) -> None:
+        """Take a gradient that is to be reduced."""
+        writes = is_layer and not self._holds_layers
+        if writes and self._under_way and self._is_host_synchronous:
+            self._free_sent(group)  # The last group's send buffer becomes this one's.
+        if writes and group.gradients.is_reducing:
+            self._finish_through(group)  # The send buffer is on the wire.
+        gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
+
+    def _free_sent(self, group: ParamGroup) -> None:
+        """Wait for send buffers, but as many as the group may have on the wire beside its own."""
+        for reducing in self._under_way[: 1 - group.settings.max_send_buffers or None]:
+            reducing.gradients.wait_sent(self._slots)
+
+    def complete(self, group: ParamGroup) -> None:
+        """All gradients of a group have come."""
+        if group.gradients.is_local:
+            return
+        if not group.settings.sync:
+            self._write_held(group)
+        for index in self.order.complete(group.index):
+            self._reduce(self._groups[index])
+
+    def _reduce(self, group: ParamGroup) -> None:
+        """Reduce a group's gradients now, or a little later together with small neighbours."""
+        gradients = group.gradients
+        if gradients.is_local or not (group.is_trainable or group.has_pending):
+            return
+        if not group.settings.sync:
+            self._write_held(group)
+            return
+        if not (group.settings.reduce_unused or group.has_pending):
+            return
+        if group in self._queued:
+            return  # It completed again, by a graph retained from before: it is sent with the rest.
+        if self._queued and self._queued[0].shard_axis is not group.shard_axis:
+            self._start_queued()
+        self._queued.append(group)
+        if sum(queued.gradients.send_nbytes for queued in self._queued) >= self._batch_nbytes:
+            self._start_queued()
+
+    def _start_queued(self) -> None:
+        """Start the reductions that wait for company."""
+        if not self._queued:
+            return
+        self._before_start()
+        groups, self._queued = self._queued, []
+        self.make_room(groups[0])
+        self._free_sent(groups[0])  # Where memory is not kept for another use.
+        for group in groups:
+            self._finish_through(group)  # order: a group's reduction waits for its previous one
+        many = [(group.gradients, group.settings.all_reduce) for group in groups]
+        with named_range("reduce", *groups):
+            start_reduce(many, self._streams, self._slots, names_of(groups))
+        self._under_way += groups
+        nbytes = sum(group.gradients.reduce_nbytes for group in groups)
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        if self.report is not None:
+            self.report("reduce", groups)
+
+    def finish(self, *, leave: int = 0) -> None:
+        """Wait for reductions where that frees their memory; elsewhere the end of backward does."""
+        while self._is_host_synchronous and len(self._under_way) > leave:
+            self._finish_first()
+
+    def make_room(self, group: ParamGroup) -> None:
+        """Wait for reductions, but as many as `group` may have under way, before a gather."""
+        self.finish(leave=group.settings.max_send_buffers - 1)
+
+    def _finish_first(self) -> None:
+        """Wait for the reduction that was started first.
+
+        Never for another one: waiting may be an all-reduce, and ranks that use different parameters
+        may have come to different groups.
+        """
+        group = self._under_way.pop(0)
+        with named_range("await reduce", group):
+            group.gradients.finish_reduce(self._slots)
+
+    def _finish_through(self, group: ParamGroup) -> None:
+        """Wait for the reduction of a group, if one is under way, and those before it."""
+        while group.gradients.is_reducing:
+            self._finish_first()
+
+    def _write_held(self, group: ParamGroup) -> None:
+        """Write the group's held gradients to its send buffer, which may be on the wire."""
+        self._finish_through(group)
+        group.gradients.write_held(self._streams, self._slots)
+
+    def finish_all(self) -> None:
+        """Wait for all that are under way."""
+        while self._under_way:
+            self._finish_first()
+
+    def finish_backward(self) -> None:
+        """The engine is done: reduce the rest, wait for all, assign all gradients."""
+        rest = self.order.end_backward()
+        # A parameter that fires in two engine runs (reentrant checkpointing) is reduced twice.
+        known = {*rest, *(group.index for group in self._queued)}
+        late = [
+            group.index
+            for group in self._groups
+            if group.settings.sync and group.has_pending and group.index not in known
+        ]
+        for index in (*rest, *late):
+            self._reduce(self._groups[index])
+        synced = [g for g in self._groups if g.settings.sync and not g.gradients.is_local]
+        if not synced:
+            return
+        self._start_queued()
+        if not all(group.settings.is_last_backward for group in self._groups):
+            return  # The next backwards overlap with what was started; the last one waits for it.
+        self._used.start(self._streams)
+        self.finish_all()  # order: the optimizer waits for all reductions
+        if self._is_host_synchronous or any(g.gradients.needs_settling for g in synced):
+            used = self._used.by_group()
+            for group in synced:
+                group.gradients.settle(used[group.index])
+        for group in synced:
+            group.gradients.forget_fired()
+        if self._is_host_synchronous:
+            self._used.check_alike()
+
+    def reset(self) -> None:
+        """Forget everything after an exception; unsynced gradients are dropped."""
+        self.order.reset()
+        for group in dict.fromkeys((*self._under_way, *self._groups)):
+            group.gradients.reset(self._slots)
+        self._under_way.clear()
+        self._queued.clear()

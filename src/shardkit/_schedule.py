@@ -1,0 +1,844 @@
+"""When groups are gathered, freed and reduced: decisions only, no torch, no communication."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardkit._policy import BackwardPrefetch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+
+# --- what users choose about when groups have memory ----------------------------------------------
+
+
+@dataclass(slots=True)
+class ScheduleOptions:
+    """What users chose, by group number; may change between passes.
+
+    Attributes:
+        no_reshard_after_forward: Groups that are not resharded after forward.
+        several_modules: Groups of more than one module: not given back between them in backward
+            either.
+        no_reshard_after_backward: Groups that are not resharded after backward.
+        no_unshard_in_backward: Groups whose parameters backward does not need.
+        prefetch_in_forward: Whether forward gathers ahead.
+        prefetch_in_backward: Moment when backward gathers ahead.
+        next_in_forward: Groups to gather when a group is entered, instead of what came next in the
+            last pass.
+        next_in_backward: Groups to gather when a group is entered in backward.
+    """
+
+    no_reshard_after_forward: set[int] = field(default_factory=set)
+    several_modules: set[int] = field(default_factory=set)
+    no_reshard_after_backward: set[int] = field(default_factory=set)
+    no_unshard_in_backward: set[int] = field(default_factory=set)
+    prefetch_in_forward: bool = True
+    prefetch_in_backward: BackwardPrefetch = BackwardPrefetch.PRE
+    next_in_forward: dict[int, list[int]] = field(default_factory=dict)
+    next_in_backward: dict[int, list[int]] = field(default_factory=dict)
+
+
+# --- in which order forward enters groups: the last pass is what the next one is expected to
+# be
+
+
+class ForwardOrder:
+    """Remembers the last pass of every root, and follows it.
+
+    Of each: a head that is called alone, chunk by chunk, does not disturb the model's order.
+    """
+
+    def __init__(self) -> None:
+        self._last_orders: dict[Hashable, list[int]] = {}
+        self._whole_orders: dict[Hashable, list[int]] = {}
+        self._order: list[int] = []
+        self._root: Hashable = None
+        self._position = 0
+
+    def begin_pass(self, root: Hashable) -> None:
+        """A pass of a root begins."""
+        self._order = []
+        self._root = root
+        self._position = 0
+
+    def enter(self, group: int) -> Sequence[int]:
+        """Note a group that is entered; return what came after it in the last pass."""
+        if self._order[-1:] != [group]:  # Ranks may use different modules of a list.
+            self._order.append(group)
+        order, position = self._last_orders.get(self._root, []), self._position
+        while position < len(order) and order[position] != group:
+            position += 1
+        if position >= len(order):
+            return ()
+        self._position = position + 1
+        return order[position + 1 :]
+
+    def end_pass(self) -> None:
+        """The pass ends."""
+        self._last_orders[self._root] = self._whole_orders[self._root] = self._order
+
+    def last(self, root: Hashable) -> Sequence[int]:
+        """Return the order of the last pass of a root that came to its end; `clear` keeps it.
+
+        What ranks decide by it must be alike after an exception on one of them, too.
+        """
+        return self._whole_orders.get(root, ())
+
+    def clear(self) -> None:
+        """Forget everything: after an exception ranks may have noted different orders."""
+        self._last_orders.clear()
+        self._order = []
+        self._position = 0
+
+
+# --- where one group is in a step: one record, its transitions, no torch --------------------------
+
+
+class Memory(enum.Enum):
+    """Whether a group has unsharded memory.
+
+    PREFETCHED: It has, or will have soon, and nobody has needed it yet.
+    """
+
+    FREED = "freed"
+    PREFETCHED = "prefetched"
+    LIVE = "live"
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Where one group is in a step; its `repr` is what to print first when a step goes wrong.
+
+    Attributes:
+        number: Number of the group.
+        memory: Whether it has unsharded memory.
+        num_forwards: Number of forwards that are under way, one within another.
+        in_recompute: Whether a forward runs again inside backward.
+        in_backward: Whether backward is inside one of its forwards.
+        is_user_held: Whether the user called `unshard`.
+        has_unseen_backward: Whether a forward ended whose backward nobody will report.
+        awaits_other_modules: Whether others of its modules have not run in this pass.
+        rests_after_backward: Whether it stays after backward, as the user chose.
+        num_expected: Number of gradients that come if this backward uses every parameter.
+        num_arrived: Number of gradients that came in this backward.
+        num_watched: Number of forwards that backward is inside of, and that report when it leaves.
+        is_complete: Whether this backward brings no more gradients.
+        modules_run: Modules of the group that ran in this pass, by position.
+    """
+
+    number: int
+    memory: Memory = Memory.FREED
+    num_forwards: int = 0
+    in_recompute: bool = False
+    in_backward: bool = False
+    is_user_held: bool = False
+    has_unseen_backward: bool = False
+    awaits_other_modules: bool = False
+    rests_after_backward: bool = False
+    num_expected: int = 0
+    num_arrived: int = 0
+    num_watched: int = 0
+    is_complete: bool = False
+    modules_run: set[int] = field(default_factory=set)
+
+    # --- memory ---
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward, a backward or the user needs the memory now."""
+        return (
+            self.num_forwards > 0
+            or self.in_backward
+            or self.in_recompute
+            or self.is_user_held
+            or self.has_unseen_backward
+        )
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the memory is needed now or was asked to stay."""
+        return self.in_use or self.awaits_other_modules or self.rests_after_backward
+
+    def gather(self, *, ahead: bool) -> None:
+        """Get memory, now or ahead of use."""
+        self._require(self.memory is Memory.FREED, "gathered")
+        self.memory = Memory.PREFETCHED if ahead else Memory.LIVE
+
+    def use(self) -> None:
+        """Somebody needs the memory, which is there."""
+        self._require(self.memory is not Memory.FREED, "used")
+        self.memory = Memory.LIVE
+        self.rests_after_backward = False
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._require(self.memory is not Memory.FREED, "freed")
+        self.memory = Memory.FREED
+        self.rests_after_backward = False
+
+    def leave_forward(self) -> None:
+        """A forward ends; with the last one what the user held goes."""
+        self.num_forwards = max(self.num_forwards - 1, 0)
+        if not self.num_forwards:
+            self.is_user_held = False
+
+    def leave_backward(self) -> None:
+        """Backward is done with the forwards that it was inside of."""
+        self.in_backward = self.in_recompute = self.is_user_held = False
+
+    def release(self) -> None:
+        """The user gives the memory back."""
+        self.is_user_held = self.has_unseen_backward = self.awaits_other_modules = False
+        self.rests_after_backward = self.in_backward = False
+
+    def begin_pass(self) -> None:
+        """A root forward starts."""
+        self.has_unseen_backward = self.awaits_other_modules = False
+        self.modules_run.clear()
+
+    def end_pass(self) -> None:
+        """A root forward ends: the root may have caught what a layer raised."""
+        self.num_forwards = 0
+        self.awaits_other_modules = False
+
+    def end_backward(self) -> None:
+        """The engine is done."""
+        self.in_backward = self.in_recompute = False
+        self.has_unseen_backward = self.awaits_other_modules = False
+
+    # --- gradients of one backward ---
+
+    def expect_gradients(self, number: int) -> None:
+        """Fix how many gradients come, before the first one of a backward."""
+        self.num_expected = number
+
+    def count_gradient(self) -> bool:
+        """Note that a gradient came; return whether it was the last expected one."""
+        self.num_arrived += 1
+        return self.num_arrived == self.num_expected
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether a gradient came for every parameter that wants one."""
+        return 0 < self.num_expected <= self.num_arrived
+
+    def forget_gradients(self) -> None:
+        """A backward is over."""
+        self.num_expected = self.num_arrived = self.num_watched = 0
+        self.is_complete = False
+
+    def _require(self, is_legal: bool, verb: str) -> None:  # noqa: FBT001
+        if not is_legal:
+            msg = f"a group cannot be {verb} now: {self!r}"
+            raise RuntimeError(msg)
+
+
+# --- which forwards may still have a backward, and the order in which their groups come back
+# in it
+#
+# Ranks prefetch, keep and reduce by what stands here, so it holds only what all ranks see alike:
+# modules called, engine runs that began and ended, shards that changed. Whether a graph still
+# exists is not among it: one rank may have kept an output that the others dropped.
+
+MAX_PASSES = 1024
+"""Passes that are remembered; without gradients switched off an evaluation adds more and more."""
+
+_numbers = itertools.count(1)  # Of the process: a forward may outlive the root that it ran in.
+
+
+class PendingBackwards:
+    """Groups by pass, in the order in which their forwards ended.
+
+    A pass is forgotten when a backward that came to it is over, or when parameters have changed
+    since: its backward would be an error. A pass without a backward stays until then. Of a pass
+    whose root's forward still runs, only the forwards that backward came to are forgotten: the
+    root may call ``backward()`` on a loss inside its forward, and return another one.
+
+    A wrong prediction costs at most one extra gather or reduction, identically on all ranks.
+
+    Attributes:
+        number: Number of the pass that began last.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._is_open = False
+        self._last: list[int] = []
+        self._passes: dict[int, list[int]] = {}
+        self._reached: set[int] = set()
+        self._inside: list[tuple[int, int]] = []
+
+    def begin_pass(self, *, has_changed: bool) -> None:
+        """Write on a new pass; if parameters have changed, forget those before."""
+        if has_changed:
+            self._passes.clear()
+        elif not self._last:
+            self._passes.pop(self.number, None)
+        if len(self._passes) >= MAX_PASSES:
+            del self._passes[next(iter(self._passes))]
+        self.number = next(_numbers)
+        self._is_open = True
+        self._last = self._passes[self.number] = []
+
+    def end_pass(self) -> None:
+        """The root's forward has ended."""
+        self._is_open = False
+
+    def add(self, group: int) -> None:
+        """A forward of the group has ended that may have a backward."""
+        self._last.append(group)
+
+    def reach(self, group: int, in_pass: int | None) -> None:
+        """Backward has come to a forward of the group.
+
+        Args:
+            group: The group.
+            in_pass: Pass of that forward. None: not known, the last one that it is on.
+        """
+        number = self._number_of(group) if in_pass is None else in_pass
+        if number is not None:
+            self._reached.add(number)
+            self._inside.append((number, group))
+
+    def remove(self, group: int, in_pass: int | None) -> None:
+        """Backward is done with the group's last forward in a pass, as given to `reach`."""
+        number = self._number_of(group) if in_pass is None else in_pass
+        if number is not None:
+            self._forget(number, group)
+            if (number, group) in self._inside:
+                self._inside.remove((number, group))
+
+    def end_backward(self) -> None:
+        """The engine is done: forget the passes that it came to."""
+        for number in self._reached:
+            if number != self.number or not self._is_open:
+                self._passes.pop(number, None)
+        for number, group in self._inside:
+            self._forget(number, group)
+        self._reached.clear()
+        self._inside.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._is_open = False
+        self._last = []
+        self._passes.clear()
+        self._reached.clear()
+        self._inside.clear()
+
+    @property
+    def expects_last(self) -> bool:
+        """Whether any forward of the pass that began last may have a backward."""
+        return bool(self._last)
+
+    def awaits(self, group: int) -> bool:
+        """Whether any forward of the group may still have a backward."""
+        return any(group in groups for groups in self._passes.values())
+
+    def awaits_in(self, group: int, in_pass: int | None) -> bool:
+        """Whether one of a pass may; None: of any."""
+        return self.awaits(group) if in_pass is None else group in self._passes.get(in_pass, ())
+
+    def before(self, group: int, in_pass: int | None) -> Iterator[int]:
+        """Yield the groups whose forwards ended before the group's last one, nearest first.
+
+        Args:
+            group: Group to look for; nothing comes if it is not on the pass.
+            in_pass: Pass, as in `reach`. Earlier passes follow: one backward may go through
+                several.
+        """
+        found = False
+        for number in reversed(self._passes):
+            if in_pass is not None and number > in_pass:
+                continue
+            for other in reversed(self._passes[number]):
+                if found:
+                    yield other
+                elif other == group:
+                    found = True
+            if in_pass is not None and not found:
+                return
+
+    def _number_of(self, group: int) -> int | None:
+        """Return the last pass that the group is on."""
+        on = (number for number in reversed(self._passes) if group in self._passes[number])
+        return next(on, None)
+
+    def _forget(self, number: int, group: int) -> None:
+        """Take the last forward of a group from a pass."""
+        groups = self._passes.get(number, [])
+        for position in range(len(groups) - 1, -1, -1):
+            if groups[position] == group:
+                del groups[position]
+                break
+
+
+# --- in which order groups are reduced: decisions only, no torch, no communication ----------------
+
+
+class ReduceOrder:
+    """Decides when groups are reduced: in one order on all ranks, each once per backward.
+
+    Ranks may use different parameters, so which group completes first may differ between them,
+    and one may not complete at all; collectives of one process group must be issued in one order
+    everywhere all the same. So groups are reduced in the reverse of the order in which forward
+    entered them, a complete one waiting for those before it; what has not completed when the
+    engine is done is reduced then, with zeros for what is missing.
+    """
+
+    def __init__(self) -> None:
+        self._entered: dict[int, None] = {}
+        self._waiting: list[int] = []
+        self._complete: set[int] = set()
+        self._issued: set[int] = set()
+
+    @property
+    def entered(self) -> tuple[int, ...]:
+        """Groups that forwards entered since the last backward, in order."""
+        return tuple(self._entered)
+
+    def enter_forward(self, group: int) -> bool:
+        """A forward that may have a backward enters the group; return whether it is the first."""
+        is_first = group not in self._entered
+        self._entered[group] = None
+        return is_first
+
+    def withdraw(self, group: int) -> None:
+        """The first forward that entered the group has no backward after all."""
+        self._entered.pop(group, None)
+
+    def begin_backward(self) -> None:
+        """A backward starts: fix the order."""
+        self._waiting = list(reversed(self._entered))
+        self._complete.clear()
+        self._issued.clear()
+
+    def complete(self, group: int) -> list[int]:
+        """All gradients of a group have come; return the groups to reduce now.
+
+        One that was reduced already in this backward, or that no forward entered, is reduced at
+        once.
+        """
+        if group in self._issued or group not in self._waiting:
+            return [group]
+        self._complete.add(group)
+        return self._issue_complete()
+
+    def end_backward(self) -> list[int]:
+        """The engine is done; return the rest, in order."""
+        rest = self._waiting
+        self._waiting = []
+        self._entered.clear()
+        return rest
+
+    def cancel(self) -> None:
+        """No gradient came in this backward (``autograd.grad``): nothing is reduced."""
+        self._waiting = []
+
+    def reset(self) -> None:
+        """Forget everything after an exception."""
+        self.cancel()
+        self._entered.clear()
+
+    def _issue_complete(self) -> list[int]:
+        ready = []
+        while self._waiting and self._waiting[0] in self._complete:
+            group = self._waiting.pop(0)
+            self._issued.add(group)
+            ready.append(group)
+        return ready
+
+
+# --- when groups are gathered and freed: decisions only, no torch, no communication ---------------
+#
+# `UnshardSchedule` is a state machine: an event in, a list of actions out. The runtime carries
+# the actions out; tests compare the lists.
+#
+# Live groups (those whose unsharded memory exists) are bounded. Besides the groups in use and
+# those that are not resharded after forward there are at most `prefetch_depth` spare ones: a
+# prefetched group, or one whose use is over but whose memory nobody has needed since::
+#
+#         event                   in use    spare        actions
+#         enter_forward(root)     root      b0           GATHER root, WAIT root, PREFETCH b0
+#         enter_forward(b0)       root b0   b1           WAIT b0, PREFETCH b1
+#         exit_forward(b0)        root      b1           FREE b0
+#         ...
+#         exit_forward(b5)        root      b5           (stays: backward needs it first)
+#         enter_backward(b5)      root b5   b4           WAIT b5, PREFETCH b4
+
+BATCH_NBYTES = 1 << 20
+"""Neighbouring groups that are smaller than this together travel in one collective.
+
+Latency, not bandwidth, is what a small collective costs; below this size it is most of it.
+"""
+
+_MAX_BATCH = 16
+"""Groups that travel together at the most."""
+
+
+class Op(enum.Enum):
+    """What the runtime does to one group's unsharded memory.
+
+    PREFETCH is a GATHER for later: the runtime may put it off until memory is free, but not past
+    the group's WAIT.
+    """
+
+    GATHER = "gather"
+    PREFETCH = "prefetch"
+    WAIT = "wait"
+    FREE = "free"
+
+
+Action = tuple[Op, int]
+
+
+class UnshardSchedule:
+    """Decides which groups have unsharded memory.
+
+    Groups are numbers.
+
+    Args:
+        prefetch_depth: Number of groups gathered ahead of use; 0 gathers each when it is entered.
+        nbytes: Unsharded bytes of each group: small ones are prefetched several at a time, up to
+            `BATCH_NBYTES`. Empty: none is small.
+        is_idle: Whether no group needs memory of its own (one rank, no casts): uses are noted, and
+            there is nothing to do.
+
+    Attributes:
+        options: Options that users chose.
+    """
+
+    def __init__(
+        self, *, prefetch_depth: int = 1, nbytes: Sequence[int] = (), is_idle: bool = False
+    ) -> None:
+        self.prefetch_depth = prefetch_depth
+        self.batch_nbytes = BATCH_NBYTES if nbytes else 0
+        self.options = ScheduleOptions()
+        self._nbytes = nbytes
+        self._is_idle = is_idle
+        self._states: dict[int, GroupState] = {}
+        self._live: dict[int, GroupState] = {}
+        self._order = ForwardOrder()
+        self._pending = PendingBackwards()
+        self._hold = False
+
+    def set_sizes(self, nbytes: Sequence[int], *, is_idle: bool) -> None:
+        """Take other sizes, between passes."""
+        self._nbytes = nbytes
+        self._is_idle = is_idle
+
+    # --- state ---
+
+    def state(self, group: int) -> GroupState:
+        """Return the record of a group; only the schedule changes what is said of memory."""
+        state = self._states.get(group)
+        if state is None:
+            state = self._states[group] = GroupState(group)
+        return state
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Groups that have unsharded memory, in the order they got it."""
+        return tuple(self._live)
+
+    def in_use(self, group: int) -> bool:
+        """Whether a forward, a backward or the user needs the group's memory now."""
+        return self.state(group).in_use
+
+    def in_forward(self, group: int) -> bool:
+        """Whether a forward of the group is under way; another may have been called within it."""
+        return self.state(group).num_forwards > 0
+
+    def last_order(self, root: Hashable) -> Sequence[int]:
+        """Return the groups that the last pass of a root entered; none if it made none."""
+        return self._order.last(root)
+
+    def _spare(self) -> list[GroupState]:
+        kept = self.options.no_reshard_after_forward
+        return [s for s in self._live.values() if not s.is_claimed and s.number not in kept]
+
+    # --- forward ---
+
+    def begin_pass(self, *, has_changed: bool = False, root: Hashable = None) -> None:
+        """A root forward starts.
+
+        Args:
+            has_changed: Whether shards were written to since the last one.
+            root: Key of the root module: what comes next is taken from its last pass.
+        """
+        self._order.begin_pass(root)
+        for state in self._states.values():
+            state.begin_pass()
+        self._pending.begin_pass(has_changed=has_changed)
+
+    def enter_forward(self, group: int) -> list[Action]:
+        """A group's forward starts: gather it if need be, then the one expected next."""
+        state = self.state(group)
+        actions = self._use(state)
+        state.num_forwards += 1
+        if self._is_idle:
+            return actions
+        following = self._order.enter(group)
+        if group in self.options.next_in_forward:
+            return actions + self._prefetch_all(self.options.next_in_forward[group])
+        if self.options.prefetch_in_forward:
+            return actions + self._prefetch(self._nearest(following))
+        return actions
+
+    def exit_forward(
+        self,
+        group: int,
+        *,
+        needs_backward: bool,
+        is_watched: bool = True,
+        is_unfinished: bool = False,
+    ) -> list[Action]:
+        """A group's forward ends; its memory is freed unless it is kept or the last one.
+
+        Args:
+            group: The group.
+            needs_backward: Whether a backward of it will be reported.
+            is_watched: Whether every backward of it is reported. If not, keep the memory for the
+                others.
+            is_unfinished: Whether other modules of the group have not run in this pass; keep it for
+                them.
+        """
+        state = self.state(group)
+        state.leave_forward()
+        state.has_unseen_backward |= not is_watched
+        state.awaits_other_modules = is_unfinished
+        if needs_backward:
+            self._pending.add(group)
+        return self._trim_spare()
+
+    def end_pass(self, *, needs_backward: bool) -> list[Action]:
+        """A root forward ends: what was prefetched in vain goes, without backward all spare."""
+        self._order.end_pass()
+        # In `functional_call` outputs may want gradients of given values alone.
+        needs_backward = needs_backward and self._pending.expects_last
+        self._pending.end_pass()
+        for state in self._states.values():
+            state.end_pass()
+        if self._hold:
+            return []
+        doomed = [s for s in self._spare() if not needs_backward or s.memory is Memory.PREFETCHED]
+        return self._free_all(doomed) + self._trim_spare()
+
+    def enter_recompute(self, group: int) -> list[Action]:
+        """A forward runs again inside backward (activation checkpointing)."""
+        state = self.state(group)
+        actions = self._use(state)
+        state.in_recompute = True
+        return actions
+
+    def exit_recompute(self, group: int) -> list[Action]:
+        """The repeated forward ends; its backward follows at once, as a rule."""
+        self.state(group).in_recompute = False
+        return self._trim_spare()
+
+    # --- backward ---
+
+    @property
+    def current_pass(self) -> int:
+        """The pass that began last, to be given to `enter_backward` of a forward in it."""
+        return self._pending.number
+
+    def awaits_backward(self, group: int) -> bool:
+        """Whether a forward of the group may still have its backward."""
+        return self._pending.awaits(group)
+
+    def enter_backward(self, group: int, in_pass: int | None = None) -> list[Action]:
+        """The first gradient of a group's outputs came: gather it, then the one before it.
+
+        Args:
+            group: The group.
+            in_pass: Pass of its forward. None: not known, the last one that it is on.
+        """
+        self._pending.reach(group, in_pass)
+        state = self.state(group)
+        actions = [] if group in self.options.no_unshard_in_backward else self._use(state)
+        state.in_backward = True
+        if self._is_idle:
+            return actions
+        if group in self.options.next_in_backward:
+            return actions + self._prefetch_all(self.options.next_in_backward[group])
+        if self.options.prefetch_in_backward is BackwardPrefetch.PRE:
+            return actions + self._prefetch(self._before(group, in_pass))
+        return actions
+
+    def exit_backward(
+        self, group: int, in_pass: int | None = None, *, is_last: bool = False
+    ) -> list[Action]:
+        """The gradients of a group's inputs came for all that is under way.
+
+        Args:
+            group: The group.
+            in_pass: Pass, as in `enter_backward`.
+            is_last: Whether no other forward of it has its backward in this run of the engine.
+                False: not known; one that may have stays if there is room.
+        """
+        state = self.state(group)
+        state.leave_backward()
+        is_late = self.options.prefetch_in_backward is BackwardPrefetch.POST and not self._is_idle
+        before = self._before(group, in_pass) if is_late else []
+        self._pending.remove(group, in_pass)
+        if self._is_idle:
+            return []
+        return self._leave_backward(state, in_pass, is_last=is_last) + self._prefetch(before)
+
+    def _leave_backward(
+        self, state: GroupState, in_pass: int | None, *, is_last: bool
+    ) -> list[Action]:
+        group = state.number
+        if self._hold or state.num_forwards or group not in self._live:
+            return []
+        has_modules_left = group in self.options.several_modules and self._pending.awaits_in(
+            group, in_pass
+        )
+        state.awaits_other_modules = has_modules_left
+        if has_modules_left:
+            return []
+        if not is_last and self._pending.awaits(group):
+            return self._trim_spare()
+        if group in self.options.no_reshard_after_backward:
+            state.rests_after_backward = True
+            return []
+        return self._free_all([state])
+
+    def end_backward(self) -> list[Action]:
+        """The engine is done: free all that no forward is using."""
+        self._pending.end_backward()
+        for state in self._states.values():
+            state.end_backward()
+        if self._hold:
+            return []
+        for group in self.options.no_reshard_after_backward.intersection(self._live):
+            self._live[group].rests_after_backward = True
+        return self._free_all([s for s in self._live.values() if not s.is_claimed])
+
+    def hold(self, *, on: bool) -> None:
+        """Free nothing: a graph of the backward itself (``create_graph=True``) reads the memory."""
+        self._hold = on
+
+    # --- by hand ---
+
+    def unshard(self, group: int) -> list[Action]:
+        """The user asks for a group's memory; its next exit or `reshard` gives it back."""
+        state = self.state(group)
+        actions = [] if group in self._live else self._gather(state)
+        if state.memory is Memory.PREFETCHED:
+            state.memory = Memory.LIVE
+        state.is_user_held = True
+        return actions
+
+    def refresh(self, group: int) -> list[Action]:
+        """A shard changed since the group was gathered: free it if nothing computes with it."""
+        state = self.state(group)
+        if group not in self._live or state.num_forwards or state.in_backward:
+            return []
+        actions = self._free_all([state])
+        return actions + self._gather(state) if state.is_user_held else actions
+
+    def reshard(self, group: int) -> list[Action]:
+        """The user gives a group's memory back."""
+        state = self.state(group)
+        state.release()
+        return self._free_all([state]) if group in self._live else []
+
+    def reset(self) -> list[Action]:
+        """Forget everything after an exception; all memory goes back."""
+        actions = self._free_all(list(self._live.values()))
+        self._states.clear()
+        self._pending.clear()
+        self._order.clear()
+        self._hold = False
+        return actions
+
+    # --- parts ---
+
+    def _use(self, state: GroupState) -> list[Action]:
+        if self._is_idle:
+            return []
+        actions = [] if state.number in self._live else self._gather(state)
+        state.use()
+        actions.append((Op.WAIT, state.number))
+        return actions
+
+    def _gather(self, state: GroupState, *, ahead: bool = False) -> list[Action]:
+        state.gather(ahead=ahead)
+        self._live[state.number] = state
+        return [(Op.PREFETCH if ahead else Op.GATHER, state.number)]
+
+    def _prefetch(self, candidates: Sequence[int]) -> list[Action]:
+        """Gather the nearest candidates: as deep as is asked for, or a batch of small ones."""
+        if self.prefetch_depth == 0:
+            return []
+        has_prefetched = any(s.memory is Memory.PREFETCHED for s in self._live.values())
+        chosen = [] if has_prefetched else self._batch(candidates)
+        is_batch = bool(chosen)
+        if not is_batch:
+            chosen = [g for g in candidates[: self.prefetch_depth] if g not in self._live]
+        if not chosen:
+            return []
+        actions = self._trim_spare(room=self.prefetch_depth if is_batch else len(chosen))
+        if not is_batch:
+            chosen = chosen[: max(self.prefetch_depth - len(self._spare()), 0)]
+        return actions + self._prefetch_all(chosen)
+
+    def _prefetch_all(self, groups: Sequence[int]) -> list[Action]:
+        """Gather these, however much it is."""
+        actions = []
+        for group in groups:
+            if group not in self._live:
+                actions += self._gather(self.state(group), ahead=True)
+        return actions
+
+    def _batch(self, candidates: Sequence[int]) -> list[int]:
+        """Return the first candidates that are small enough to travel together; maybe none."""
+        batch: list[int] = []
+        nbytes = 0
+        for group in candidates:
+            nbytes += self._nbytes[group] if self.batch_nbytes else 0
+            if nbytes >= self.batch_nbytes or group in self._live:
+                break
+            batch.append(group)
+        return batch
+
+    def _trim_spare(self, room: int = 0) -> list[Action]:
+        """Free used spare groups, oldest first, until `room` more fit; prefetched ones stay."""
+        if self._hold:
+            return []
+        spare = self._spare()
+        surplus = len(spare) + room - max(self.prefetch_depth, 1)
+        if surplus <= 0:
+            return []
+        used = [state for state in spare if state.memory is not Memory.PREFETCHED]
+        return self._free_all(used[:surplus])
+
+    def _free_all(self, states: Iterable[GroupState]) -> list[Action]:
+        actions: list[Action] = []
+        for state in states:
+            state.free()
+            del self._live[state.number]
+            actions.append((Op.FREE, state.number))
+        return actions
+
+    def _before(self, group: int, in_pass: int | None) -> list[int]:
+        """Return what backward needs after `group`, nearest first."""
+        unneeded = self.options.no_unshard_in_backward
+        return self._nearest(g for g in self._pending.before(group, in_pass) if g not in unneeded)
+
+    def _nearest(self, groups: Iterable[int]) -> list[int]:
+        """Return the first few different ones."""
+        longest = max(self.prefetch_depth, _MAX_BATCH if self.batch_nbytes else 0)
+        few: dict[int, None] = {}
+        for group in groups:
+            if len(few) == longest:
+                break
+            few[group] = None
+        return list(few)

@@ -1,1 +1,0 @@
-"""When groups are gathered, freed and reduced: decisions only, no torch, no communication."""

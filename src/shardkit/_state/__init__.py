@@ -1,1 +1,0 @@
-"""State dicts of modules with sharded parameters, and whole tensors of them."""

@@ -1,0 +1,408 @@
+"""Bytes on disks: whole or not at all, verified, and the names beside them while they are written.
+
+No two jobs use the same name beside a checkpoint: a name has in it who made it. So no lock is
+needed, and what a killed job leaves is told from what another one writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import re
+import secrets
+import socket
+import stat
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardkit._errors import CheckpointError, ShardkitError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+
+# --- tensors as bytes: reading and writing them at places of a file, without copies in
+# between
+
+PART_NBYTES = 2**24
+"""Of tensors that come part after part."""
+
+MAX_INDEX_NBYTES = 2**30
+"""Of a file that says where tensors are: more than that of any checkpoint that can be saved."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a saved tensor before it is read.
+
+    Attributes:
+        shape: Shape of the whole.
+        dtype: Dtype of its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source:
+    """Whole tensors by name, of which ranges can be read.
+
+    Subclasses have `read_into`.
+
+    Attributes:
+        infos: Shape and dtype of every tensor.
+        tied: Names of tensors that are the memory of an earlier one, with that one's name.
+        others: Names of entries that are no tensors; most sources have their values too.
+    """
+
+    infos: dict[str, TensorInfo]
+    tied: dict[str, str]
+    others: Collection[str]
+    _room: Tensor | None = None
+
+    @functools.cached_property
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """The keys that lead to each entry in nested dicts and lists."""
+        return {name: (name,) for name in (*self.infos, *self.others)}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of the flattened tensor: 1-D, on the host."""
+        flat = torch.empty(stop - start, dtype=self.infos[name].dtype)
+        self.read_into(name, start, flat)
+        return flat
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, of the tensor's dtype, 1-D, contiguous, on the host, from `start` on."""
+        raise NotImplementedError
+
+    def read_other(self, key: str) -> Any:
+        """Return an entry that is no tensor."""
+        others: Any = self.others
+        return others[key]
+
+    def copy_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, 1-D, of any dtype, on any device, from `start` on.
+
+        Straight into its memory; where dtype or device differ, through one buffer of 16 MiB. Memory
+        taken and freed between pieces that stay would leave holes in the heap.
+        """
+        dtype = self.infos[name].dtype
+        if out.dtype == dtype and out.device.type == "cpu":
+            self.read_into(name, start, out)
+            torch.autograd.graph.increment_version(out)  # Reading wrote past torch's back.
+            return
+        if self._room is None:
+            self._room = torch.empty(PART_NBYTES, dtype=torch.uint8)
+        room = self._room.view(dtype)
+        for first in range(0, out.numel(), room.numel()):
+            part = out[first : first + room.numel()]
+            self.read_into(name, start + first, room[: part.numel()])
+            copy_from_scratch(part, room[: part.numel()])
+
+
+def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    """Return what is saved of a tensor: floating-point ones in another dtype; None: their own."""
+    keep = dtype is None or not info.dtype.is_floating_point
+    return info if keep else TensorInfo(info.shape, dtype or info.dtype)
+
+
+def without_memory(info: TensorInfo) -> Tensor:
+    """Return a contiguous tensor whose memory is not touched, so that the system gives it none."""
+    # Not torch.empty, which fills it where deterministic algorithms are asked for.
+    storage = torch.UntypedStorage(info_nbytes(info))
+    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
+    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
+
+
+def info_nbytes(info: TensorInfo) -> int:
+    """Return the bytes of a tensor."""
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """Return the memory of a 1-D contiguous tensor on the host."""
+    # Through uint8, since numpy lacks bfloat16 and the like.
+    array: Any = flat.detach().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
+    """Fill a 1-D contiguous tensor on the host from a file.
+
+    Raises:
+        CheckpointError: The file ends before.
+    """
+    buffer = bytes_of(flat)
+    while len(buffer):
+        # One call moves 2 GiB at most.
+        count = os.preadv(fd, [buffer], offset)
+        if count == 0:
+            msg = (
+                f"{path} ends at byte {offset}, but {len(buffer)} bytes more were expected: it was "
+                f"truncated. Fetch or write it again."
+            )
+            raise CheckpointError(msg)
+        buffer, offset = buffer[count:], offset + count
+
+
+def write_at(fd: int, offset: int, flat: Tensor) -> None:
+    """Write a 1-D contiguous tensor on the host into a file."""
+    buffer = bytes_of(flat)
+    while len(buffer):
+        count = os.pwrite(fd, buffer, offset)
+        buffer, offset = buffer[count:], offset + count
+
+
+def check_saved_dtype(dtype: object) -> None:
+    """Refuse a dtype that parameters would be lost in; None is their own.
+
+    Raises:
+        CheckpointError: It is not one of floating-point numbers.
+    """
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    msg = (
+        f"dtype must be a floating-point dtype such as torch.bfloat16, or None for that of each "
+        f"tensor, got {dtype!r}. It is of floating-point tensors only; others keep theirs."
+    )
+    raise CheckpointError(msg)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch, e.g. ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """Order kinds of dtypes so that converting to a higher one loses nothing but precision."""
+    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
+
+
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Turn into a `CheckpointError` whatever else a file leads to that nobody has written so."""
+    try:
+        yield
+    except ShardkitError:
+        raise
+    except Exception as error:
+        msg = f"{what} cannot be read: {type(error).__name__}: {error}. Is it damaged?"
+        raise CheckpointError(msg) from error
+
+
+def open_regular(path: os.PathLike[str] | str) -> int:
+    """Open a file to read from; what is no file is not opened: a FIFO would have no end.
+
+    Raises:
+        CheckpointError: It is something else, such as a directory or a FIFO.
+        OSError: It cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        msg = f"{os.fspath(path)} is no regular file. The checkpoint is damaged: load another one."
+        raise CheckpointError(msg)
+    return fd
+
+
+def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES) -> bytes:
+    """Return what an index holds.
+
+    Args:
+        path: The file.
+        max_nbytes: Largest size.
+
+    Raises:
+        CheckpointError: It is no regular file, or larger.
+        OSError: It cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_nbytes:
+            msg = (
+                f"{os.fspath(path)} has {size} bytes, of which there can be {max_nbytes} at most. "
+                f"The checkpoint is damaged: load another one."
+            )
+            raise CheckpointError(msg)
+        return file.read(size)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name is that of a file in the directory where it is looked for."""
+    if not isinstance(name, str) or "\0" in name or "/" in name or os.sep in name:
+        return False
+    return bool(name.strip("."))
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file and have it on the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames in a directory last."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def copy_from_scratch(target: Tensor, scratch: Tensor) -> None:
+    """Copy from host memory that is used again soon, to a device that may read it later (XLA)."""
+    at_once = target.device.type in {"cpu", "cuda"}
+    target.copy_(scratch if at_once else scratch.clone())
+
+
+# --- names beside a checkpoint under which it is written, replaced or deleted, and whose they
+# are
+
+INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
+
+ABANDONED_AFTER_S = 3600.0
+"""Nothing is written for so long, and it is not known whether the job lives: it is on another host.
+
+If it does, its save fails. What was under the name stays.
+"""
+
+_NAME_MAX = 255
+_OWNER_MAX = 64  # Of what stands in a name beside that of the host.
+_OWNED = re.compile(
+    r"\.(?P<name>.+)"
+    r"\.(?P<host>[\w-]*)-(?P<pid>\d+)-(?P<place>[0-9a-f]{8})-(?P<start>\d+)-[0-9a-f]{8}"
+    r"(?P<kind>\.incomplete|\.replaced|\.deleted)"
+)
+# Without an owner: of shardkit before names had one.
+_OWNERLESS = re.compile(r"\.(?P<name>.+)(?P<kind>\.incomplete|\.replaced|\.deleted)")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that made a name: the first of the ranks that save.
+
+    Attributes:
+        host: Name of its host, maybe cut.
+        pid: Process id.
+        place: Checksum that tells apart hosts, their boots, and containers; empty if not known.
+        start: Time at which it began, in ticks of its host: process ids are used again.
+    """
+
+    host: str
+    pid: int
+    place: str
+    start: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host or 'an unnamed host'}"
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether it runs; None if that cannot be known here."""
+        if not self.place.strip("0") or self.place != _place():
+            return None
+        return _start_of(self.pid) == self.start
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A directory or file under such a name.
+
+    Attributes:
+        path: Place of it.
+        name: That of the checkpoint.
+        kind: ``".incomplete"``, ``".replaced"`` or ``".deleted"``.
+        owner: Process that made it; None in what a release wrote whose names had no owner.
+    """
+
+    path: Path
+    name: str
+    kind: str
+    owner: Owner | None
+
+    @property
+    def target(self) -> Path:
+        """The checkpoint's own path."""
+        return self.path.with_name(self.name)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody is at work on it any more."""
+        if self.owner is None:
+            return True
+        is_alive = self.owner.is_alive
+        if is_alive is not None:
+            return not is_alive
+        return time.time() - _last_written(self.path) > ABANDONED_AFTER_S
+
+
+def new_aside(path: Path, kind: str) -> Path:
+    """Return a name beside `path` that nobody else uses."""
+    me = own()
+    room = max(_NAME_MAX - _OWNER_MAX - len(os.fsencode(path.name)), 0)
+    owner = f"{me.host[:room]}-{me.pid}-{me.place}-{me.start}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{owner}{kind}")
+
+
+def parse_aside(path: Path) -> Aside | None:
+    """Tell what a path is; None if it is not of this kind."""
+    if (found := _OWNED.fullmatch(path.name)) is not None:
+        owner = Owner(found["host"], int(found["pid"]), found["place"], found["start"])
+        return Aside(path, found["name"], found["kind"], owner)
+    if (found := _OWNERLESS.fullmatch(path.name)) is not None:
+        return Aside(path, found["name"], found["kind"], None)
+    return None
+
+
+def asides_in(directory: Path) -> Iterator[Aside]:
+    """Yield what in a directory is of this kind."""
+    with contextlib.suppress(FileNotFoundError):
+        for entry in sorted(os.listdir(directory)):  # noqa: PTH208 - names are enough
+            if entry.startswith(".") and (aside := parse_aside(directory / entry)) is not None:
+                yield aside
+
+
+def own() -> Owner:
+    """Return this process."""
+    host = re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:32]
+    return Owner(host, os.getpid(), _place() or "0" * 8, _start_of(os.getpid()))
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
+    except OSError:
+        return ""
+    return f"{zlib.crc32(boot + namespace.encode()):08x}"
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process of this host began; an empty string if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return "0" if pid == os.getpid() else ""
+    # Behind the command, which may contain anything: state, ..., and as the 20th the start.
+    fields = stat.rpartition(b")")[2].split()
+    return "" if fields[0] in {b"Z", b"X"} else fields[19].decode()
+
+
+def _last_written(path: Path) -> float:
+    """Return when the newest of what is in a directory was written."""
+    newest = 0.0
+    with contextlib.suppress(OSError):
+        newest = path.lstat().st_mtime
+        for entry in os.scandir(path):
+            newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    return newest

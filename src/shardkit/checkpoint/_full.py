@@ -1,0 +1,466 @@
+"""Files of whole tensors: sharded models are saved to and loaded from them by tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._errors import CheckpointError, listed, listed_lines
+from shardkit._module.materialize import rebuild_buffers
+from shardkit._progress import Meter
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import note_written
+from shardkit.checkpoint._agreement import FirstRank, rank_of
+from shardkit.checkpoint._files import disk
+from shardkit.checkpoint._files.disk import (
+    Source,
+    TensorInfo,
+    converted,
+    copy_from_scratch,
+    dtype_name,
+    info_nbytes,
+    kind_of,
+)
+from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
+from shardkit.checkpoint._state.names import (
+    by_identity,
+    device_of,
+    give_memory,
+    mesh_of,
+    set_extra_state,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardkit._mesh import DeviceMesh
+    from shardkit._progress import Progress
+    from shardkit.checkpoint._state.names import NamedTensor
+
+
+# --- a state dict in memory, read as a file of whole tensors is: by names and ranges --------------
+
+_MODEL = "model"
+
+
+class StateInMemory(Source):
+    """A state dict as a source.
+
+    Args:
+        state: Whole, plain tensors by name, on any device; or such a dict under ``"model"``.
+
+    Raises:
+        CheckpointError: It is no dict, or a tensor in it is not plain.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None) -> None:
+        if not isinstance(state, Mapping):
+            msg = (
+                f"expected a file or a state dict of whole tensors, got {state!r}. Ranks that have "
+                f"none may pass None or {{}} with broadcast_from_rank0=True; the first rank must "
+                f"have it."
+            )
+            raise CheckpointError(msg)
+        inner = state.get(_MODEL)
+        if isinstance(inner, Mapping) and not any(isinstance(v, Tensor) for v in state.values()):
+            state = inner
+        self._tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
+        self.others: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+        self.infos, self.tied = {}, {}
+        for name, tensor in self._tensors.items():
+            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
+                kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+                msg = (
+                    f"{name!r} in the state dict is {kind}; expected whole, plain tensors. Pass a "
+                    f"full state dict (get_model_state_dict with full_state_dict=True)."
+                )
+                raise CheckpointError(msg)
+            self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        self._flat: tuple[str, Tensor] | None = None
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of the flattened tensor: 1-D, not copied if it can be."""
+        if self._flat is None or self._flat[0] != name:  # Flattening may copy.
+            self._flat = (name, self._tensors[name].detach().reshape(-1))
+        return self._flat[1][start:stop]
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on."""
+        out.copy_(self.read(name, start, start + out.numel()))
+
+
+# --- sharded models written as whole tensors, tensor by tensor ------------------------------------
+
+
+@torch.no_grad()
+def save_full(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    format: Format = "torch",  # noqa: A002 - the word for it
+    max_shard_size: int | str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress = None,
+) -> Path:
+    """Write a sharded model as whole tensors, as ``model.state_dict()`` of a plain one is saved.
+
+    Call it on all ranks; the first rank of the mesh writes. What it writes appears under its name
+    when it is complete and on the disk.
+
+    Args:
+        path: A file, which is replaced; or a directory for several files and for safetensors,
+            see `FullWriter`.
+        model: Module sharded by `fully_shard`.
+        format: ``"torch"``: what torch.load reads, also with ``mmap=True``; ``"safetensors"``: what
+            Hugging Face's libraries read. Of tied names it keeps the first, as they do.
+        max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `path` is a directory.
+        dtype: Dtype of floating-point tensors in the file; None: their own.
+        progress: Same as in `load_full`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: On all ranks: it cannot be written (with the reason), or the model is not
+            sharded, or on several meshes.
+
+    Cost: a broadcast per piece and 16 MiB within the writer's shard axis, in sum the file's bytes,
+    and two small exchanges. Memory: 16 MiB; for tensor-parallel parameters one whole tensor.
+    """
+    disk.check_saved_dtype(dtype)
+    state = state_of(model)
+    mesh = mesh_of(state, path)
+    tied = {name: entry.names[0] for entry in by_identity(state) for name in entry.names[1:]}
+    tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
+    for value in tensors.values():
+        if isinstance(value, ShardedTensor):
+            value.spec.check_saved()
+    others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
+    infos = {n: converted(TensorInfo(tuple(v.shape), v.dtype), dtype) for n, v in tensors.items()}
+    if others and (format == "safetensors" or max_shard_size is not None):
+        msg = (
+            f"the model has state that is no tensor ({listed(others, str)}), which {path} cannot "
+            f"hold: use format='torch' without max_shard_size."
+        )
+        raise CheckpointError(msg)
+
+    def arrange(by_name: dict[str, Tensor]) -> Any:
+        return {name: by_name.get(name, others.get(name)) for name in state}
+
+    first = FirstRank(mesh, f"could not write {path}")
+    writer: FullWriter | None = None
+    with contextlib.ExitStack() as stack:
+        if first.is_this:
+            with first.trying():
+                writer = stack.enter_context(
+                    FullWriter(
+                        path,
+                        infos,
+                        format=format,
+                        max_shard_size=max_shard_size,
+                        tied=tied,
+                        arrange=arrange,
+                    )
+                )
+        first.raise_error()
+        meter = stack.enter_context(Meter(progress, f"saving {Path(path).name}", rank=mesh.rank))
+        kept = [name for name in tensors if name not in tied]
+        meter.expect(sum(info_nbytes(infos[name]) for name in kept))
+        rooms: dict[torch.device, Tensor] = {}
+        for name in kept:
+            tensor = tensors[name].detach()
+            for part in _parts(tensor, infos[name].dtype, mesh.ranks[0], rooms):
+                if writer is not None and first.error is None:
+                    with first.trying():
+                        writer.append(name, part)
+                meter.add(part.nbytes)
+        if first.error is None:
+            with first.trying():
+                stack.close()  # Gives the file its name.
+        first.raise_error()
+    return Path(path)
+
+
+def _parts(
+    tensor: Tensor, dtype: torch.dtype, writer: int, rooms: dict[torch.device, Tensor]
+) -> Iterator[Tensor]:
+    """Yield a flattened tensor in order, each part good until the next. Collective.
+
+    Ranks whose shard axis does not lead to the writer hold the same as others, and yield none.
+
+    Args:
+        tensor: Tensor of the model.
+        dtype: Dtype to convert it to.
+        writer: Global rank that needs all of it.
+        rooms: Memory for parts by device, kept from one tensor to the next.
+    """
+    if not isinstance(tensor, ShardedTensor) or tensor.spec.tensor_parallel is not None:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        yield whole.reshape(-1).to(dtype)
+        return
+    spec = tensor.spec
+    size = spec.axis.size
+    first = spec.mesh.ranks.index(spec.mesh.rank) // size * size
+    if writer not in spec.mesh.ranks[first : first + size]:
+        return
+    if spec.device not in rooms:
+        rooms[spec.device] = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=spec.device)
+    room = rooms[spec.device].view(dtype)
+    for owner in spec.layout.owners(spec.index):
+        start, stop = spec.layout.owned_range(spec.index, owner)
+        for begin in range(0, stop - start, room.numel()):
+            part = room[: min(room.numel(), stop - start - begin)]
+            if owner == spec.axis.rank:
+                part.copy_(tensor.to_local()[begin : begin + part.numel()])
+            # As bytes: not every backend sends every dtype.
+            spec.axis.broadcast(part.view(torch.uint8), src=owner)
+            yield part
+
+
+# --- files of whole tensors read into sharded models, tensor by tensor ----------------------------
+
+_NUM_COMPARED = 256
+
+
+class LoadedNames(NamedTuple):
+    """What `load_full` could not match.
+
+    Attributes:
+        missing_keys: Names of the model that the file lacks; with ``strict=True`` none.
+        unexpected_keys: Names of the file that the model lacks; with ``strict=True`` none.
+        meta_keys: Tensors of the model that are still on the meta device: missing ones, and those
+            buffers that state dicts leave out (``persistent=False``) and no module can compute.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    meta_keys: list[str]
+
+
+@torch.no_grad()
+def load_full(
+    path: str | os.PathLike[str] | Mapping[str, Any] | None,
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+    progress: Progress = None,
+) -> LoadedNames:
+    """Load whole tensors, from a file or memory, into a model, sharded or not, or on meta.
+
+    Each rank reads the ranges that it owns, straight into its pieces, and converts to the dtype of
+    the model's tensors. Parameters stay the objects that they are. Names are those of
+    ``model.state_dict()``; of tied ones the file needs one. Hooks that rename what is loaded, as
+    some modules have for old files, are not called, nor what transformers does for models that it
+    saves under other names (``save_pretrained(..., save_original_format=False)`` saves theirs).
+
+    Buffers on meta that state dicts leave out (``persistent=False``: tables of positions) are
+    computed by their modules, as `materialize` has it done; what was loaded stays as it is.
+
+    Args:
+        path: File or directory that `FullFile` reads: a file of torch.save, of safetensors, or a
+            Hugging Face directory; or a state dict of plain tensors, on any device. All ranks must
+            see or have it, unless `broadcast_from_rank0`: then the others may pass None, {} or
+            anything.
+        model: Module to load into. Parameters on meta get memory for this rank's pieces only.
+        strict: Error if names are missing or unexpected.
+        broadcast_from_rank0: Mode in which only the first rank of the mesh reads, and sends to the
+            others part after part. These take memory for their pieces and one part.
+        progress: Way to show progress: by default a bar on rank 0's terminal, if it takes longer
+            than a second and rich is installed; False: none; or a function of the bytes that this
+            rank has done and will.
+
+    Raises:
+        CheckpointError: Before anything is loaded, on all ranks alike: for all names that are
+            missing, unexpected, or of another shape or kind of dtype.
+
+    Cost: no collectives. Reads this rank's share of the file straight into the pieces; where dtype
+    or device differ, through a buffer of 16 MiB. A tensor-parallel parameter is read whole. With
+    `broadcast_from_rank0` a broadcast of every 16 MiB of each tensor over each axis of the mesh.
+    """
+    state = state_of(model)
+    entries = by_identity(state)
+    what = str(path) if isinstance(path, (str, os.PathLike)) else "the state dict"
+    mesh = mesh_of(state, what, allow_meta=True) if broadcast_from_rank0 else None
+    file = _open(path) if mesh is None else _FirstRanksFile(path, what, mesh)
+    extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
+    missing += [name for name in extra if name not in file.others]
+    unexpected = [name for name in (*file.infos, *file.others) if name not in state]
+    complaints = list(_misfits(entries, file.infos))
+    if strict:
+        complaints += [f"missing in the file: {_described(n, state[n])}" for n in missing]
+        complaints += [
+            f"unexpected in the file: {_described(n, file.infos.get(n))}" for n in unexpected
+        ]
+    if complaints:
+        raise _refused(what, complaints)
+    with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:
+        _fill_all(file, entries, meter)
+    if isinstance(file, _FirstRanksFile):
+        file.first.raise_error()
+    set_extra_state(model, {name: file.read_other(name) for name in extra if name in file.others})
+    saved = {id(tensor) for tensor in state.values()}
+    rebuild_buffers(model, [buffer for buffer in model.buffers() if id(buffer) not in saved])
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return LoadedNames(missing, unexpected, [name for name, tensor in named if tensor.is_meta])
+
+
+def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
+    return FullFile(path) if isinstance(path, (str, os.PathLike)) else StateInMemory(path)
+
+
+class _FirstRanksFile(Source):
+    """What only the first rank of a mesh has; all get all of it, part after part.
+
+    Args:
+        path: File, or state dict, on the first rank. Not looked at on others.
+        what: Name in errors.
+        mesh: Mesh whose ranks all make this object, and read the same tensors in the same order.
+
+    Raises:
+        CheckpointError: On all ranks, if the first one cannot open it.
+    """
+
+    def __init__(self, path: Any, what: str, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._file: Source | None = None
+        self.first = FirstRank(mesh, f"could not read {what}")
+        if self.first.is_this:
+            with self.first.trying():
+                self._file = _open(path)
+        self.first.raise_error()
+        found: Any = self._file and (self._file.infos, self._file.others)
+        for axis in range(mesh.ndim):
+            found = mesh.backend.axis(axis).exchange(found)[0]
+        self.infos, self.others = found
+        self._parts = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=mesh.backend.device)
+
+    def copy_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on. Collective: all ranks get all parts of the tensor."""
+        info, stop = self.infos[name], start + out.numel()
+        numel, room = math.prod(info.shape), self._parts.view(info.dtype)
+        for begin in range(0, numel, room.numel()):
+            part = room[: min(room.numel(), numel - begin)]
+            if self._file is not None and self.first.error is None:
+                with self.first.trying():
+                    part.copy_(self._file.read(name, begin, begin + part.numel()))
+            for axis in range(self._mesh.ndim):
+                self._mesh.backend.axis(axis).broadcast(part.view(torch.uint8), src=0)
+            low, high = max(begin, start), min(begin + part.numel(), stop)
+            if low < high:
+                copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
+
+
+def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
+    """Fill those tensors of the model that the source has under one of their names."""
+    infos, device = source.infos, device_of(entry.tensor for entry in entries)
+    wanted = [(e.tensor, [name for name in e.names if name in infos]) for e in entries]
+    # The last name is what torch's load_state_dict would leave in a tied tensor.
+    jobs = [
+        (tensor, names[-1], _nbytes_read(tensor, infos[names[-1]]))
+        for tensor, names in wanted
+        if names
+    ]
+    meter.expect(sum(nbytes for *_, nbytes in jobs))
+    for tensor, name, nbytes in jobs:
+        _fill(source, name, tensor, device)
+        meter.add(nbytes)
+    for tensor, name, _ in jobs:  # Pieces share memory, and so the version that a note is for.
+        if isinstance(tensor, ShardedTensor):
+            note_written(tensor, functools.partial(_first_elements, source, name))
+
+
+def _first_elements(source: Source, name: str) -> list[Tensor]:
+    """Return what ranks compare of a tensor that they have loaded."""
+    if isinstance(source, _FirstRanksFile):
+        return [torch.zeros(1)]  # All have got the same.
+    return [source.read(name, 0, min(math.prod(source.infos[name].shape), _NUM_COMPARED))]
+
+
+def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
+    numel = target.numel()
+    if isinstance(target, ShardedTensor) and target.spec.tensor_parallel is None:
+        numel = target.spec.stop - target.spec.start
+    return numel * info.dtype.itemsize
+
+
+def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> None:
+    """Fill a tensor of the model, or this rank's piece of it.
+
+    Args:
+        source: Source to read.
+        name: Name of the tensor in it.
+        target: Tensor of the model.
+        device: Device of tensors on meta that are not sharded.
+    """
+    if not isinstance(target, ShardedTensor):
+        if target.is_meta:
+            new = torch.empty(target.shape, dtype=target.dtype, device=device)
+            source.copy_into(name, 0, new.view(-1))
+            give_memory(target, new)
+        elif target.is_contiguous():
+            source.copy_into(name, 0, target.detach().view(-1))
+        else:
+            target.copy_(_whole(source, name))
+        return
+    spec = target.spec
+    if spec.tensor_parallel is not None:
+        cut = spec.slice_full(_whole(source, name))
+        target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
+    elif spec.is_traced:
+        target.copy_values(_whole(source, name).to(target.dtype))
+    elif target.is_meta:
+        piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
+        source.copy_into(name, spec.start, piece)
+        target.replace_piece(piece)
+    else:
+        # The piece is a view of the shard, whose version tells who has gathered it before.
+        source.copy_into(name, spec.start, target.to_local())
+
+
+def _whole(source: Source, name: str) -> Tensor:
+    info = source.infos[name]
+    whole = torch.empty(info.shape, dtype=info.dtype)
+    source.copy_into(name, 0, whole.view(-1))
+    return whole
+
+
+def _misfits(entries: list[NamedTensor], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield what the file has under the model's names but cannot be loaded."""
+    for entry in entries:
+        for name in entry.names:
+            info = infos.get(name)
+            if info is None:
+                continue
+            mine, found = _described(name, entry.tensor), f"{info.shape}, {dtype_name(info.dtype)}"
+            is_sharded = isinstance(entry.tensor, ShardedTensor)
+            if hasattr(entry.tensor, "redistribute") and not is_sharded:
+                yield f"{mine} is a DTensor that fully_shard did not take: shard it first"
+            elif tuple(entry.tensor.shape) != info.shape:
+                yield f"of another shape: {mine} in the model; in the file {found}"
+            elif kind_of(info.dtype) > kind_of(entry.tensor.dtype):
+                yield f"of another kind of dtype: {mine} in the model; in the file {found}"
+
+
+def _described(name: str, value: Any) -> str:
+    if not hasattr(value, "dtype"):
+        return f"{name!r}, not a tensor"
+    return f"{name!r} of shape {tuple(value.shape)}, {dtype_name(value.dtype)}"
+
+
+def _refused(path: object, complaints: list[str]) -> CheckpointError:
+    lines = "\n  ".join(listed_lines(complaints))
+    return CheckpointError(
+        f"{path} does not fit the model, nothing was loaded:\n  {lines}\n"
+        f"Give the file of this model; strict=False leaves out what is missing or unexpected."
+    )
