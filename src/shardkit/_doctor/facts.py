@@ -36,8 +36,8 @@ class RankFacts:
     """What a rank says of itself and its machine.
 
     Attributes:
-        rank: Its number in the group.
-        local_rank: Its number on its host.
+        rank: Number of the rank in the group.
+        local_rank: Number of the rank on its host.
         local_world_size: Number of ranks on its host.
         host: Name of the host.
         python: Version. So are `torch`, `shardkit`, and `torch_xla`, which may be missing.

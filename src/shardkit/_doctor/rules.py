@@ -33,7 +33,7 @@ class _Rule:
 
     Attributes:
         check: The finding's name.
-        level: Its level.
+        level: Level of the finding.
         applies: A function that tells whether the rank gets it.
         what: The text, in which `_words` are put.
         remedy: The same of what to do.

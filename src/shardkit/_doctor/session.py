@@ -188,7 +188,7 @@ class NoStoreError(Exception):
 
     Args:
         where: The rank. This and the others are those of a `Finding`.
-        check: Its name.
+        check: Name of the check.
         what: The fault.
         remedy: The way to mend it.
     """
@@ -279,8 +279,8 @@ class Session:
     """A rank's part in a checkup.
 
     Args:
-        machine: Its machine.
-        place: Its place.
+        machine: Machine of the rank.
+        place: Place of the rank in the group.
         store: Store by which ranks meet.
         timeout_s: Time in seconds that a step waits for ranks.
         device: Device type of timed collectives; None: the accelerator, if all ranks have one.
@@ -311,7 +311,7 @@ class Session:
         """Do all steps.
 
         Returns:
-            On rank 0 what was found; on others None.
+            The findings, on rank 0; None on the others.
 
         Raises:
             NoStoreError: Rank 0 does not answer.

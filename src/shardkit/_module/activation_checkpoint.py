@@ -63,7 +63,7 @@ class SavedOperators:
     Attributes:
         names: ``namespace::operator``, all overloads; those of higher-order operators are bare.
         counted: Operators of which only every `every`-th call is kept, the first one included.
-        every: See `counted`.
+        every: Distance between kept calls of `counted` operators.
         decide: A user's function in their place, see `create_selective_checkpoint_contexts`.
     """
 

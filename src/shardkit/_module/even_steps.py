@@ -88,7 +88,7 @@ def even_steps(
     Args:
         loader: The batches of this rank; None is no batch.
         mesh: The mesh of the ranks; None: all ranks.
-        uneven: What happens when a rank has no batch left. ``"stop"``: all stop; the rest of the
+        uneven: Action when a rank has no batch left. ``"stop"``: all stop; the rest of the
             others is dropped. ``"repeat"``: it goes through its batches again, until all have seen
             all of theirs; its batches stay in memory. ``"join"``: as DDP's join, it goes on with
             its last batch, and `weight` is 0.0: multiply the loss by it. The average is still over

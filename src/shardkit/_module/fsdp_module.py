@@ -570,7 +570,7 @@ class FSDPModule(_Base):
         overflow. A power of two changes no bit but where numbers overflow or underflow.
 
         Args:
-            factor: What fairscale and torch_xla call ``gradient_predivide_factor`` (their
+            factor: Number that fairscale and torch_xla call ``gradient_predivide_factor`` (their
                 ``gradient_postdivide_factor`` is ``divide / factor``). ``"auto"``: their default,
                 the first power of two from which on ``factor * factor`` is at least the number of
                 ranks, as long as that is divisible. None, the default: all of the division comes
@@ -650,7 +650,7 @@ class FSDPModule(_Base):
         """Gather this module's parameters by a function of the user's. Not recursive.
 
         Args:
-            comm: As FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
+            comm: Object like FSDP2's ``AllGather``: ``allocate(size, dtype=, device=)`` and
                 ``(output_tensor, input_tensor, group, async_op)``. None: as before.
 
         Raises:
@@ -666,8 +666,8 @@ class FSDPModule(_Base):
         """Reduce this module's gradients by a function of the user's. Not recursive.
 
         Args:
-            comm: As FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor, input_tensor,
-                group, op, async_op)``; `op` is always a sum. None: as before.
+            comm: Object like FSDP2's ``ReduceScatter``: `allocate`, and ``(output_tensor,
+                input_tensor, group, op, async_op)``; `op` is always a sum. None: as before.
 
         Raises:
             StateError: On XLA, or where buffers come from the process group.
@@ -786,10 +786,10 @@ class FSDPModule(_Base):
         not hoisted before it.
 
         Args:
-            forward: Without it the compiler may gather all modules at the start of forward: more
-                overlap at most, more memory.
-            backward: Without it the compiler may merge a gather with that of forward: then
-                ``reshard_after_forward=True`` saves no memory.
+            forward: Whether to tie gathers in forward. Without it the compiler may gather all
+                modules at the start of forward: more overlap at most, more memory.
+            backward: Whether to tie gathers in backward. Without it the compiler may merge a gather
+                with that of forward: then ``reshard_after_forward=True`` saves no memory.
 
         Raises:
             StateError: After the first forward: it is not the root.

@@ -248,8 +248,8 @@ def summon_full_params(
 
     Args:
         module: Sharded, or with sharded modules in it.
-        recurse: Also the sharded modules inside. Without it those of `module`'s own group; if it
-            has none, those of the outermost sharded modules in it.
+        recurse: Whether to show the sharded modules inside, too. Else those of `module`'s own
+            group; if it has none, those of the outermost sharded modules in it.
         writeback: Keep what was written. Not between a forward and its backward, which would
             refuse to go on.
         rank0_only: Only the first rank of the mesh gets whole parameters; the others take part in

@@ -176,7 +176,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             for the root, True for others. A number n that divides the shard axis: between forward
             and backward each rank keeps 1/n of them, and backward gathers from n neighbouring
             ranks, such as those of one host.
-        shard_placement_fn: Called with each parameter, as FSDP2 does; may return None or a
+        shard_placement_fn: Function of each parameter, as FSDP2 has it; may return None or a
             ``Shard(dim)``. The dim has no effect: a piece is a flat range, and sizes that do not
             divide cost no padding in any dim.
         offload_policy: `CPUOffloadPolicy`: shards, gradients and optimizer state on the host.

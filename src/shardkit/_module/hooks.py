@@ -67,7 +67,7 @@ class _OpenForward:
         is_root: Whether it is the outermost one.
         is_recompute: Whether it runs inside backward.
         handled: The exception that the caller was handling when it began, if any.
-        frame: Who called the hook, if `is_root`: on the stack as long as the forward runs.
+        frame: Frame that called the hook, if `is_root`: on the stack as long as the forward runs.
     """
 
     record: ForwardRecord | None

@@ -118,16 +118,16 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         offload_budget_nbytes: So many bytes of shards, gradients and AdamW's state may stay on the
             device of a rank. Groups get a `CPUOffloadPolicy`, those that save most first, until the
             rest fits.
-        param_init_fn: Gives values to a model on the meta device, module by module, when all
-            groups are there; see `materialize`, to which it is passed.
+        param_init_fn: Function that gives values to a model on the meta device, module by module,
+            when all groups are there; see `materialize`, to which it is passed.
         apply: Whether to shard; False: only plan.
         verbose: The first rank prints the plan.
         mp_policy: A policy as of `fully_shard`, where the policy says nothing else. So are the next
             four.
-        reshard_after_forward: See there.
-        shard_placement_fn: See there.
-        offload_policy: See there.
-        ignored_params: See there.
+        reshard_after_forward: Argument of `fully_shard`.
+        shard_placement_fn: Argument of `fully_shard`.
+        offload_policy: Argument of `fully_shard`.
+        ignored_params: Argument of `fully_shard`.
         auto_wrap_policy: torch_xla's name of `policy`.
         auto_wrapper_callable: torch_xla's name of `before`. It is called with the module and the
             arguments of `fully_shard`, and may call that itself.

@@ -194,8 +194,8 @@ class PlannedMemory:
         kept_nbytes: Unsharded parameters that exist from forward to backward.
         peak_unsharded_nbytes: The most unsharded parameters at once, if modules run once each, in
             the order in which they are defined.
-        state_nbytes: What stays on the device between steps with AdamW: shards, gradients and two
-            tensors of optimizer state.
+        state_nbytes: Bytes that stay on the device between steps with AdamW: shards, gradients and
+            two tensors of optimizer state.
     """
 
     shard_nbytes: int

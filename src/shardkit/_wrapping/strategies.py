@@ -55,7 +55,8 @@ class StrategyCost:
         unsharded: Bytes of the whole parameters that exist from forward to backward; 0: only groups
             in use (two at a time), and the root's.
         gradients: Bytes between the micro-batches of a step.
-        optimizer: Of the optimizer's state, for each tensor that it has of a parameter's size.
+        optimizer: Bytes of the optimizer's state, for each tensor that it has of a parameter's
+            size.
     """
 
     all_gathers: int
@@ -83,8 +84,8 @@ class Strategy:
         mesh_rule: The shape of mesh it takes, in words; n is the number of ranks.
         mesh_ndim: Axes of that mesh.
         reshard_after_forward: Argument of `fully_shard`.
-        reshard_after_backward: As `set_reshard_after_backward`. False: one gather serves all
-            micro-batches of a step.
+        reshard_after_backward: Argument of `set_reshard_after_backward`. False: one gather serves
+            all micro-batches of a step.
         reduces_each_micro_batch: Gradients are reduced in every backward. False: they are summed
             whole, and reduced in the last backward of a step.
     """
@@ -219,7 +220,7 @@ class Strategy:
             micro_batches: Forwards and backwards between two steps of the optimizer.
             num_kept: Groups that backward need not gather again, though groups are resharded after
                 forward: the one that runs last, and the root's if it has parameters.
-            kept: Their part of the model's bytes.
+            kept: Part of the model's bytes that is theirs.
 
         Raises:
             MeshError: The mesh is not the strategy's.

@@ -100,8 +100,8 @@ class AcceleratorAxis(ProcessGroupAxis):
     Attributes:
         device: Device on which its collectives run.
         reduce_group: Group for reduce-scatters; the gathers' own unless it was separated.
-        host_group: For small host tensors, so that the device need not be waited for; None: the
-            process group was made without an engine for the host.
+        host_group: Group for small host tensors, so that the device need not be waited for; None:
+            the process group was made without an engine for the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: AcceleratorDevice) -> None:
@@ -235,7 +235,7 @@ class Sums:
         """Sum over the shard axis, and add sums of earlier backwards.
 
         Args:
-            into: Where the sum is wanted. None: in this rank's range of the send buffer, which is
+            into: Tensor that gets the sum. None: in this rank's range of the send buffer, which is
                 free for it.
 
         Returns:

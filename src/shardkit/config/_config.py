@@ -262,7 +262,7 @@ def _common(
         found: Places of each file by save, the newest first.
 
     Returns:
-        Also: names of all ranks' files, with the saves that each is there of.
+        Names of all ranks' files, with the saves that each is there of.
     """
     mine = [(file.name, list(saves)) for file, saves in zip(files, found, strict=True)]
     every = [entry for of_rank in exchange(mine, None, "a checkpoint") for entry in of_rank]
@@ -620,8 +620,9 @@ class Config:
 
         Args:
             model: A model that is not sharded, on the host, on the mesh's device, or on meta.
-            param_init_fn: Gives values to a model that is on meta on all ranks, see `materialize`.
-                Without it such a model stays on meta: call `materialize`, or load a checkpoint.
+            param_init_fn: Function that gives values to a model that is on meta on all ranks, see
+                `materialize`. Without it such a model stays on meta: call `materialize`, or load a
+                checkpoint.
 
         Returns:
             `model`.

@@ -55,8 +55,8 @@ def use() -> Installed:
     DistributedDataParallel. A second call changes nothing.
 
     Returns:
-        Its `undo()` gives Accelerate back as it was, as does the end of ``with use():``. Models
-        that are sharded stay sharded.
+        An object whose `undo()` gives Accelerate back as it was, as does the end of ``with
+        use():``. Models that are sharded stay sharded.
 
     Raises:
         IntegrationError: Accelerate is older than what was tried, or transformers is, which is

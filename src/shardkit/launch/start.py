@@ -50,8 +50,8 @@ class Failure:
     """How one rank of this host failed.
 
     Attributes:
-        rank: Its number in the world.
-        local_rank: Its number on this host.
+        rank: Number of the rank in the world.
+        local_rank: Number of the rank on this host.
         at: Time in seconds since 1970.
         message: Type and text of its exception, or how its process ended.
         traceback: Traceback of its exception; empty: its process ended without one.
@@ -253,7 +253,7 @@ class Here(NamedTuple):
 
     Attributes:
         address: Numeric.
-        interface: Its name; None: the system does not tell.
+        interface: Name of the interface; None: the system does not tell.
     """
 
     address: str

@@ -229,7 +229,7 @@ class DelegatingOptimizer(Optimizer, ABC):
             closure: Computes the loss and gradients anew, once.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         loss = None
         if closure is not None:

@@ -170,7 +170,7 @@ class HeldPart:
 
     Attributes:
         start: First element that it holds of its flattened part.
-        stop: Their end.
+        stop: End of its elements.
         shape: Shape of the part.
         offsets: The place where the part begins in the whole, per dimension.
     """
@@ -356,7 +356,7 @@ class Scattering:
     Args:
         team: Ranks and their parameters.
         indices: Indices of the parameters, one or more.
-        wholes: Those of this rank, by index; of one dtype.
+        wholes: Full parameters of this rank, by index; of one dtype.
         of: Word for the wholes, for messages.
 
     Cost: one all-to-all: each rank receives its pieces once.

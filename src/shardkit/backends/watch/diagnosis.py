@@ -52,14 +52,14 @@ class Diagnosis:
     """What is known about the waits of a run.
 
     Attributes:
-        is_final: They will never end.
-        text: Who waits for whom, where they are, and what to do.
-        key: Names the wait that the text is about; the same for each look at the same one.
+        is_final: Whether the waits will never end.
+        text: Words on who waits for whom, where they are, and what to do.
+        key: Name of the wait that the text is about; the same for each look at the same one.
         told_by: Rank that tells it, where it is not an error of each that waits.
-        doomed: What each rank that cannot go on waits for, by rank: it believes the diagnosis only
+        doomed: Waits of the ranks that cannot go on, by rank: each believes the diagnosis only
             if it does.
         in_calls: Ranks among those that are inside of a collective of the user's.
-        suspicion: What has to be seen in the next round, too, for the end of the run.
+        suspicion: State that has to be seen in the next round, too, for the end of the run.
         details_of: Ranks whose details would make the text better.
     """
 
@@ -189,8 +189,8 @@ def _passed(status: RankStatus, statuses: Sequence[RankStatus], details_of: list
     Args:
         status: Status of the rank that asks.
         statuses: Status of each rank.
-        details_of: Takes the ranks that issued something of which more has to be known: they may
-            have agreed, and this rank has not noticed yet.
+        details_of: List that gets the ranks that issued something of which more has to be known:
+            they may have agreed, and this rank has not noticed yet.
     """
     wait = status.wait
     if wait is None or wait.is_issued or wait.group not in status.groups:

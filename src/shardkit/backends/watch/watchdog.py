@@ -129,9 +129,9 @@ def raise_in_main_thread(text: str, at: tuple[int, int]) -> None:
     given by another thread at the next line of Python, in place of that error.
 
     Args:
-        text: What the error says.
-        at: What the main thread is at, of `instruction_of`. If it has gone on, nothing is raised:
-            that would meet whatever it does by then.
+        text: Message of the error.
+        at: Instruction that the main thread is at, of `instruction_of`. If it has gone on, nothing
+            is raised: that would meet whatever it does by then.
     """
 
     class _RankMismatchError(RankMismatchError):
@@ -159,7 +159,7 @@ def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _
 
     Args:
         rank: This one.
-        text: What was found, to be said once more.
+        text: Finding, to be said once more.
         even_on_host: Whether to do so without an accelerator as well, where engines do end waits.
         after_s: Seconds.
     """
@@ -225,11 +225,11 @@ class CallWait:
     The frame of the call is not kept: it would keep tensors that the call was given.
 
     Attributes:
-        at: What the main thread is at. Calls in a loop may look the same.
+        at: Instruction that the main thread is at. Calls in a loop may look the same.
         number: Count of calls that looked different.
-        since: When it was first seen, of `time.monotonic`.
-        next_look: When to ask the others.
-        next_word: How many seconds of it are told next.
+        since: Time when it was first seen, of `time.monotonic`.
+        next_look: Time to ask the others.
+        next_word: Seconds of it that are told next.
     """
 
     is_main = True
@@ -258,18 +258,19 @@ class Watchdog:
 
     Args:
         default_store: Store of the group.
-        store: Where ranks meet: the same, as a rule.
+        store: Store where ranks meet: the same, as a rule.
         rank: Place of this process among those that meet.
-        world_size: How many meet. A process that is alone has nobody to ask, and no threads.
+        world_size: Number of ranks that meet. A process that is alone has nobody to ask, and no
+            threads.
 
     Attributes:
         channels: Process groups in use, by name.
-        verdict: What ended the run, or None.
+        verdict: Finding that ended the run, or None.
         lock: Held where what others are told is changed or read.
         step: Number of root forwards so far.
         error: The last exception that left a forward, or ends the process.
         has_raised: An exception ends the process.
-        num_counted_in: How often this rank had to agree with others; two requests each.
+        num_counted_in: Number of times that this rank had to agree with others; two requests each.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int, world_size: int) -> None:
@@ -381,8 +382,8 @@ class Watchdog:
         """Return when `size` ranks have come to a key.
 
         Args:
-            key: Where to come to.
-            size: How many.
+            key: Key to come to.
+            size: Number of ranks.
             old: The last key to which the same ranks came, to be deleted; empty: there is none.
 
         Raises:
@@ -601,7 +602,7 @@ class Watchdog:
         """End all waits: they are proved to be in vain.
 
         Args:
-            text: Why.
+            text: Reason.
             store: Keys of the run, over the connection of the thread that calls.
             in_calls: Ranks inside of collectives of the user's. The first end that another rank
                 puts to its waits ends those too, by an error of the engine, so they are awaited.
