@@ -282,9 +282,9 @@ def gaps_of(layout: FlatLayout) -> list[tuple[int, int]]:
 
 # --- what a bucket keeps its parameters in: this rank's shard, and the unsharded parameters -------
 #
-# `Store` says what every kind can do. The kinds are `flat_store`, for plain parameters and
-# DTensors, `packed_store`, for frozen parameters over several tensors, `subclass_store`, for
-# parameters that gather themselves, and `traced_store`, where operators are traced into a graph.
+# `Store` says what every kind can do. The kinds are `FlatStore`, for plain parameters and
+# DTensors, `PackedStore`, for frozen parameters over several tensors, `SubclassStore`, for
+# parameters that gather themselves, and `TracedStore`, where operators are traced into a graph.
 
 
 class Store(ABC):

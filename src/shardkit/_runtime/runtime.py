@@ -1,8 +1,7 @@
 """One runtime for all groups of a root: what happens at an event of a module's forward.
 
-Events come from the hooks (`_module.hooks`), decisions from `_schedule`. `gathers` carries them
-out, `backward` follows what autograd tells, `reductions` sends gradients. Nothing here knows a
-backend.
+Events come from the hooks (`_module.hooks`), decisions from `_schedule`. `traffic` carries
+them out and sends gradients, `backward` follows what autograd tells. Nothing here knows a backend.
 """
 
 from __future__ import annotations

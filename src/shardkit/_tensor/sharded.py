@@ -391,7 +391,7 @@ class ShardedTensor(HostValues):
 
     def module_load(self, other: Tensor, assign: bool = False) -> Tensor:  # noqa: FBT001, FBT002
         """Return what `load_state_dict` swaps this parameter with, if torch is set to do so."""
-        del assign  # Done before, see `_state.state_dict`.
+        del assign  # Done before, see `_params.state_dicts`.
         if other is not self:
             self.copy_(other)
         result = torch.nn.Parameter(self.detach(), requires_grad=self.requires_grad)

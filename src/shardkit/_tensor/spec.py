@@ -76,7 +76,7 @@ class PackedLayout(Protocol):
 
 
 class Allocator(Protocol):
-    """Memory of optimizer state (`_tensor.ops.state_allocator`)."""
+    """Memory of optimizer state (`_tensor.ops.dispatch`)."""
 
     def allocate(
         self, spec: ShardSpec, dtype: torch.dtype, device: torch.device

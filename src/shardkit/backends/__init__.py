@@ -1,6 +1,6 @@
 """Backends: how ranks of a mesh communicate.
 
-`base` says what a backend is, `traced` what those have besides that trace operators. There are
+`base` says what a backend is, and what those have besides that trace operators. There are
 `gloo` (CPU), `accelerator` (any device with streams) and `xla`. `dtensor` knows parameters that
 tensor parallelism has split. Elsewhere only `_compat` and code for checkpoints import
 `torch.distributed`.

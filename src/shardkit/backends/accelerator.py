@@ -1,7 +1,7 @@
 """Accelerator ranks: one backend for every device that torch has streams and collectives for.
 
 That is ``cuda`` (NCCL, and RCCL on AMD), ``xpu``, ``npu``, ... What it needs of the device is in
-`device`; what runs on which stream in `accelerator_streams`.
+`device`; what runs on which stream says `AcceleratorStreams`.
 """
 
 from __future__ import annotations

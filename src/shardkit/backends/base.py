@@ -412,7 +412,7 @@ class MeshBackend(ABC):
 
     Attributes:
         device: Device of the parameters.
-        is_traced: Operators are traced into a graph, which runs later; see `traced`.
+        is_traced: Operators are traced into a graph, which runs later; see `Region`.
         is_spmd: One process traces the program of all ranks, and has all their pieces.
     """
 

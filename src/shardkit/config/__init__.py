@@ -1,7 +1,7 @@
 """Config files as Accelerate's, read and applied; `from_config` is shardkit's function.
 
-`_source` keeps lines, `_fields` names all fields, `_schema` says what they mean and
-`_contradictions` which cannot be meant together: no more than reading. `_config` applies them.
+`_source` keeps lines. `_schema` names all fields, what they mean, and which cannot be meant
+together. `_config` applies them, and `_command` writes such files.
 """
 
 from shardkit.config._config import CONFIG_VARIABLE, Config, from_config

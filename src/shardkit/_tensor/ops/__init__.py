@@ -1,9 +1,9 @@
 """What operators do on `ShardedTensor`: each has the result that it has on the whole tensor.
 
-Elementwise operators run on the pieces (`pointwise`, `lists`). Reductions over the whole tensor run
-on the pieces and add ONE collective (`reductions`, `norms`). Structural operators keep the cut
-(`structural`). Views wait until they are read or written (`shown`, `views`). All others gather what
-they need (`wholes`). `dispatch` says which operator is of which kind.
+Elementwise operators and lists of them run on the pieces (`dispatch`). Reductions over the whole
+tensor, and norms, run on the pieces and add ONE collective (`reductions`). Operators that keep the
+cut are in `structural`, with views, which wait until they are read or written. All others gather
+what they need (`wholes`). `dispatch` says which operator is of which kind.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ _dispatcher: Dispatcher
 
 
 def set_view_dispatcher(dispatcher: Dispatcher) -> None:
-    """Say who runs operators with views among their arguments (`ops.views`)."""
+    """Say who runs operators with views among their arguments (`ops.structural`)."""
     global _dispatcher  # noqa: PLW0603 - set once, at import
     _dispatcher = dispatcher
 

@@ -260,7 +260,7 @@ class RankStatus:
         gave_up: The error that it raised, or None: it comes no more.
         silent_s: Seconds for which it has not answered.
         stack: Stack of the main thread; in details only.
-        engine: Lines of the engine of an accelerator (`flight_recorder`); in details only.
+        engine: Lines of the engine of an accelerator (NCCL's flight recorder); in details only.
         begun: Places that called the last root forwards, up to `step`; in details only.
     """
 

@@ -1,9 +1,9 @@
 """XLA devices (TPU, and CPU in tests): one process traces the program of all ranks.
 
-The only package that imports torch_xla, and private names of it. `mesh` makes meshes: `spmd` and
-`spmd_region` for one process with all devices, `replica` and `threads` where each replica traces
-for itself. `comm_streams` traces collectives in the order of `graph_order`, `random_numbers` draws
-numbers that differ between ranks, `host_reads` refuses what the host cannot read.
+The only package that imports torch_xla, and private names of it. `mesh` makes meshes: `spmd`
+for one process with all devices, `replica` where each replica traces for itself. `backend` is what
+both have in common. `random_numbers` draws numbers that differ between ranks, and refuses what the
+host cannot read.
 
 Tried with torch_xla 2.9.0 on the CPU. Private names are
 ``_XLAC._xla_spmd_all_reduce`` (the public `all_reduce` does nothing under SPMD),

@@ -232,7 +232,7 @@ class DrawApart(TorchDispatchMode):
     Args:
         key: One int32, another one on each rank; also for each forward.
         count: Number of the first operator.
-        may_read: The host may read tensors, as a replica's; else see `host_reads`.
+        may_read: The host may read tensors, as a replica's; else that is refused.
 
     Attributes:
         key: The key.

@@ -1,6 +1,6 @@
 """Directories of checkpoints: how one comes to stand under its name, which is the newest.
 
-A checkpoint is written under a name of its own, beside the one that it gets (`_files.asides`).
+A checkpoint is written under a name of its own, beside the one that it gets (`_files.disk`).
 Once all of it is on the disk the two are exchanged, which happens whole or not at all, also in a
 crash and beside other jobs. Then what had the name before is deleted::
 
