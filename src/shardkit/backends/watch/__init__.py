@@ -2,7 +2,7 @@
 
 `channel` foretells what a rank does next, asks the others before it does something else, and has
 its waits watched. `watchdog` is this process' part: it asks the other ranks where they are in
-`rounds` over a `store`, answers them, and ends waits that are in vain. `status` is what a rank tells
-of itself, and `diagnosis` what follows from what all tell: who is waited for, and whether it is
-proved that the run cannot go on. `runs` lets another terminal find the run.
+`rounds` over a `store`, answers them, and ends waits that are in vain. `status` is what a rank
+tells of itself, and `diagnosis` what follows from what all tell: who is waited for, and whether it
+is proved that the run cannot go on. `runs` lets another terminal find the run.
 """
