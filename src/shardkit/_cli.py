@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardkit.checkpoint._inspect import Description, TensorSummary
 
 
-# --- what ``python -m shardkit why`` prints: where the ranks of a run are, and why they wait ------
+# --- why: where the ranks of a run are ------------------------------------------------------------
 
 _CONNECT = timedelta(seconds=10)
 _ASKER = -1
@@ -104,7 +104,7 @@ def _ask(run: runs.RankFile) -> Report:
     return Report(title, None if diagnosis is None else diagnosis.text, rounds.statuses)
 
 
-# --- the commands of ``python -m shardkit``; needs the packages of the extra ``cli`` --------------
+# --- commands -------------------------------------------------------------------------------------
 
 _NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
 _PIPE_WIDTH = 240

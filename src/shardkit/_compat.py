@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
-# --- what is to be done when somebody imports a module that takes long to import ------------------
+# --- imports that take long -----------------------------------------------------------------------
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -79,7 +79,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-# --- every private torch name that shardkit uses: why, and the versions it was tried on -----------
+# --- torch ----------------------------------------------------------------------------------------
 
 OPERATOR_KINDS: tuple[type, ...] = (
     torch._ops.OpOverload,
@@ -578,7 +578,7 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-# --- private torch names of modules and wrappers: why, and the versions they were tried on --------
+# --- modules and wrappers -------------------------------------------------------------------------
 #
 # Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
 
@@ -696,8 +696,7 @@ def note_fully_sharded(cls: type) -> None:
     setattr(cls, key, property(noted))
 
 
-# --- private torch names of checkpoints and state dicts: why, and the versions they were
-# tried on
+# --- checkpoints and state dicts ------------------------------------------------------------------
 #
 # Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
 

@@ -136,7 +136,7 @@ def nearest(wanted: str, names: Iterable[str]) -> str:
     return f"The nearest ones are {', '.join(map(repr, found))}." if found else "It has none."
 
 
-# --- what users see of a `ShardkitError`: their own lines, then what it says ----------------------
+# --- tracebacks -----------------------------------------------------------------------------------
 #
 # Frames of shardkit and torch say nothing about it, and there are many. They are left out where
 # an error ends the program. The environment's ``SHARDKIT_TRACEBACK=full`` shows them.

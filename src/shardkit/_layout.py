@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# --- rectangular boxes that a flat range of a tensor consists of ----------------------------------
+# --- boxes ----------------------------------------------------------------------------------------
 #
 # A rank owns a range of a flattened tensor. Checkpoints speak of boxes: an offset and a size for
 # each dimension. A range is a few of them: what completes the row it begins in, the whole rows,
@@ -103,7 +103,7 @@ def _unravel(position: int, shape: Sequence[int], strides: Sequence[int]) -> lis
     return [position // stride % size for size, stride in zip(shape, strides, strict=True)]
 
 
-# --- where each parameter lies in a bucket's flat space, and which range each rank owns -----------
+# --- flat layouts ---------------------------------------------------------------------------------
 #
 # Pure integer arithmetic, equal on every rank; no torch, no process group.
 #
@@ -239,8 +239,7 @@ class FlatLayout:
         return self.offsets[index], self.numels[index], self.shard_numel, self.world_size
 
 
-# --- a layout whose cuts are the same on every rank: for compilers that know one program for
-# all
+# --- even layouts ---------------------------------------------------------------------------------
 #
 # Pure integer arithmetic; no torch. Compilers of one program for all ranks (XLA) want tiles of
 # one size, so a bucket cannot be cut wherever a rank's range ends. ``Even`` cuts every parameter

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 
-# --- what users choose about when groups have memory ----------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -43,8 +43,7 @@ class ScheduleOptions:
     next_in_backward: dict[int, list[int]] = field(default_factory=dict)
 
 
-# --- in which order forward enters groups: the last pass is what the next one is expected to
-# be
+# --- the order of forward -------------------------------------------------------------------------
 
 
 class ForwardOrder:
@@ -96,7 +95,7 @@ class ForwardOrder:
         self._position = 0
 
 
-# --- where one group is in a step: one record, its transitions, no torch --------------------------
+# --- the state of a group -------------------------------------------------------------------------
 
 
 class Memory(enum.Enum):
@@ -238,8 +237,7 @@ class GroupState:
             raise RuntimeError(msg)
 
 
-# --- which forwards may still have a backward, and the order in which their groups come back
-# in it
+# --- forwards that wait for a backward ------------------------------------------------------------
 #
 # Ranks prefetch, keep and reduce by what stands here, so it holds only what all ranks see alike:
 # modules called, engine runs that began and ended, shards that changed. Whether a graph still
@@ -378,7 +376,7 @@ class PendingBackwards:
                 break
 
 
-# --- in which order groups are reduced: decisions only, no torch, no communication ----------------
+# --- the order of reductions ----------------------------------------------------------------------
 
 
 class ReduceOrder:
@@ -454,7 +452,7 @@ class ReduceOrder:
         return ready
 
 
-# --- when groups are gathered and freed: decisions only, no torch, no communication ---------------
+# --- gathers and frees ----------------------------------------------------------------------------
 #
 # `UnshardSchedule` is a state machine: an event in, a list of actions out. The runtime carries
 # the actions out; tests compare the lists.

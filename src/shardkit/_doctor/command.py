@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardkit._doctor.facts import RankFacts
 
 
-# --- a checkup as text, or for programs -----------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 _MARKS = {"error": "ERROR", "warning": "WARN", "note": "NOTE"}
 
@@ -127,7 +127,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes} B"
 
 
-# --- ``python -m shardkit doctor``. Needs the extra ``cli`` ---------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 _STEPS = 4  # Each waits for its time at most.
 _START_S = 60.0  # In which processes import torch.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardkit._doctor.facts import LaunchPlace
 
 
-# --- times collectives of a group that is made for it, by size; each result is checked ------------
+# --- collectives ----------------------------------------------------------------------------------
 
 SIZES = (4, 2**20, 2**24)
 LARGE_SIZES = (*SIZES, 2**28)
@@ -160,7 +160,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# --- asks a machine for facts. Tests put machines in its place that are sick ----------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 _NAME_LENGTH = 15

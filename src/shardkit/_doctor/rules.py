@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardkit._doctor.facts import Checkup, Link, RankFacts
 
 
-# --- what is wrong with one rank and its machine --------------------------------------------------
+# --- one rank and its machine ---------------------------------------------------------------------
 
 _MIB = 2**20
 _LEAST_SHM = 2**30
@@ -280,7 +280,7 @@ _RULES_OF_MACHINES = (
 )
 
 
-# --- what is wrong with a group: who is missing, unlike, slow, or cannot be reached ---------------
+# --- a group --------------------------------------------------------------------------------------
 
 _CLOCK_S = 1.0
 _SLOWER = 3.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardkit._doctor.machine import Machine
 
 
-# --- connections between ranks: do they come about, how fast are they, what do clocks say ---------
+# --- links ----------------------------------------------------------------------------------------
 
 _CLOCK, _BYTES = b"t", b"b"
 _ANSWER = struct.Struct("d")
@@ -169,8 +169,7 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
     return parts
 
 
-# --- what ranks do together, step by step: come, connect, time collectives. No step lasts for
-# ever
+# --- the session ----------------------------------------------------------------------------------
 
 ALONE_VARIABLE = "SHARDKIT_DOCTOR_ALONE"
 """Set where the command has started the ranks itself."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import Region
 
 
-# --- which operators' outputs a checkpointed forward keeps, rather than computing them again ------
+# --- operators whose outputs are kept -------------------------------------------------------------
 
 Operators: TypeAlias = (
     "Literal['matmuls', 'every_second_matmul'] | Collection[Any] | Callable[..., Any]"
@@ -145,7 +145,7 @@ class _Calls:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# --- activation checkpointing that works alike on every backend -----------------------------------
+# --- checkpointed forwards ------------------------------------------------------------------------
 
 
 class CheckpointedForward:
@@ -344,8 +344,7 @@ def complaint_of(module: nn.Module) -> str | None:
     return None
 
 
-# --- which modules of a model compute their activations again: every k-th block, classes, a
-# policy
+# --- which modules --------------------------------------------------------------------------------
 
 
 def checkpoint_activations(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
 
 
-# --- deep copies and pickles of sharded modules; `_module.fsdp_module` gives them their class -----
+# --- copies and pickles ---------------------------------------------------------------------------
 
 Written = tuple[dict[str, Any], "ParamGroup | None", "MixedPrecisionPolicy", dict[str, Any]]
 """What is pickled of a module: its attributes, its group, its policy, its `RootSettings`."""
@@ -104,7 +104,7 @@ def restore(module: Any, written: Written) -> None:
         group.note_restored()
 
 
-# --- what a module gains by `fully_shard`: its class, and the methods that steer its group --------
+# --- FSDPModule -----------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

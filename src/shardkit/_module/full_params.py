@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.runtime import Runtime
 
 
-# --- whole parameters of one bucket for users: plain tensors in storage dtype, and the way
-# back
+# --- whole parameters of a bucket -----------------------------------------------------------------
 #
 # What a forward uses is something else: the unsharded parameters are in compute dtype, may be
 # DTensors, and their memory belongs to the schedule. These here are copies in memory of their
@@ -181,7 +180,7 @@ def _on_traced_device(param: nn.Parameter, value: Tensor) -> Tensor:
     return value.to(param.device) if is_traced else value
 
 
-# --- whole parameters for users: `summon_full_params` and `apply_full` ----------------------------
+# --- summon_full_params and apply_full ------------------------------------------------------------
 
 M = TypeVar("M", bound=nn.Module)
 

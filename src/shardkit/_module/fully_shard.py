@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardkit.backends import TorchDeviceMesh
 
 
-# --- methods other than forward that use a sharded module's parameters, such as `generate` --------
+# --- methods other than forward -------------------------------------------------------------------
 
 
 class ForwardMethod:
@@ -98,7 +98,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         module.__dict__[method_name] = ForwardMethod(module, method)
 
 
-# --- `fully_shard`: the order in which it does things ---------------------------------------------
+# --- fully_shard ----------------------------------------------------------------------------------
 
 # Lets sharded tensors be pickled, and be known to torch's functions for state dicts.
 

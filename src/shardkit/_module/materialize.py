@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
 
 
-# --- how a module's own parameters and buffers get values: which of its methods do it -------------
+# --- initializers ---------------------------------------------------------------------------------
 
 _OWN = ("reset_parameters", "_reset_parameters", "init_weights")
 """Methods of a module that give values to its own parameters; the first of them is called."""
@@ -163,7 +163,7 @@ def _takes(module: nn.Module, name: str, num_args: int) -> bool:
     return needed == num_args
 
 
-# --- whole tensors for a module while it is initialized, and whether that has written them --------
+# --- whole tensors for a while --------------------------------------------------------------------
 
 _UNWRITTEN_BYTE = 0xA5
 
@@ -266,8 +266,7 @@ def _may_be_nan(tensor: Tensor) -> bool:
     return is_number and tensor.dtype.itemsize > 1
 
 
-# --- tensors of the modules inside a module, lent to its initialization where that touches
-# them
+# --- tensors lent to an initialization ------------------------------------------------------------
 #
 # [Note: memory for one operator] A module may initialize what modules inside hold, as
 # `nn.Transformer` does for a whole model. So its stand-ins for their tensors have a storage
@@ -549,7 +548,7 @@ def _is_plain(result: Any) -> bool:
     return result is None or isinstance(result, _PLAIN)
 
 
-# --- `materialize`: memory and values for a model on the meta device, module by module ------------
+# --- materialize ----------------------------------------------------------------------------------
 
 
 def materialize(
@@ -920,7 +919,7 @@ def _give_memory(group: ParamGroup, pending: Container[int]) -> None:
     group.take_up_pieces()
 
 
-# --- buffers that no file has, computed again by the modules that hold them -----------------------
+# --- buffers that no file has ---------------------------------------------------------------------
 
 
 def rebuild_buffers(model: nn.Module, buffers: list[Tensor]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import Region
 
 
-# --- when parameters are cut, where that is traced: at once, or together --------------------------
+# --- sharding that is put off ---------------------------------------------------------------------
 
 _deferred = threading.local()
 
@@ -58,8 +58,7 @@ def defer_sharding() -> Iterator[None]:
         execute_sharding(region)
 
 
-# --- which tensors of a model are on the meta device, or were: they have a shape, and no
-# values
+# --- tensors on the meta device -------------------------------------------------------------------
 
 _MAX_COMPARED = 4096
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
 
 
-# --- state that an optimizer made of whole parameters is cut before the optimizer uses it
-# again
+# --- state from before fully_shard ----------------------------------------------------------------
 #
 # An optimizer may be older than `fully_shard`: Adagrad makes its state when it is constructed,
 # others at their first step. `load_state_dict` may bring whole state as well, of a plain
@@ -134,8 +133,7 @@ def _check_has_values(
         raise StateError(msg)
 
 
-# --- looks once at what an optimizer updates: parameters that no group holds, or another
-# model's
+# --- what an optimizer updates --------------------------------------------------------------------
 
 _MIN_CODED_NUMEL = 4096  # torchao codes the state of no smaller parameter.
 

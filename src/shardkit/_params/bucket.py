@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
 
 
-# --- what is known of whole values that ranks compare: fingerprints of parameters that were
-# cut
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 class WholeValues:
@@ -82,7 +81,7 @@ def _plain_part(entry: ParamEntry) -> Tensor | None:
     return part
 
 
-# --- one bucket: parameters of a group with one storage dtype, compute dtype and trainability -----
+# --- buckets --------------------------------------------------------------------------------------
 
 _showing: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
 """Buckets by the id of their unsharded parameters, which live at least as long."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, CommStreams, Event
 
 
-# --- where the parameters of a bucket are, and in which dtypes ------------------------------------
+# --- places in a bucket ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class BucketPlan:
         )
 
 
-# --- where the gradients of one bucket are collected, and from where they are sent ----------------
+# --- send buffers ---------------------------------------------------------------------------------
 
 
 class GradientBuffer(Protocol):
@@ -280,7 +280,7 @@ def gaps_of(layout: FlatLayout) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in gaps if start < stop]
 
 
-# --- what a bucket keeps its parameters in: this rank's shard, and the unsharded parameters -------
+# --- stores ---------------------------------------------------------------------------------------
 #
 # `Store` says what every kind can do. The kinds are `FlatStore`, for plain parameters and
 # DTensors, `PackedStore`, for frozen parameters over several tensors, `SubclassStore`, for
@@ -478,8 +478,7 @@ class Store(ABC):
         return grad
 
 
-# --- the store of plain parameters, and of DTensors: one flat shard, one flat unsharded
-# buffer
+# --- the flat store -------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, frozen=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, CommStreams, Event, ReduceHandle
 
 
-# --- gradients of one bucket on their way from the unsharded parameters to the shard --------------
+# --- gradients of a bucket ------------------------------------------------------------------------
 #
 # [Note: tensors of a reduction] - unsharded gradient: what autograd leaves in ``.grad`` of an
 # unsharded parameter; taken from it at   once. - send buffer: 1-D, ``layout.padded_numel``,
@@ -266,7 +266,7 @@ def _flat_of_grads(bucket: Bucket) -> Tensor | None:
     return flat if has_room else None
 
 
-# --- reductions of the gradients of one group -----------------------------------------------------
+# --- gradients of a group -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

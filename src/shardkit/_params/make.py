@@ -146,7 +146,7 @@ def store_class(
     return SubclassStore if gathers_itself else FlatStore
 
 
-# --- the buckets that a group would have: sizes and cuts, without a tensor made or changed --------
+# --- planned buckets ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

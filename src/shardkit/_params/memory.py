@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import CommStreams, Event
 
 
-# --- the heap of the host, in which whole parameters that are freed leave holes -------------------
+# --- the heap of the host -------------------------------------------------------------------------
 
 _LEAST_NBYTES = 2**20
 
@@ -55,7 +55,7 @@ def give_back(freed_nbytes: int) -> None:
         trim(0)
 
 
-# --- memory of communication buffers: a few slots that come and go behind fixed storages ----------
+# --- slots ----------------------------------------------------------------------------------------
 
 _LARGEST_WASTE = 2
 """A free slot is taken for a buffer if it is at most this many times as large."""
@@ -189,7 +189,7 @@ class SlotPool:
         return best
 
 
-# --- unsharded parameters while there is no memory behind them: any use raises, with the name -----
+# --- freed parameters -----------------------------------------------------------------------------
 
 NAME_ATTRIBUTE = "_shardkit_fqn"
 """Where an unsharded parameter keeps its name; no other parameter has it."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# --- tensors that a frozen parameter lies over: how it is taken apart, and put together again -----
+# --- parts ----------------------------------------------------------------------------------------
 #
 # Three kinds of parameters have parts. Classes that users register by `register_parts`. Wrapper
 # subclasses, which torch asks by ``__tensor_flatten__`` and ``__tensor_unflatten__``. And the
@@ -271,7 +271,7 @@ _BY_ATTRIBUTES: list[tuple[Callable[[Any], bool], Parts]] = [
 """How they are known, and taken apart."""
 
 
-# --- frozen parameters over several tensors, as one tensor of bytes -------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 _ALIGNMENT = 16  # Bytes; as the layout's.
 

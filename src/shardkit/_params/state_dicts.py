@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
 
 
-# --- whole tensors of state dicts made of pieces, and pieces of whole ones ------------------------
+# --- whole tensors and pieces ---------------------------------------------------------------------
 #
 # What `shardkit.checkpoint` and torch's own functions for state dicts (through `_compat`) have in
 # common.
@@ -102,7 +102,7 @@ def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) ->
         raise CheckpointError(msg)
 
 
-# --- state dicts of modules that hold sharded parameters: these are what is saved and loaded ------
+# --- state dicts of modules -----------------------------------------------------------------------
 #
 # Hooks on every module that holds a parameter of a group, whether `fully_shard` was called on it
 # or not. They are functions of this module, which hold nothing: copies and pickles of a module
@@ -199,8 +199,7 @@ def _pack_value(shown: object, state_dict: Any, key: str, errors: list[str]) -> 
         errors.append(f'While loading the parameter named "{key}": {error}')
 
 
-# --- torch's ``get_state_dict`` and ``set_state_dict`` with full state dicts of sharded
-# models
+# --- torch's state-dict functions -----------------------------------------------------------------
 
 
 def gather_state_dict(original: Callable[..., Any], state_dict: Any, **kwargs: Any) -> Any:

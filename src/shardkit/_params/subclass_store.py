@@ -249,7 +249,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-# --- the store of frozen parameters over several tensors: a flat store of bytes -------------------
+# --- frozen parameters over several tensors -------------------------------------------------------
 #
 # See [Note: packed parameters] in `packing`. The unsharded parameters are of the users' own
 # classes, put together once over views of the unsharded buffer, whose memory comes and goes as

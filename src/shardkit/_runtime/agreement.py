@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from shardkit.backends.watch.store import RunStore
 
 
-# --- what each rank does by itself, and all must do alike: steps of optimizers, saving of
-# pieces
+# --- what each rank does by itself ----------------------------------------------------------------
 #
 # Nothing of it communicates, so nothing hangs where one rank does something else. It is counted
 # here, and compared with what ranks exchange in a backward (`agreement`), or at the end of the
@@ -187,8 +186,7 @@ def _compare_at_end(store: RunStore, world_size: int) -> None:
 at_end.append(_compare_at_end)
 
 
-# --- what ranks tell each other: at first their models, then what they used, wrote and
-# stepped
+# --- what ranks tell each other -------------------------------------------------------------------
 
 
 def _digest(content: bytes) -> int:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm
 
 
-# --- gradients that are not finite: in which group, in which parameter, on which rank they
-# began
+# --- gradients that are not finite ----------------------------------------------------------------
 
 _Key = tuple[str, str]  # A group's name and a parameter's.
 
@@ -140,7 +139,7 @@ def _show(key: _Key) -> str:
     return f"{parameter!r}" if group in ("", parameter) else f"{parameter!r} (group {group!r})"
 
 
-# --- a backward of a root, from its first event to its end ----------------------------------------
+# --- a backward of a root -------------------------------------------------------------------------
 
 
 class Backward:
@@ -326,7 +325,7 @@ class Backward:
         self._forget()
 
 
-# --- backwards for chosen tensors: ``backward(inputs=...)`` and ``torch.autograd.grad`` -----------
+# --- backwards for chosen tensors -----------------------------------------------------------------
 #
 # Users name sharded parameters. What a forward has used, and what gradients come to, are the
 # unsharded ones, so the engine is asked for these.

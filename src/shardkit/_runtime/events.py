@@ -132,7 +132,7 @@ class InputGrads(torch.autograd.Function):
         return tuple(None if each is None else each.view_as(each) for each in tangents)
 
 
-# --- takes gradients from the unsharded parameters of a group -------------------------------------
+# --- gradients of parameters ----------------------------------------------------------------------
 
 
 class GradTaker(Protocol):

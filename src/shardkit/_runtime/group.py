@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Backend
 
 
-# --- what cannot be done while users have whole parameters (`_module.full_params`) ----------------
+# --- while users have whole parameters ------------------------------------------------------------
 
 
 def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
@@ -54,7 +54,7 @@ def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
             raise StateError(msg)
 
 
-# --- the unit of communication: the parameters of one `fully_shard` call --------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 _PICKLED = ("modules", "name", "policy", "settings", "is_root", "is_innermost")
 """Attributes that are pickled as they are."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import Region
 
 
-# --- what autograd saves of unsharded parameters, where operators are traced ----------------------
+# --- what autograd saves --------------------------------------------------------------------------
 
 
 def pack(tensor: Tensor) -> Any:
@@ -67,8 +67,7 @@ def unpack(saved: Any) -> Tensor:
     return tensor
 
 
-# --- buffers of modules in a traced forward: what one rank writes to them, averaged over the
-# ranks
+# --- buffers --------------------------------------------------------------------------------------
 
 
 class RegionBuffers:
@@ -121,7 +120,7 @@ def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
     return _compat.version_of(buffer) != version or (is_norm and module.training)
 
 
-# --- forwards and backwards of a root on a backend that traces what each rank computes ------------
+# --- passes ---------------------------------------------------------------------------------------
 
 _SHARED = "_shardkit_shared"
 _local = threading.local()

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, CommStreams, Event, Reduction
 
 
-# --- what `FSDPModule.set_debug` turns on: collectives that move nothing, and lines about
-# memory
+# --- debugging: dummy collectives, lines about memory ---------------------------------------------
 
 _MIB = 2**20
 
@@ -187,7 +186,7 @@ def apply_debug(
     gathers.report = reductions.report = report
 
 
-# --- one runtime for all groups of a root: what happens at an event of a module's forward ---------
+# --- the runtime ----------------------------------------------------------------------------------
 
 
 class Runtime:

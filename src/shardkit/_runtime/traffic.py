@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, CommStreams, Handle
 
 
-# --- names of groups in profiles: ranges of torch.profiler, and of NVTX by `emit_nvtx` ------------
+# --- names in profiles ----------------------------------------------------------------------------
 
 _NOTHING = contextlib.nullcontext()
 
@@ -54,7 +54,7 @@ def named_range(what: str, *groups: ParamGroup) -> AbstractContextManager[Any]:
     return record_function(f"{what} {names_of(groups)}")
 
 
-# --- writes to unsharded parameters: kept if all ranks wrote alike, else an error -----------------
+# --- writes to unsharded parameters ---------------------------------------------------------------
 #
 # A forward may clamp or normalize its weights, or move a codebook. So may who works with
 # parameters that are kept between forward and backward. The memory of all that is given back.
@@ -158,7 +158,7 @@ def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> s
     return None
 
 
-# --- gives groups unsharded memory and takes it back, as the schedule says ------------------------
+# --- gathers --------------------------------------------------------------------------------------
 
 
 class Gathers:
@@ -375,8 +375,7 @@ def _axis_of_gather(group: ParamGroup) -> AxisComm:
     return group.shard_axis
 
 
-# --- gradients of the groups of one root: which wait to be reduced, which reductions are
-# under way
+# --- reductions -----------------------------------------------------------------------------------
 
 
 class Reductions:

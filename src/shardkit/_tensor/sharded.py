@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardkit._tensor.spec import ShardSpec
 
 
-# --- hooks that users put on the gradients of parameters (``param.register_hook``) ----------------
+# --- hooks on gradients ---------------------------------------------------------------------------
 #
 # A forward computes with the unsharded parameter, so that is where gradients come. It gets one
 # hook that runs those of the sharded one, as soon as there is any. Without any nothing is paid.
@@ -87,8 +87,7 @@ def while_trainable(param: nn.Parameter) -> Iterator[None]:
             param.requires_grad_(False)
 
 
-# --- what `ShardedTensor.redistribute` returns for a replica: the whole, with DTensor's
-# methods
+# --- replicas -------------------------------------------------------------------------------------
 
 
 class ReplicatedTensor(Tensor):
@@ -121,7 +120,7 @@ def is_replica(placements: Any) -> bool:
     return all(type(placement).__name__ == "Replicate" for placement in placements)
 
 
-# --- `ShardedTensor`: this rank's flat piece of a tensor that has a global shape ------------------
+# --- sharded tensors ------------------------------------------------------------------------------
 
 _OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start", "cut_for", "cut_by")
 

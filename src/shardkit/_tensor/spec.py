@@ -301,8 +301,7 @@ class ShardSpec:
         return places - self.start
 
 
-# --- how a parameter is cut where operators are traced: pieces of one length, padded at the
-# end
+# --- rows, where operators are traced -------------------------------------------------------------
 
 
 class WholeSpec(ShardSpec):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardkit._tensor.sharded import ShardedTensor
 
 
-# --- which of the parameters that share memory was written, for those who ask ---------------------
+# --- the log of writes ----------------------------------------------------------------------------
 #
 # All pieces of a bucket share the version counter of their shard. That says enough to whoever
 # gathers the whole bucket, and too little to whoever keeps a copy of one parameter: an optimizer
@@ -119,8 +119,7 @@ def _num_seen(memory: Tensor) -> int:
     return 0 if log is None else log.num_seen
 
 
-# --- what was written to whole parameters since ranks compared: loads, initializations,
-# resets
+# --- what ranks compare ---------------------------------------------------------------------------
 
 _ATTRIBUTE = "shardkit_followed"
 _MAX_SAMPLES = 1024

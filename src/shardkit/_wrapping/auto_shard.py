@@ -310,7 +310,7 @@ def _planned(
     return planned
 
 
-# --- chooses the groups that go to the host, so that the others fit into a budget -----------------
+# --- offload by a budget --------------------------------------------------------------------------
 
 
 def offload_to_fit(units: Sequence[PlannedUnit], budget_nbytes: int) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardkit._wrapping.strategies import Strategy
 
 
-# --- a mesh of which only the shape is known: for plans of ranks that are not there ---------------
+# --- meshes that are not there --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def is_shape_only(mesh: DeviceMesh) -> bool:
     return isinstance(mesh.backend, ShapeOnly)
 
 
-# --- what a plan says of a group and of a step, and how it is printed -----------------------------
+# --- records --------------------------------------------------------------------------------------
 
 _KIB = 1024
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -314,8 +314,7 @@ def _shown_value(value: Any) -> str:
     return f"{cls.__name__}({', '.join(changed)})".replace("torch.", "")
 
 
-# --- what a step of a planned model gathers and reduces: the schedule is asked, nothing is
-# sent
+# --- traffic --------------------------------------------------------------------------------------
 
 
 def plan_gathers(
@@ -434,7 +433,7 @@ class _Rehearsal:
         )
 
 
-# --- carries a plan out: prepares each unit, puts it in its place, shards it ----------------------
+# --- carrying a plan out --------------------------------------------------------------------------
 
 
 def shard_units(
@@ -493,7 +492,7 @@ def _prepared(
     return result
 
 
-# --- `ShardPlan`: the groups of a model before anything is changed, in numbers --------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 _STATES = 4
 """Tensors of a parameter's size that AdamW keeps: the parameter, its gradient, two moments."""

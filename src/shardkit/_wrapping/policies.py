@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from shardkit._policy import MixedPrecisionPolicy
 
 
-# --- the modules of a model by name: which could be units, how large they are, what names
-# match
+# --- modules by name ------------------------------------------------------------------------------
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CLOSED = (nn.MultiheadAttention, ParametrizationList)
@@ -164,8 +163,7 @@ class ModuleTree:
         return found
 
 
-# --- wrapping policies of torch_xla and of torch's FSDP1, and the protocol in which they are
-# called
+# --- torch_xla's and FSDP1's policies -------------------------------------------------------------
 #
 # A policy is asked twice about a module: ``recurse=True``, whether to look at its children, then
 # ``recurse=False``, whether to wrap it, given the number of parameters that its children left.
@@ -329,7 +327,7 @@ def size_policy(min_num_params: int) -> Callable[..., bool]:
     return functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
 
 
-# --- groups chosen from sizes and order alone, where users choose none ----------------------------
+# --- balance --------------------------------------------------------------------------------------
 #
 # [Note: balance] Two groups are unsharded at a time, so the largest group bounds the memory. A
 # collective of N ranks sends pieces of 1/N of a group, and a piece below latency times bandwidth
@@ -573,7 +571,7 @@ def _chosen_among(root: nn.Module) -> set[int]:
     return found
 
 
-# --- from what users pass as a policy to the modules that it chooses, and their arguments ---------
+# --- policies -------------------------------------------------------------------------------------
 
 Choice = dict[tuple[str, ...], dict[str, Any]]
 """Names of the modules of a group, and arguments of its `fully_shard` call."""
@@ -820,7 +818,7 @@ def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
     return dict(value)
 
 
-# --- units in the order in which they are sharded, and which of them holds which parameter --------
+# --- units ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from shardkit.backends.watch.channel import Issued
 
 
-# --- a mesh axis over the collective library of an accelerator ------------------------------------
+# --- axes -----------------------------------------------------------------------------------------
 
 _CAPABLE_ENGINES = ("nccl", "xccl", "fake")
 """Collective libraries that divide by the number of ranks, and run several all-gathers as one."""
@@ -192,7 +192,7 @@ class AcceleratorAxis(ProcessGroupAxis):
         self.reduce_group = separate or self.group
 
 
-# --- the arithmetic of one reduction on an accelerator: who divides, when, and in which dtype -----
+# --- sums -----------------------------------------------------------------------------------------
 
 
 class Sums:
@@ -292,7 +292,7 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-# --- three streams per root and events between them, never `record_stream` ------------------------
+# --- streams --------------------------------------------------------------------------------------
 #
 # Memory belongs to the compute stream. A side stream reads or writes it only after an event that
 # the compute stream recorded, and the compute stream touches it again only after an event of that
@@ -634,8 +634,7 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
             all_gather_single(gather.full, gather.own, group=axis.group)
 
 
-# --- accelerator ranks: one backend for every device that torch has streams and collectives
-# for
+# --- the backend ----------------------------------------------------------------------------------
 
 
 class AcceleratorBackend(ProcessGroupBackend):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardkit._custom_comm import AllGather, ReduceScatter
 
 
-# --- streams and events, as far as the library uses those of torch's devices ----------------------
+# --- streams and events ---------------------------------------------------------------------------
 
 
 class Event(Protocol):
@@ -50,7 +50,7 @@ class InGraph:
         """Return at once."""
 
 
-# --- what only tracing backends have: regions, and gathers that are part of a graph ---------------
+# --- what only tracing backends have --------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Region(Protocol):
         """Run what has been traced."""
 
 
-# --- what a backend gives the rest of the library; nothing above knows which one it has -----------
+# --- backends -------------------------------------------------------------------------------------
 
 # ruff: noqa: B027 - what has an empty body does nothing where there are no streams
 

@@ -61,7 +61,7 @@ class GlooAxis(ProcessGroupAxis):
         return start_host_all_to_all(job, self.group)
 
 
-# --- reduce-scatter over gloo: ranks exchange their pieces, and each adds those of its shard ------
+# --- reduce-scatter -------------------------------------------------------------------------------
 
 _MAX_STAGED_NBYTES = 2 << 20
 
@@ -271,7 +271,7 @@ def _finish(reduction: Reduction, total: Tensor) -> Tensor:
     return out
 
 
-# --- CPU ranks over gloo: the host waits, nothing has a stream order ------------------------------
+# --- the backend ----------------------------------------------------------------------------------
 
 _MAX_BROADCASTS = 8
 """An all-gather over more ranks than this is left to gloo: its ring beats one broadcast each."""

@@ -150,7 +150,7 @@ def exchange(item: Any, group: Any, of: str = "") -> list[Any]:
     return items
 
 
-# --- the default process group of torch: how it is started, and what it has -----------------------
+# --- the default process group --------------------------------------------------------------------
 
 _NO_PROCESS_GROUP = (
     "no process group: this process was not started by a launcher. Start the script by\n"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardkit.backends.watch.channel import Issued
 
 
-# --- collectives of an engine of the host that have been started ----------------------------------
+# --- work of an engine of the host ----------------------------------------------------------------
 
 
 class WorkHandle:
@@ -66,7 +66,7 @@ def start_host_max(
     return WorkHandle([work], issued)
 
 
-# --- torch.distributed process groups behind a mesh: what gloo and NCCL have in common ------------
+# --- axes over process groups ---------------------------------------------------------------------
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardkit.checkpoint._state.names import NamedTensor
 
 
-# --- a state dict in memory, read as a file of whole tensors is: by names and ranges --------------
+# --- state dicts in memory ------------------------------------------------------------------------
 
 _MODEL = "model"
 
@@ -98,7 +98,7 @@ class StateInMemory(Source):
         out.copy_(self.read(name, start, start + out.numel()))
 
 
-# --- sharded models written as whole tensors, tensor by tensor ------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def _parts(
             yield part
 
 
-# --- files of whole tensors read into sharded models, tensor by tensor ----------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 _NUM_COMPARED = 256
 

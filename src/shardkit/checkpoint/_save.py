@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardkit._progress import Progress
 
 
-# --- writing a checkpoint: what of a training run goes into one, and the call of DCP --------------
+# --- what goes into a checkpoint ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return {"meshes": meshes, "mesh_of": params}
 
 
-# --- saves that go on while training does: one at a time, each with a handle ----------------------
+# --- saves in the background ----------------------------------------------------------------------
 #
 # A process, or its default process group, that ends while one is under way waits for it. What is
 # never complete is named.
@@ -466,7 +466,7 @@ class Background:
         return self._groups[ranks]
 
 
-# --- `save` and `async_save`: a model, its optimizers and other state into one directory ----------
+# --- save and async_save --------------------------------------------------------------------------
 
 _background = Background()
 

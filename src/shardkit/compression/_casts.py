@@ -70,7 +70,7 @@ def _all_reduce_as(tensor: Tensor, dtype: torch.dtype, axis: SumAxis, unit: floa
     real.div_(unit)
 
 
-# --- which groups of a model have their gradients compressed --------------------------------------
+# --- whose gradients are compressed ---------------------------------------------------------------
 
 
 def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.group import ParamGroup
 
 
-# --- by what a loss was multiplied, and what became of the optimizer step -------------------------
+# --- scaled losses --------------------------------------------------------------------------------
 
 
 class LossScale:
@@ -77,7 +77,7 @@ class LossScale:
         return "skipped" if value < before[0] else "stepped"
 
 
-# --- matrices in a range of gradients, and sums of them at low rank -------------------------------
+# --- sums at low rank -----------------------------------------------------------------------------
 #
 # Pure but for the sums that it is given: what is sent is one tensor of all first factors, and one
 # of all second ones.
@@ -196,8 +196,7 @@ def _summed(parts: Sequence[Tensor], sum_up: Callable[[Tensor], object]) -> list
     return [chunk.view(part.shape) for chunk, part in zip(flat.split(sizes), parts, strict=True)]
 
 
-# --- what PowerSGD keeps of one bucket from step to step, and how a part of that is taken
-# back
+# --- state of a bucket ----------------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
@@ -260,7 +259,7 @@ class BucketState:
                 self.seconds[matrix.name] = start
 
 
-# --- powerSGD: gradients at low rank, and what that leaves out added in the next step -------------
+# --- PowerSGD -------------------------------------------------------------------------------------
 
 
 class PowerSGD:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# --- which questions make a config, and the fields that answers become: those of Accelerate -------
+# --- questions ------------------------------------------------------------------------------------
 
 _LARGE = 100_000_000
 _PREFIX = "parallelism_config_"
@@ -218,7 +218,7 @@ def _whole(
     return fields | ({"parallelism_config": sizes} if sizes else {})
 
 
-# --- ``python -m shardkit config``: asks, and writes a config file. Needs the extra ``cli`` -------
+# --- the command ----------------------------------------------------------------------------------
 
 _DEFAULT_FILE = "fsdp.yaml"
 

@@ -136,7 +136,7 @@ def _set_current_device(device_type: str) -> None:
         module.set_device(int(local_rank))
 
 
-# --- training state in the three shapes that fsdp_state_dict_type names ---------------------------
+# --- training state in three shapes ---------------------------------------------------------------
 #
 # Files of LOCAL and FULL state dicts take the place of those of the save before. Each is written
 # beside its name first, as ``.<name>.written``. Once the files of all ranks are on the disk, they
@@ -356,7 +356,7 @@ def _on_all(what: str, path: Path, act: Callable[[], T]) -> T:
     return agreed(None, f"could not {what} {path}", act)
 
 
-# --- rank 0's values of a model, for all ranks: no rank but it needs memory for the whole ---------
+# --- rank 0's values for all ranks ----------------------------------------------------------------
 
 
 @dataclass
@@ -454,7 +454,7 @@ def _set(model: nn.Module, names: list[str], value: Tensor) -> None:
             current.data.copy_(value)
 
 
-# --- `Config`: a config file, applied to models ---------------------------------------------------
+# --- the config -----------------------------------------------------------------------------------
 
 CONFIG_VARIABLE = "SHARDKIT_CONFIG"
 """Where ``python -m shardkit launch`` leaves the path of the config file for its ranks."""

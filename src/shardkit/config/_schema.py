@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardkit.config._source import SourceLine
 
 
-# --- kinds of values that only fields of a config have --------------------------------------------
+# --- kinds of values ------------------------------------------------------------------------------
 
 
 def text(value: Any) -> str:
@@ -93,7 +93,7 @@ def unused(remedy: str, *unset: str) -> Callable[[Any], None]:
     return parse
 
 
-# --- the fields of a config file: their names, kinds, and what becomes of each --------------------
+# --- fields ---------------------------------------------------------------------------------------
 
 STRATEGIES = {
     "FULL_SHARD": "zero3",
@@ -282,7 +282,7 @@ PREFIXES = {"": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_c
 """What names of a section begin with; Accelerate takes those of fsdp_config without it, too."""
 
 
-# --- from what was written to what is meant: names, kinds, defaults -------------------------------
+# --- from what was written to what is meant -------------------------------------------------------
 
 _MIN_NUM_PARAMS = 100_000_000  # What Accelerate takes where nothing is said.
 
@@ -546,7 +546,7 @@ def _is_synced(found: Found, parallelism: Parallelism | None) -> bool:
     return sync or efficient
 
 
-# --- fields that cannot be meant together ---------------------------------------------------------
+# --- contradictions -------------------------------------------------------------------------------
 
 
 def check(found: Found) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardkit.launch.arguments import Arguments
 
 
-# --- what is shown last where ranks fail: which one failed first, and its traceback ---------------
+# --- failures -------------------------------------------------------------------------------------
 
 _PARTED = "RankMismatchError: "
 _ERROR_FILE = "error.json"
@@ -153,8 +153,7 @@ def report(failures: list[Failure], num_ranks: int) -> str:
     return "\n".join(lines)
 
 
-# --- what a terminal shows of the ranks: each line behind the number of its rank, in its
-# colour
+# --- output ---------------------------------------------------------------------------------------
 
 TEMPLATE = "[rank ${rank}] "
 """What torchrun's agent puts before each piece of a rank's output."""
@@ -243,7 +242,7 @@ class RankLines:
         self._stream.flush()
 
 
-# --- by which address, and on which interface, other hosts reach this one -------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 _INET6 = Path("/proc/net/if_inet6")
 
@@ -335,7 +334,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-# --- starting the ranks of this host by torchrun's agent, and saying how it ended -----------------
+# --- start ----------------------------------------------------------------------------------------
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _SHARE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

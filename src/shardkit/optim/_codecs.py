@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-# --- numbers coded in blocks: for each a place in a table, for each block a scale -----------------
+# --- numbers coded in blocks ----------------------------------------------------------------------
 #
 # The packages that keep state so have functions of their own. Of a block whose largest number is
 # negative theirs take that as the scale, though the tables end before -1: coded twice, the block
@@ -64,8 +64,7 @@ def pack_pairs(codes: Tensor) -> Tensor:
     return (pairs[:, 0] << 4) | pairs[:, 1]
 
 
-# --- how an optimizer's state of one 1-D tensor is shown: one number for each element, by
-# names
+# --- codecs ---------------------------------------------------------------------------------------
 
 _MIN_CODED_NUMEL = 4096
 """torchao and bitsandbytes code nothing smaller."""

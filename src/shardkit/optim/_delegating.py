@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
-# --- which optimizers cannot run on pieces: their update of one element needs more than that
-# element
+# --- refusals -------------------------------------------------------------------------------------
 #
 # No class says what it is, so they are known by name. Others that look at shapes, rows or norms
 # train without an error, and otherwise than on one device.
@@ -98,7 +97,7 @@ def refuse_norms(probe: Optimizer, remedy: str) -> None:
         raise OptimizerError(msg)
 
 
-# --- what optimizers have in common that let another one do the steps, on other tensors -----------
+# --- the outer optimizer --------------------------------------------------------------------------
 
 State = dict[Any, Any]
 """What an optimizer keeps: by parameter, then by name. Few keep something by other keys, too."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardkit.optim._codecs import Codec
 
 
-# --- optimizers that round by random numbers (torchao's ``bf16_stochastic_round``) ----------------
+# --- random numbers alike on replicas -------------------------------------------------------------
 #
 # Ranks that hold the same elements must round them alike, or they drift apart without an error.
 # Each rank draws from its own generator otherwise, which dropout has moved by then.
@@ -76,7 +76,7 @@ def same_random_numbers(params: Iterable[Any], number: int) -> Iterator[None]:
         yield
 
 
-# --- runs: 1-D tensors that stand for neighbouring pieces of parameters ---------------------------
+# --- runs of neighbouring pieces ------------------------------------------------------------------
 #
 # [Note: tensors of a local optimizer] - run: 1-D. What the inner optimizer steps as one
 # parameter. It is a view of the shard, hence the   pieces themselves, and covers the few elements
@@ -368,7 +368,7 @@ def _make_tensor(
         run.tensor = first if run.is_plain else nn.Parameter(run.values, is_trainable)
 
 
-# --- `LocalOptimizer`: any elementwise optimizer, on the pieces that this rank holds --------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 _REMEDY = "Use shardkit.optim.MatrixOptimizer for optimizers of matrices, or another class."
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from shardkit.optim._team import Team
 
 
-# --- the state of whole matrices as all ranks see it: sharded tensors that one rank has all
-# of
+# --- state as all ranks see it --------------------------------------------------------------------
 #
 # An owner keeps what its optimizer made: tensors of any shape, numbers, lists of them. The others
 # know the form of it, and show tensors of which they have nothing. So state dicts look alike on
@@ -138,8 +137,7 @@ def _form_of(leaf: Any) -> Any:
     return leaf.detach().cpu() if leaf.ndim == 0 else _Form(tuple(leaf.shape), leaf.dtype)
 
 
-# --- what one rank keeps and does of a team's parameters: whole ones, and batches on their
-# way
+# --- the part of one rank -------------------------------------------------------------------------
 
 
 class Share:
@@ -303,7 +301,7 @@ class Batch:
         return grad.local_piece
 
 
-# --- `MatrixOptimizer`: whole matrices belong to ranks, each of which updates its own -------------
+# --- the optimizer --------------------------------------------------------------------------------
 
 BATCH_BYTES = 16 << 20
 """Of gradients that one rank gets at once: some ms of traffic, and much more of computation."""

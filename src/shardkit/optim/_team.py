@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     Cost = Callable[[tuple[int, ...]], float]
 
 
-# --- whole matrices that belong to ranks: which rank has which, and in which batches they
-# travel
+# --- who owns which matrix ------------------------------------------------------------------------
 #
 # Pure integer arithmetic, equal on every rank; no torch. Matrices are given out by their cost,
 # the dearest first, each to the rank with the least to do so far (Graham 1969: at most 4/3 of the
@@ -149,8 +148,7 @@ def _spread(indices: Sequence[int], costs: Sequence[float], number: int) -> dict
     }
 
 
-# --- what ranks send each other, so that pieces of matrices become whole ones, and pieces
-# again
+# --- what is sent to owners, and back -------------------------------------------------------------
 #
 # Pure integer arithmetic; no torch. Ranks are places among the `members` of a mesh, of all its
 # axes. A member holds a range of each matrix, or of the part that tensor parallelism left on it.
@@ -291,7 +289,7 @@ def _by_member(
     return tuple(map(tuple, mine)), tuple(map(tuple, others))
 
 
-# --- pieces on their way to owners, and back: what is packed, sent, and put where it belongs ------
+# --- packing --------------------------------------------------------------------------------------
 #
 # [Note: buffers of an exchange] - pieces: 1-D, one per parameter and rank; views of shards or of
 # sharded gradients. - send buffer: bytes: what each member gets, member by member; packed when
@@ -466,7 +464,7 @@ def boxes_in(team: Team, index: int, member: int, whole: Tensor) -> Iterator[tup
         yield view, slice(box.start, box.stop)
 
 
-# --- a team: the ranks of one mesh, and the parameters that they give out among themselves --------
+# --- the team -------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

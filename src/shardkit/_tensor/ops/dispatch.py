@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from shardkit._tensor.spec import ShardSpec
 
 
-# --- memory of optimizer state, which is made one tensor at a time --------------------------------
+# --- memory of optimizer state --------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -120,8 +120,7 @@ class StateAllocator:
             self._is_off = True
 
 
-# --- runs: entries of lists whose pieces lie end to end, so that one kernel does the work of
-# many
+# --- runs of neighbouring pieces ------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -252,7 +251,7 @@ def _follows(items: Sequence[Any], specs: Sequence[ShardSpec], runs: Sequence[Pi
     return True
 
 
-# --- operators on lists (``_foreach_*``, ``_fused_*``) --------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 #
 # They run on whole flats where they can: pieces of neighbouring parameters of a bucket lie end to
 # end, in parameters, gradients and optimizer state alike, so that one kernel does the work of
@@ -361,7 +360,7 @@ def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     ]
 
 
-# --- elementwise operators: they run on the pieces, which must be cut alike -----------------------
+# --- elementwise operators ------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 _TAKE_A_NUMBER = {_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
@@ -459,7 +458,7 @@ def mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-# --- which operator is of which kind. An operator is put into its kind when it is first seen ------
+# --- kinds of operators ---------------------------------------------------------------------------
 
 _HANDLERS: dict[Any, Any] = {}
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-# --- the norm of sharded gradients: a plain number on every rank, which scripts may ask for
-# the whole
+# --- the norm that clipping returns ---------------------------------------------------------------
 #
 # FSDP2 returns a DTensor from ``clip_grad_norm_``, and scripts call ``full_tensor()`` on it.
 
@@ -102,7 +101,7 @@ def plain(norm: Tensor) -> Tensor:
         return norm.as_subclass(Tensor)
 
 
-# --- reductions over the whole tensor: on the pieces, then ONE collective -------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def covers_all(tensor: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -259,7 +258,7 @@ def item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(args[0].spec.gather(args[0].local_piece))
 
 
-# --- norms of one tensor or a list, and the check for overflow: one collective for all ------------
+# --- norms ----------------------------------------------------------------------------------------
 
 _INF = float("inf")
 

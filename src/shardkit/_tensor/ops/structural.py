@@ -187,7 +187,7 @@ def fills_by_shape(func: Any) -> bool:
     return namespace == "aten" and (name in _FILLS or name.split(".")[0] in _FILLS)
 
 
-# --- views of sharded tensors, and writes to some of their elements: ``weight[0].zero_()`` --------
+# --- views ----------------------------------------------------------------------------------------
 #
 # Which elements a view shows is known on every rank. So a write by which each element changes on
 # its own needs no communication: each rank writes those that it owns. All else reads, and

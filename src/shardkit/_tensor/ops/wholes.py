@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardkit._tensor.spec import ShardSpec
 
 
-# --- what handlers of all kinds of operators share: refusal, operands, noting writes --------------
+# --- what handlers share --------------------------------------------------------------------------
 
 
 def refuse(func: Any, tensor: ShardedTensor, why: str) -> ShardedTensorError:
@@ -163,7 +163,7 @@ def wrap(result: Any, spec: ShardSpec) -> Any:
     return result
 
 
-# --- `ShardedView`: what an index, a slice or a transpose of a sharded tensor returns -------------
+# --- views ----------------------------------------------------------------------------------------
 #
 # It is looked at when it is used: reading gathers the tensor, writing reaches the pieces.
 
@@ -251,7 +251,7 @@ def places_of(geometry: Tensor, device: torch.device) -> Tensor:
     return places
 
 
-# --- operators that need more than a piece: they run on the whole tensors, gathered for them ------
+# --- operators on wholes --------------------------------------------------------------------------
 
 LARGE_NBYTES = 2**20
 _warned: set[Any] = set()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-# --- what a rank has issued on one process group, and what it is going to issue next --------------
+# --- the sequence of collectives ------------------------------------------------------------------
 #
 # Every rank of the group has the same history, hence foretells the same. So a rank that does what
 # was foretold needs to ask nobody.
@@ -107,7 +107,7 @@ class CollectiveSequence:
         return [str(self._history[i % _MAX_KNOWN]) for i in range(first, self.position)]
 
 
-# --- one process group: what is issued on it is compared first, and waits for it are watched ------
+# --- channels -------------------------------------------------------------------------------------
 
 _NOTE_S = 0.2
 

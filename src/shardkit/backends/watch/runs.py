@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardkit.backends.watch.status import RankStatus
 
 
-# --- which machine a process is on, and what a process of this machine does -----------------------
+# --- processes of this machine --------------------------------------------------------------------
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
@@ -57,7 +57,7 @@ def process_state(pid: int) -> str:
     return "stopped" if letter in "Tt" else "busy"
 
 
-# --- where the stores of runs on this host are, for who looks from another terminal ---------------
+# --- runs of this host ----------------------------------------------------------------------------
 
 _MAX_DIAGNOSES = 20
 _MAX_NBYTES = 64 << 20

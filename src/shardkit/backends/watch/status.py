@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 
-# --- where a thread of this process is: the line of the user's code, and what it called there -----
+# --- places in the user's code --------------------------------------------------------------------
 
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -165,8 +165,7 @@ def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:
     return (id(frame), frame.f_lasti) if frame is not None else None
 
 
-# --- what a rank tells the others of itself: a short part that all send, and details that few
-# ask for
+# --- statuses -------------------------------------------------------------------------------------
 
 MAX_TEXT = 1 << 20
 STATES = ("runs", "destroyed", "ended", "raised")

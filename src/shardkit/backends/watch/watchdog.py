@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from shardkit.backends.watch.status import Lines
 
 
-# --- what NCCL's flight recorder in torch knows of this rank, in a line for each communicator -----
+# --- NCCL's flight recorder -----------------------------------------------------------------------
 #
 # Torch keeps the last collectives of each communicator (``TORCH_FR_BUFFER_SIZE``; 2000 of them
 # where it is not set). It tells which of them the card has begun and ended, of users' groups as
@@ -94,7 +94,7 @@ def describe_record(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-# --- how waits end that cannot end by themselves --------------------------------------------------
+# --- ending waits ---------------------------------------------------------------------------------
 
 logger = logging.getLogger("shardkit")
 
@@ -178,8 +178,7 @@ def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _
     threading.Thread(target=look, name="shardkit-ends", daemon=True).start()
 
 
-# --- this process' part of the watch: it asks the other ranks where they are, and answers
-# them
+# --- the watchdog ---------------------------------------------------------------------------------
 
 _TICK_S = 0.25
 _NUM_BEGUN = 8

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardkit.backends.base import AxisComm, Event, Reduction, TracedGather
 
 
-# --- collectives on XLA: traced where they are started; the compiler orders and overlaps them -----
+# --- collectives ----------------------------------------------------------------------------------
 
 
 class Traced:
@@ -91,7 +91,7 @@ class XlaStreams(CommStreams):
         return Traced(outs)
 
 
-# --- what `Backend`s of both modes have in common -------------------------------------------------
+# --- the backend ----------------------------------------------------------------------------------
 
 
 class XlaBackend(Backend):

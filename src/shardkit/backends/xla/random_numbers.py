@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-# --- what must come before what in a traced graph, and when it runs -------------------------------
+# --- the order of a graph -------------------------------------------------------------------------
 
 
 class GraphOrder:
@@ -64,8 +64,7 @@ class GraphOrder:
         torch_xla._XLAC._set_all_reduce_token(str(self.device), None)
 
 
-# --- refusal of what the host cannot read: inside a region a tensor has other values on every
-# rank
+# --- what the host cannot read --------------------------------------------------------------------
 #
 # XLA ends the process when such a tensor is to leave the devices, so what would is refused
 # before.
@@ -202,7 +201,7 @@ def _refuse_sharded(func: Any, tensor: Any) -> NoReturn:
     raise ShardedTensorError(msg)
 
 
-# --- random numbers that differ between ranks, inside a region ------------------------------------
+# --- random numbers -------------------------------------------------------------------------------
 
 _FRACTION_BITS = {torch.bfloat16: 8, torch.float16: 11}
 """Random bits that a dtype holds. With more, rounding could give 1.0, which no draw returns."""

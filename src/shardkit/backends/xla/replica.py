@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- running the graphs of replicas, which are threads of one process on the CPU ------------------
+# --- replicas that are threads --------------------------------------------------------------------
 
 _WAIT_SECONDS = 300
 
@@ -75,8 +75,7 @@ def _gate_of(num_threads: int) -> threading.Barrier:
         return _gate
 
 
-# --- replica mode: under `torch_xla.launch` each replica traces its own program, and is one
-# rank
+# --- replica mode ---------------------------------------------------------------------------------
 
 _REDUCE_TYPES = {
     "sum": xm.REDUCE_SUM,

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- manual-sharding regions: between entering and leaving, a tensor is what one rank has of
-# it
+# --- regions --------------------------------------------------------------------------------------
 
 _XLAC: Any = torch_xla._XLAC
 _REPLICATE, _SHARD = "replicate", "shard"
@@ -220,7 +219,7 @@ def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
     return moved
 
 
-# --- SPMD mode: one process traces the program of all ranks and has the pieces of all of them -----
+# --- SPMD mode ------------------------------------------------------------------------------------
 
 
 class SpmdAxis:

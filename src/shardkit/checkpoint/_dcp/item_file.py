@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- writing one file as fast as the disk takes it, and describing what was written ---------------
+# --- writing --------------------------------------------------------------------------------------
 #
 # Bytes are copied into two buffers in turn; while one is filled and its checksums are computed,
 # the other is on its way to the disk, past the page cache where the file system allows that. A
@@ -245,7 +245,7 @@ def raw_bytes(tensor: Tensor) -> memoryview | None:
     return bytes_of(tensor.reshape(-1))
 
 
-# --- reading items of one file: into memory that is there already, verified on the way ------------
+# --- reading --------------------------------------------------------------------------------------
 
 _LOCAL_HEADER_NBYTES = 30  # Of a record in a zip archive, without name and extra field.
 

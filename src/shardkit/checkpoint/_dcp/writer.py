@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 
-# --- the copy of a state that is written in the background ----------------------------------------
+# --- copies that are written in the background ----------------------------------------------------
 
 _ALIGNMENT = 64
 
@@ -148,8 +148,7 @@ def _like(tensor: Any, memory: Tensor) -> Any:
     return memory
 
 
-# --- `CheckpointWriter`: DCP's files, written aside and renamed when all of them are on the
-# disk
+# --- the writer -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

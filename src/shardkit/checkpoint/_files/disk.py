@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 
-# --- tensors as bytes: reading and writing them at places of a file, without copies in
-# between
+# --- bytes ----------------------------------------------------------------------------------------
 
 PART_NBYTES = 2**24
 """Of tensors that come part after part."""
@@ -265,8 +264,7 @@ def copy_from_scratch(target: Tensor, scratch: Tensor) -> None:
     target.copy_(scratch if at_once else scratch.clone())
 
 
-# --- names beside a checkpoint under which it is written, replaced or deleted, and whose they
-# are
+# --- names beside a checkpoint --------------------------------------------------------------------
 
 INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
 

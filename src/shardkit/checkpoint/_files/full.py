@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# --- the safetensors format: 8 bytes, a JSON header, raw tensors. Read in parts, written in
-# order
+# --- safetensors ----------------------------------------------------------------------------------
 #
 # Its specification: huggingface.co/docs/safetensors. Read and written here rather than by the
 # package of that name, because that slices by dims and maps or copies whole tensors: a rank's
@@ -213,8 +212,7 @@ class SafetensorsWriter:
         self._close()
 
 
-# --- files that hold whole tensors: of torch.save, safetensors, directories as Hugging Face
-# has them
+# --- files of whole tensors -----------------------------------------------------------------------
 
 Format = Literal["torch", "safetensors"]
 

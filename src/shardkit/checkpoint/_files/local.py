@@ -283,8 +283,7 @@ def check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int)
         raise CheckpointError(msg)
 
 
-# --- per-rank files of torch_xla's FSDP, read as whole tensors without processes and without
-# it
+# --- torch_xla's files ----------------------------------------------------------------------------
 #
 # What its users save on each rank, by `xm.save`::
 #

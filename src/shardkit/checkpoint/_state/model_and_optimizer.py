@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
 
 
-# --- what rank 0 alone has, sent to all ranks one tensor at a time --------------------------------
+# --- what rank 0 alone has ------------------------------------------------------------------------
 
 
 class FromRank0:
@@ -119,7 +119,7 @@ def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
     return described
 
 
-# --- optimizer state by parameter names: out of optimizers, and back into them --------------------
+# --- optimizer state by names ---------------------------------------------------------------------
 #
 # An optimizer numbers its parameters. Here they have names, so that state finds its parameter in
 # a model sharded otherwise, in other parameter groups' order, or in another optimizer.
@@ -375,7 +375,7 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
     return {"state": found["state"], "param_groups": groups}
 
 
-# --- state dicts of models and optimizers by parameter names, sharded or full ---------------------
+# --- state dicts ----------------------------------------------------------------------------------
 
 # --- get ------------------------------------------------------------------------------------------
 
@@ -632,7 +632,7 @@ def _received_optimizer(
     return received
 
 
-# --- whole optimizer state: gathered, scattered, and keyed by names or by numbers -----------------
+# --- whole optimizer state ------------------------------------------------------------------------
 #
 # - ``"names"``: by parameter names, as FSDP1's ``full_optim_state_dict`` and torch's
 #     ``get_optimizer_state_dict(full_state_dict=True)``.

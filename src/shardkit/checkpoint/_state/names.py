@@ -107,7 +107,7 @@ def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...
     return None
 
 
-# --- a model's tensors by name, each once, and the mesh of the ranks that hold them ---------------
+# --- tensors of a model ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardkit.checkpoint._state.sections import DistributedCheckpoint, Path
 
 
-# --- what of a checkpoint does not fit what it is loaded into -------------------------------------
+# --- what does not fit ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -120,7 +120,7 @@ def described(value: Any) -> str:
     return "no tensor"
 
 
-# --- the parts that a checkpoint is loaded in: model, optimizers, extras --------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 _HOST = torch.device("cpu")
 _NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.

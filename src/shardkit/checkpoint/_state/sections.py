@@ -169,7 +169,7 @@ def element(values: Any, path: Path) -> Any:
     return values
 
 
-# --- checkpoint directories as a source: tensors are filled, whole or sharded ---------------------
+# --- directories as a source ----------------------------------------------------------------------
 
 
 class DistributedCheckpoint(Source):
