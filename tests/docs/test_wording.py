@@ -1,4 +1,4 @@
-"""Phrases that read as translated do not come back to the pages that users read first."""
+"""Phrases that read as translated do not come back to the documents."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ PAGES = [
     ROOT / "docs/index.md",
     *sorted((ROOT / "docs/guide").glob("*.md")),
     *sorted((ROOT / "docs/howto").glob("*.md")),
+    *sorted((ROOT / "docs/design").glob("*.md")),
+    *sorted((ROOT / "docs/reference").glob("*.md")),
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CONTRIBUTING.md",
 ]
 NOT_PROSE = re.compile(r"^```.*?^```|<!--.*?-->|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
