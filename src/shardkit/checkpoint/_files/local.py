@@ -103,7 +103,7 @@ def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedRange:
     """A range of a whole tensor that is in one file.
 
     Attributes:
@@ -139,7 +139,7 @@ class RankFiles(Source):
         self.others: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[SavedRange]] = {}
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on, of whatever pieces that takes."""
@@ -221,7 +221,7 @@ class LocalFiles(RankFiles):
             raise CheckpointError(msg)
         info = info_of(described[0])
         numel = torch.Size(info.shape).numel()
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, SavedRange] = {}
         owners: list[tuple[Path, list[int] | None]] = []
         for file, piece in zip(opened, described, strict=True):
             if piece is None or info_of(piece) != info:
@@ -232,7 +232,7 @@ class LocalFiles(RankFiles):
                 msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
                 raise CheckpointError(msg)
             if start < stop:
-                pieces.setdefault(start, Piece(start, stop, file, saved))
+                pieces.setdefault(start, SavedRange(start, stop, file, saved))
                 owners.append((file.path, piece["range"]))
         places = [pieces[start] for start in sorted(pieces)]
         ends = [0, *(place.stop for place in places)]
@@ -395,7 +395,7 @@ class XlaFsdpFiles(RankFiles):
             end = begin + math.prod(file.infos[saved].shape)
             low, high = max(begin, 0), min(end, math.prod(info.shape))
             if low < high:
-                self._pieces[key].append(Piece(low, high, file, saved, low - begin))
+                self._pieces[key].append(SavedRange(low, high, file, saved, low - begin))
             begin = end
         self.owners[key] = (
             [(files[0].path, None)]
