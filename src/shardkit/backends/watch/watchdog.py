@@ -194,6 +194,10 @@ _STORE_GONE = (
     "the store of the process group does not answer: the process that holds it (rank 0's, or the "
     "launcher's) has ended{or_more}. Look at the output of rank 0 and of the launcher."
 )
+_LEFT = (
+    "this rank called destroy_process_group() while a thread of it waited in the group for other "
+    "ranks. End what runs in the background first."
+)
 
 
 class WatchedWait(Protocol):
@@ -403,7 +407,7 @@ class Watchdog:
                     store.delete(f"{old}/go")
                 return
             self._counting_in[threading.get_ident()] = go
-            store.block_until(go, lambda: self.verdict is not None)
+            store.block_until(go, lambda: self.verdict is not None or self._closed.is_set())
         except dist.DistNetworkError as error:
             text = self.verdict or self._store_is_gone(or_more="")
             raise RankMismatchError(text) from error
@@ -414,6 +418,8 @@ class Watchdog:
                     self._free_stores.append(store)
         if self.verdict is not None:
             raise RankMismatchError(self.verdict)
+        if self._closed.is_set():
+            raise RankMismatchError(_LEFT)
 
     def _explain(self) -> str | None:
         """Return why a wait has ended in an error; None if no other rank is the cause."""
@@ -634,8 +640,11 @@ class Watchdog:
             if self.rank in in_calls:
                 store.set(f"raised/{self.rank}", "")
             store.await_keys([f"raised/{rank}" for rank in in_calls], _RAISED_S)
-            for go in list(self._counting_in.values()):
-                store.set(go, "")  # Whoever waits for it looks at the verdict.
+            self._wake_counting_in(store)  # They look at the verdict.
+
+    def _wake_counting_in(self, store: RunStore) -> None:
+        for go in list(self._counting_in.values()):
+            store.set(go, "")
 
     # --- answering ---
 
@@ -746,6 +755,8 @@ class Watchdog:
             last.state, last.wait, last.call = state, None, None
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"end/{self.rank}", last.dump())
+                if state == "destroyed":  # Ranks that wait with these fail without this one.
+                    self._wake_counting_in(self._store)
                 if state != "raised":
                     for compare in at_end:
                         compare(self._store, self.world_size)

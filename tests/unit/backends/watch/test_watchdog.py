@@ -234,12 +234,34 @@ def test_what_a_rank_tells_is_of_one_moment(
         thread.join()
 
 
+def test_a_destroyed_group_ends_the_waits_of_its_own_threads(watchdog: Watchdog) -> None:
+    """A save in the background counts in while the main thread destroys the group."""
+    raised: list[str] = []
+
+    def count_in() -> None:
+        try:
+            watchdog.count_in("a save", 2, "")
+        except RankMismatchError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=count_in)
+    thread.start()
+    time.sleep(0.3)
+    assert thread.is_alive()
+    watchdog.close("destroyed")
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert raised == [module._LEFT]  # noqa: SLF001
+
+
 def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
     """As one that saves and the main one: on the other rank they come in the other order."""
     server: typing.Any = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
     ranks = [Watchdog(server, server.clone(), rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank._is_in_use = lambda: True  # type: ignore[method-assign]  # noqa: SLF001
     ranks[1]._store = ranks[0]._store.clone()  # noqa: SLF001 - ranks of one run
     threads = []
     try:
