@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import parallel_models
 from models import CASES
@@ -267,3 +268,34 @@ def test_metadata_is_that_of_local_files(spawn: Spawn) -> None:
     for rank, mesh in enumerate(spawn(metadata_beside_local_state, 4)):
         assert mesh["coordinate"] == [rank // 2, rank % 2]
         assert (mesh["device_type"], mesh["shape"]) == ("cpu", [2, 2])
+
+
+class WithNotes(nn.Linear):
+    """Has state of its own."""
+
+    notes = "new"
+
+    def get_extra_state(self) -> typing.Any:
+        return {"notes": self.notes}
+
+    def set_extra_state(self, state: typing.Any) -> None:
+        self.notes = state["notes"]
+
+
+def load_below_wrappers() -> str:
+    def make() -> tuple[nn.Module, WithNotes]:
+        torch.manual_seed(0)
+        inner = WithNotes(4, 4)
+        model = torch.compile(nn.Sequential(checkpoint_wrapper(inner)), backend="eager")
+        return fully_shard(typing.cast("nn.Module", model), mesh=make_mesh((2,))), inner
+
+    model, inner = make()
+    inner.notes = "saved"
+    again, other = make()
+    load_local_state_dict(again, local_state_dict(model))
+    return other.notes
+
+
+def test_state_of_modules_below_wrappers_is_loaded(spawn: Spawn) -> None:
+    """Names of wrappers are in no file: torch.compile's and the checkpoint wrapper's."""
+    assert spawn(load_below_wrappers, 2) == ["saved", "saved"]
