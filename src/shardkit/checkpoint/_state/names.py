@@ -144,7 +144,9 @@ def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give modules the state of their own, by its names in the state dict."""
     for name, module in model.named_modules():
         key = f"{plain_name(model, name)}.{EXTRA_STATE}".removeprefix(".")
-        if key in values:
+        # A wrapper has the name of what it wraps, and no such state.
+        has_state = type(module).set_extra_state is not nn.Module.set_extra_state
+        if has_state and key in values:
             module.set_extra_state(values[key])
 
 
