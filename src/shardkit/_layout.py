@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 # each dimension. A range is a few of them: what completes the row it begins in, the whole rows,
 # what is left at its end, and so on in every dimension::
 #
-#         shape (4, 6), range [4, 21)      . . . . a a      a  offsets (0, 4)  sizes (1, 2)
-#                                                                           b b b b b b      b
-#   offsets (1, 0)  sizes (2, 6)
-#                                                                           b b b b b b
-#                                                                           c c c . . .      c
-#   offsets (3, 0)  sizes (1, 3)
+#     shape (4, 6), range [4, 21)      . . . . a a      a  offsets (0, 4)  sizes (1, 2)
+#                                      b b b b b b      b  offsets (1, 0)  sizes (2, 6)
+#                                      b b b b b b
+#                                      c c c . . .      c  offsets (3, 0)  sizes (1, 3)
 #
 # Pure integer arithmetic; no torch.
 
@@ -110,8 +108,8 @@ def _unravel(position: int, shape: Sequence[int], strides: Sequence[int]) -> lis
 # ``Flat`` puts parameters end to end, each start aligned to 16 bytes, then cuts the whole into
 # equal, 16-byte-aligned ranges, one per rank; a cut may fall anywhere, also inside a parameter::
 #
-#         flat space   | w0 . . . . . . . | b0 | pad | w1 . . . . . . . . . . | pad |
-#         ranks        | rank 0       | rank 1       | rank 2       | rank 3       |
+#     flat space   | w0 . . . . . . . | b0 | pad | w1 . . . . . . . . . . | pad |
+#     ranks        | rank 0       | rank 1       | rank 2       | rank 3       |
 #
 # For everything above, a layout is one thing: for each parameter and rank, the range of the
 # flattened parameter that the rank owns, and where it lies in the rank's shard.
@@ -245,9 +243,9 @@ class FlatLayout:
 # one size, so a bucket cannot be cut wherever a rank's range ends. ``Even`` cuts every parameter
 # into equal parts, the last ones padded, and puts the parts of a rank side by side::
 #
-#         parameters   | w0 . . . . . . . . . . . | b0 . . |
-#         shard of 0   | w0[0:3]  | b0[0:1] | pad |
-#         shard of 1   | w0[3:6]  | b0[1:2] | pad |
+#     parameters   | w0 . . . . . . . . . . . | b0 . . |
+#     shard of 0   | w0[0:3]  | b0[0:1] | pad |
+#     shard of 1   | w0[3:6]  | b0[1:2] | pad |
 #
 # Gathered, the shards are the rows of a matrix, and a parameter is a range of its columns,
 # flattened.

@@ -29,8 +29,6 @@ from shardkit.backends.groups import engine_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardkit._doctor.facts import LaunchPlace
-
 
 # --- collectives ----------------------------------------------------------------------------------
 

@@ -31,8 +31,6 @@ from shardkit.backends import tensor_parallel_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch.optim.optimizer import Optimizer
-
     from shardkit._runtime.group import ParamGroup
 
 

@@ -34,8 +34,6 @@ from shardkit.backends.base import Gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from torch import Tensor
-
     from shardkit._custom_comm import AllGather
     from shardkit._mesh import DeviceMesh
     from shardkit._params.memory import SlotPool

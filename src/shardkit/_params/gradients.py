@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 
 # --- gradients of a bucket ------------------------------------------------------------------------
 #
-# [Note: tensors of a reduction] - unsharded gradient: what autograd leaves in ``.grad`` of an
-# unsharded parameter; taken from it at   once. - send buffer: 1-D, ``layout.padded_numel``,
-# `reduce_dtype`; the unsharded gradients are copied into   it as they come. Layers copy at once
-# on the CPU. A root, whose gradients come at both ends of   backward, holds them until the last
-# one has come, so that its send buffer exists only shortly; so   does a layer where launching a
-# kernel for each gradient would cost more. - receive buffer: what other ranks send, where the
-# backend does the sum itself. - unsynced: while gradients are not synced, the send buffer stays,
-# and is added to. - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-
-# reduce over the   replicate axis is switched off. - sharded gradient: ``.grad`` of the sharded
-# parameter, a `ShardedTensor` in storage dtype.
+# [Note: tensors of a reduction]
+# - unsharded gradient: what autograd leaves in ``.grad`` of an unsharded parameter; taken from it
+#   at once.
+# - send buffer: 1-D, ``layout.padded_numel``, `reduce_dtype`; the unsharded gradients are copied
+#   into it as they come. Layers copy at once on the CPU. A root, whose gradients come at both ends
+#   of backward, holds them until the last one has come, so that its send buffer exists only
+#   shortly; so does a layer where launching a kernel for each gradient would cost more.
+# - receive buffer: what other ranks send, where the backend does the sum itself.
+# - unsynced: while gradients are not synced, the send buffer stays, and is added to.
+# - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
+#   replicate axis is switched off.
+# - sharded gradient: ``.grad`` of the sharded parameter, a `ShardedTensor` in storage dtype.
 
 
 def assign_grad(

@@ -22,8 +22,6 @@ from shardkit._tree import iter_tensors, map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor
-
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import RootSettings

@@ -20,7 +20,7 @@ from shardkit._module.checks import find_params
 from shardkit._params.packing import numel_and_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy
@@ -334,8 +334,7 @@ def size_policy(min_num_params: int) -> Callable[..., bool]:
 # costs the latency, whatever its size; so the smallest group bounds the efficiency. In numbers:
 #
 # - *smallest*: 128 KiB for each rank of the shard axis, but no more than an eighth of the model,
-#   and
-#     no less than 1 MiB, below which groups travel together anyway;
+#   and no less than 1 MiB, below which groups travel together anyway;
 # - *largest*: an eighth of the model, but no less than eight times the smallest.
 #
 # Going down from the root, the children of a ``ModuleList`` or ``Sequential`` are what is

@@ -16,8 +16,6 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torch import Tensor
-
     from shardkit._custom_comm import GradientPiece, SumAxis
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
     from shardkit._module.fsdp_module import FSDPModule
-    from shardkit._wrapping.strategies import Strategy, StrategyName
+    from shardkit._wrapping.strategies import StrategyName
     from shardkit.backends import TorchDeviceMesh
-    from shardkit.config._schema import Parallelism, Settings
+    from shardkit.config._schema import Parallelism
 
 
 # --- the mesh that a config means -----------------------------------------------------------------

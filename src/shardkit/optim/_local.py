@@ -78,13 +78,14 @@ def same_random_numbers(params: Iterable[Any], number: int) -> Iterator[None]:
 
 # --- runs of neighbouring pieces ------------------------------------------------------------------
 #
-# [Note: tensors of a local optimizer] - run: 1-D. What the inner optimizer steps as one
-# parameter. It is a view of the shard, hence the   pieces themselves, and covers the few elements
-# of padding between them. - master: 1-D, laid out as a run, in a wider dtype and in memory of its
-# own. Where there are   masters, the inner optimizer steps these, and the pieces are their
-# rounded values. - stand-in: one element, always zero. It is stepped for parameters of which this
-# rank has nothing,   so that their state has the same names and numbers as on other ranks. - A
-# parameter that nobody sharded is stepped as it is.
+# [Note: tensors of a local optimizer]
+# - run: 1-D. What the inner optimizer steps as one parameter. It is a view of the shard, hence the
+#   pieces themselves, and covers the few elements of padding between them.
+# - master: 1-D, laid out as a run, in a wider dtype and in memory of its own. Where there are
+#   masters, the inner optimizer steps these, and the pieces are their rounded values.
+# - stand-in: one element, always zero. It is stepped for parameters of which this rank has nothing,
+#   so that their state has the same names and numbers as on other ranks.
+# - A parameter that nobody sharded is stepped as it is.
 #
 # Pieces are in one run if their bucket, settings and history are the same: an optimizer has one
 # ``step`` for each tensor, and skips those without gradient. Where gradients do not lie end to

@@ -39,11 +39,9 @@ if TYPE_CHECKING:
 # the dearest first, each to the rank with the least to do so far (Graham 1969: at most 4/3 of the
 # best)::
 #
-#         cost        9  7  6  5  4  4        rank 0   9      4      = 13
-#                                                                                 rank 1   7  5
-#   = 12
-#                                                                                 rank 2   6      4
-#   = 10
+#     cost        9  7  6  5  4  4        rank 0   9      4      = 13
+#                                         rank 1   7  5          = 12
+#                                         rank 2   6      4      = 10
 
 _ELEMENTWISE = 64
 """What reading and writing an element costs, in multiplications: what a vector costs at all."""
@@ -155,11 +153,11 @@ def _spread(indices: Sequence[int], costs: Sequence[float], number: int) -> dict
 # Members that hold one matrix together are a *replica* of it. Gradients go to a matrix' owner
 # from the members of its own replica; new values go from the owner to all members::
 #
-#         2 replicas of 2 members, one matrix, owned by member 1
+#     2 replicas of 2 members, one matrix, owned by member 1
 #
-#         members        0          1    |     2          3
-#         gradients    [0:8) ---> [8:16) |   [0:8)      [8:16)
-#         values       [0:8) <--- whole ------> [0:8), [8:16)
+#     members        0          1    |     2          3
+#     gradients    [0:8) ---> [8:16) |   [0:8)      [8:16)
+#     values       [0:8) <--- whole ------> [0:8), [8:16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,11 +289,12 @@ def _by_member(
 
 # --- packing --------------------------------------------------------------------------------------
 #
-# [Note: buffers of an exchange] - pieces: 1-D, one per parameter and rank; views of shards or of
-# sharded gradients. - send buffer: bytes: what each member gets, member by member; packed when
-# the exchange starts. - receive buffer: bytes: what each member sends; unpacked when it ends. -
-# whole: the parameter's shape, at its owner. Both buffers live from start to end of an exchange.
-# Their elements have one dtype.
+# [Note: buffers of an exchange]
+# - pieces: 1-D, one per parameter and rank; views of shards or of sharded gradients.
+# - send buffer: bytes: what each member gets, member by member; packed when the exchange starts.
+# - receive buffer: bytes: what each member sends; unpacked when it ends.
+# - whole: the parameter's shape, at its owner.
+# Both buffers live from start to end of an exchange. Their elements have one dtype.
 
 
 class Gathering:

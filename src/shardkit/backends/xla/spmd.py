@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     _Function = Callable[[Tensor], Tensor]
-    from torch import Tensor
 
 
 # --- regions --------------------------------------------------------------------------------------

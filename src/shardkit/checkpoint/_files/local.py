@@ -287,8 +287,8 @@ def check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int)
 #
 # What its users save on each rank, by `xm.save`::
 #
-#         "model":           {name: shard of a parameter, padded; or a whole buffer}
-#         "shard_metadata":  model.get_shard_metadata()
+#     "model":           {name: shard of a parameter, padded; or a whole buffer}
+#     "shard_metadata":  model.get_shard_metadata()
 #
 # The shards of all ranks, end to end, are the flattened parameter and padding. With
 # ``flatten_parameters=True`` that is a flat one, in which several lie end to end. Tried on files

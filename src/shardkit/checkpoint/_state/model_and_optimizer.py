@@ -36,8 +36,6 @@ from shardkit.checkpoint._state.names import (
 if TYPE_CHECKING:
     from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
-
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
     from torch.nn.modules.module import _IncompatibleKeys
@@ -635,9 +633,9 @@ def _received_optimizer(
 # --- whole optimizer state ------------------------------------------------------------------------
 #
 # - ``"names"``: by parameter names, as FSDP1's ``full_optim_state_dict`` and torch's
-#     ``get_optimizer_state_dict(full_state_dict=True)``.
+#   ``get_optimizer_state_dict(full_state_dict=True)``.
 # - ``"ids"``: by the optimizer's own numbers, as the ``state_dict()`` of an optimizer of a plain
-#     model, FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
+#   model, FSDP1's ``rekey_optim_state_dict`` and fairscale's ``gather_full_optim_state_dict``.
 
 Layout = Literal["names", "ids"]
 
