@@ -200,6 +200,11 @@ def _pack_value(shown: object, state_dict: Any, key: str, errors: list[str]) -> 
 
 
 # --- torch's state-dict functions -----------------------------------------------------------------
+#
+# Those functions (``torch.distributed.checkpoint.state_dict``) ask for DTensors where they gather,
+# cut and broadcast: they would return pieces as if they were whole tensors, and put whole tensors
+# into optimizers. So the helpers they call are wrapped (by `_compat`): sharded tensors are taken
+# care of here, everything else goes to torch's helper as it came.
 
 
 def gather_state_dict(original: Callable[..., Any], state_dict: Any, **kwargs: Any) -> Any:
