@@ -122,9 +122,9 @@ def _num_seen(memory: Tensor) -> int:
 # --- what ranks compare ---------------------------------------------------------------------------
 #
 # Each rank writes its piece of a whole that it has, so ranks that have other ones patch a parameter
-# together from all of them. What they wrote is noted where a whole comes in: by `copy_` from a plain
-# tensor, a random fill, a number, a write into a view. Updates by elementwise operators, as those
-# of optimizers, come from tensors that are sharded themselves. They are followed, and not noted.
+# together from all of them. What they wrote is noted where a whole comes in: by `copy_` from a
+# plain tensor, a random fill, a number, a write into a view. Updates by elementwise operators, as
+# those of optimizers, come from sharded tensors. They are followed, and not noted.
 # What is written to pieces (a checkpoint) goes past operators: then nothing is known any more.
 
 _ATTRIBUTE = "shardkit_followed"
