@@ -123,8 +123,33 @@ def align_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+class BucketLayout:
+    """What the layouts of a bucket have in common: shards of one size.
+
+    Attributes:
+        numels: Elements of each parameter.
+        shard_numel: Elements of each rank's shard, padding included.
+        world_size: Number of ranks that the bucket is cut over.
+    """
+
+    __slots__ = ()
+    numels: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all shards, padding included."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the shards that belong to no parameter."""
+        return self.padded_numel - sum(self.numels)
+
+
 @dataclass(frozen=True, slots=True)
-class FlatLayout:
+class FlatLayout(BucketLayout):
     """The `Flat` layout of one bucket; make it by `FlatLayout.plan`.
 
     Attributes:
@@ -194,16 +219,6 @@ class FlatLayout:
             world_size=world_size,
         )
 
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the whole flat space, padding included."""
-        return self.shard_numel * self.world_size
-
-    @property
-    def padding_numel(self) -> int:
-        """Elements of the flat space that belong to no parameter."""
-        return self.padded_numel - sum(self.numels)
-
     def owned_range(self, index: int, rank: int) -> tuple[int, int]:
         """Return [start, stop) of flattened parameter `index` that `rank` owns; may be empty."""
         shard_start = rank * self.shard_numel - self.offsets[index]
@@ -255,7 +270,7 @@ ALIGN_NUMEL = 128
 
 
 @dataclass(frozen=True, slots=True)
-class EvenLayout:
+class EvenLayout(BucketLayout):
     """The `Even` layout of one bucket; make it by `EvenLayout.plan`.
 
     Attributes:
@@ -308,16 +323,6 @@ class EvenLayout:
             shard_numel=align_up(end, ALIGN_NUMEL),
             world_size=world_size,
         )
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of all shards, padding included."""
-        return self.shard_numel * self.world_size
-
-    @property
-    def padding_numel(self) -> int:
-        """Elements of the shards that belong to no parameter."""
-        return self.padded_numel - sum(self.numels)
 
     @property
     def tail_numel(self) -> int:

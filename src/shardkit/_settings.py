@@ -73,8 +73,9 @@ class GroupSettings:
     """What users choose for one group.
 
     Attributes:
-        reshard_after_forward: True, False, None for True unless the group is the root's, or the
-            number of neighbouring ranks over which the parameters stay sharded until backward.
+        reshard_after_forward: Choice of True, False, None for True unless the group is the root's,
+            or the number of neighbouring ranks over which the parameters stay sharded until
+            backward.
         reshard_after_backward: Whether to give the memory back after backward.
         sync: Whether to average gradients over the ranks (`set_requires_gradient_sync`).
         all_reduce: Whether to average also over the replicate axis (`set_requires_all_reduce`).

@@ -26,7 +26,23 @@ PRONOUNS = (
     *("Either", "It", "Its", "Somebody", "Their", "These", "They", "Those"),
     *("What", "When", "Where", "Which", "Who", "Whose", "Why", "How"),
 )
-OTHERS = ("Also", "Called", "Gets", "Gives", "Holds", "Is", "Makes", "Says", "See", "Takes", "Told")
+OTHERS = (
+    *(
+        "Also",
+        "Called",
+        "Each",
+        "Empty",
+        "Gets",
+        "Gives",
+        "Has",
+        "Holds",
+        "Is",
+        "Let",
+        "Makes",
+        "More",
+    ),
+    *("None", "Nothing", "Only", "Same", "Says", "See", "So", "Takes", "Then", "Told", "True"),
+)
 WORN = {*PREPOSITIONS, *PRONOUNS, *OTHERS}
 
 

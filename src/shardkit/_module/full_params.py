@@ -251,8 +251,8 @@ def summon_full_params(
             group; if it has none, those of the outermost sharded modules in it.
         writeback: Keep what was written. Not between a forward and its backward, which would
             refuse to go on.
-        rank0_only: Only the first rank of the mesh gets whole parameters; the others take part in
-            the gathers and show sharded ones. Not with `writeback`.
+        rank0_only: Whether only the first rank of the mesh gets whole parameters; the others take
+            part in the gathers and show sharded ones. Not with `writeback`.
         offload_to_cpu: The whole parameters are in the memory of the host.
         with_grads: ``.grad`` is the whole gradient, or None; written back as values are.
 

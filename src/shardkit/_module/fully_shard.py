@@ -164,18 +164,18 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     the optimizer after this call.
 
     Args:
-        module: Has a forward. Its parameters are on the mesh's device. Or a list of modules: they
-            form one group, which is gathered when the first of them runs and freed when all have
-            run, or the root's forward ends; for small modules, and for experts that ranks choose
-            among. Without a sharded module around them each one's forward is a root's.
+        module: Module with a forward and its parameters on the mesh's device. Or a list of modules:
+            they form one group, which is gathered when the first of them runs and freed when all
+            have run, or the root's forward ends; for small modules, and for experts that ranks
+            choose among. Without a sharded module around them each one's forward is a root's.
         mesh: 1-D: shard over it. 2-D: replicate over the first axis, shard over the second (hybrid
             sharding). shardkit's or torch's; None: all ranks, 1-D.
         mp_policy: Dtypes of compute, communication and outputs. FSDP2's is understood.
-        reshard_after_forward: True: free the unsharded parameters after forward, gather again
-            for backward (ZeRO-3). False: keep them from forward to backward (ZeRO-2). None: False
-            for the root, True for others. A number n that divides the shard axis: between forward
-            and backward each rank keeps 1/n of them, and backward gathers from n neighbouring
-            ranks, such as those of one host.
+        reshard_after_forward: Choice of memory after forward. True: free the unsharded parameters
+            after forward, gather again for backward (ZeRO-3). False: keep them from forward to
+            backward (ZeRO-2). None: False for the root, True for others. A number n that divides
+            the shard axis: between forward and backward each rank keeps 1/n of them, and backward
+            gathers from n neighbouring ranks, such as those of one host.
         shard_placement_fn: Function of each parameter, as FSDP2 has it; may return None or a
             ``Shard(dim)``. The dim has no effect: a piece is a flat range, and sizes that do not
             divide cost no padding in any dim.

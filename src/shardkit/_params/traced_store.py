@@ -236,7 +236,7 @@ class TracedSend:
 
     Attributes:
         flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, once `complete`.
-        received: None: there is nothing to receive into.
+        received: Always None: there is nothing to receive into.
     """
 
     received = None

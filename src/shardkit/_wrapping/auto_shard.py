@@ -109,13 +109,13 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         mesh: A mesh as of `fully_shard`. A number of ranks, or a mesh shape, with ``apply=False``
             only: plans for ranks that are not there.
         policy: The choice of modules that form groups.
-        units: More groups, as of a mapping, or as a collection of names and tuples. A module that
-            is named here is taken out of the groups of the policy.
+        units: Collection of more groups, as of a mapping, or as a collection of names and tuples. A
+            module that is named here is taken out of the groups of the policy.
         strategy: A name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
         before: A function of each module of a group that is not the root, before it is sharded, for
             instance `checkpoint_module`. What it returns takes the module's place, if it is
             another module.
-        offload_budget_nbytes: So many bytes of shards, gradients and AdamW's state may stay on the
+        offload_budget_nbytes: Bytes of shards, gradients and AdamW's state that may stay on the
             device of a rank. Groups get a `CPUOffloadPolicy`, those that save most first, until the
             rest fits.
         param_init_fn: Function that gives values to a model on the meta device, module by module,

@@ -226,7 +226,7 @@ class CheckHandle(Handle, Protocol):
     """Small numbers of all ranks on their way.
 
     Attributes:
-        is_of_host: True if the host waits for other hosts only, never for the device.
+        is_of_host: Whether the host waits for other hosts only, never for the device.
     """
 
     is_of_host: bool
@@ -284,12 +284,12 @@ class Reduction:
         before: Multiplies what is sent, so that only the rest of `scale` comes after the sum; None:
             the backend chooses.
         shard_axis: Reduce-scatter over it.
-        replicate_axis: Then all-reduce over it; None: do not.
+        replicate_axis: Axis of an all-reduce that follows; None: there is none.
         carry: Partial sum over the shard axis of earlier backwards: 1-D, `out_numel`, fp32 or
             wider. It is added before the all-reduce, in its dtype, and may be written. None: there
             is none.
         is_to_host: The result is wanted on the host, and the device has memory of its own.
-        is_pinned: True if that is to be page-locked memory.
+        is_pinned: Whether that is to be page-locked memory.
         comm: The user's own reduce-scatter (`ReduceScatter`), or None.
         all_reduce: The user's own all-reduce (`AllReduce`) over the replicate axis, of a tensor and
             what the sum is still to be multiplied with; or None.

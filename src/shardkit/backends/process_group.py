@@ -144,7 +144,7 @@ class CustomCollective:
         comm: The function.
         send: Tensor to be sent.
         receive_numel: Elements that come.
-        async_op: Let `work` be waited for by whoever uses `received`.
+        async_op: Whether `work` is left to whoever uses `received`.
         options: Other arguments that the function takes.
 
     Attributes:

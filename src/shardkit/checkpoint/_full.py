@@ -124,7 +124,7 @@ def save_full(
             Hugging Face's libraries read. Of tied names it keeps the first, as they do.
         max_shard_size: Bytes of a file at most, e.g. ``"5GB"``; then `path` is a directory.
         dtype: Dtype of floating-point tensors in the file; None: their own.
-        progress: Same as in `load_full`.
+        progress: Argument of `load_full`.
 
     Returns:
         `path`.

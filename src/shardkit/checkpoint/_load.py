@@ -61,7 +61,7 @@ def load(
         strict: Error if entries are missing, or left over on all ranks. Entries of another shape
             are always an error.
         process_group: The ranks that load; default: all.
-        progress: Same as for `save`, of bytes read.
+        progress: Argument of `save`, here of bytes read.
         **extra: Objects with ``state_dict`` and ``load_state_dict``, by the names that they were
             saved under.
 

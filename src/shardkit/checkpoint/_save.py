@@ -57,7 +57,7 @@ class Job:
         extra: Values, or objects with ``state_dict``.
         keep_last: Number of checkpoints that stay beside each other; None: all.
         overwrite: Permission to replace a checkpoint of this name.
-        progress: Same as for `save`.
+        progress: Argument of `save`.
     """
 
     path: Path
@@ -551,14 +551,14 @@ def async_save(  # noqa: PLR0913 - as `save`
     named in the log (`shardkit`). ``result()`` waits as long as it takes.
 
     Args:
-        path: Same as for `save`.
-        model: Same as for `save`.
-        optimizer: Same as for `save`.
-        keep_last: Same as for `save`.
-        overwrite: Same as for `save`.
-        process_group: Same as for `save`.
-        progress: Same as for `save`, but by default nothing is shown.
-        **extra: Same as for `save`.
+        path: Argument of `save`.
+        model: Argument of `save`.
+        optimizer: Argument of `save`.
+        keep_last: Argument of `save`.
+        overwrite: Argument of `save`.
+        process_group: Argument of `save`.
+        progress: Argument of `save`; by default nothing is shown.
+        **extra: Argument of `save`.
 
     Returns:
         A handle: ``result()`` waits for the checkpoint and raises if it could not be written. If

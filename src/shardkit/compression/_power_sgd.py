@@ -32,7 +32,7 @@ class LossScale:
 
     Attributes:
         value: The scale as it was read last.
-        may_skip: True if steps are skipped where gradients overflow.
+        may_skip: Whether steps are skipped where gradients overflow.
 
     Raises:
         StateError: It is neither a GradScaler nor a finite number above 0.
@@ -274,8 +274,8 @@ class PowerSGD:
             ``start_powerSGD_iter``): gradients change most in the beginning.
         min_compression_rate: Least rate: a matrix is compressed if that sends at least so many
             times fewer numbers.
-        use_error_feedback: True to add what was left out to the next gradient.
-        warm_start: True to begin with the last step's factors, False with random ones.
+        use_error_feedback: Whether to add what was left out to the next gradient.
+        warm_start: Whether to begin with the last step's factors; else with random ones.
         seed: Seed of the random factors.
 
     Cost: of each reduction three all-reduces instead of one: of what is not compressed, in

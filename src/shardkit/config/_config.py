@@ -403,8 +403,8 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
     Parameters stay the objects that they are, so optimizers and ties stay right.
 
     Returns:
-        None: there is nothing to send: one rank, one process for all devices, or a model without
-        values on rank 0.
+        The values; None: there is nothing to send: one rank, one process for all devices, or a
+        model without values on rank 0.
 
     Raises:
         ConfigError: Replicas of torch_xla, each a process.

@@ -54,7 +54,7 @@ class Section:
     """Fields by their names, as they were written.
 
     Attributes:
-        name: Empty for the whole.
+        name: Name of the section; empty for the whole.
         entries: Fields in the order of the file.
         place: Line where it begins.
     """

@@ -183,8 +183,8 @@ class ShardkitFabricStrategy(_Sharding, FabricModelParallel):
             them if there are replicas. None: `shardkit.auto_shard` over the data-parallel axes.
         replicate_size: Replicas of the model, of which each is sharded (hybrid sharding).
         tensor_parallel_size: Ranks that get the same batch and split each layer.
-        save_distributed_checkpoint: Each rank writes its pieces into a directory. False: the first
-            rank writes one file with whole tensors.
+        save_distributed_checkpoint: Whether each rank writes its pieces into a directory. False:
+            the first rank writes one file with whole tensors.
         process_group_backend: Setting of Lightning's strategy.
         timeout: Setting of Lightning's strategy; None is its default.
 

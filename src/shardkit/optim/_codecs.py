@@ -76,7 +76,7 @@ class Codec:
     Attributes:
         block_numel: Elements that share a scale; None: nothing is coded.
         min_numel: Smaller parameters are not coded.
-        is_known: Nothing needs to be tried to know what the state is made of.
+        is_known: Whether it is known, without a trial, what the state is made of.
     """
 
     block_numel: int | None = None

@@ -114,13 +114,13 @@ class SteppedRun:
         parts: The parameters' elements, in order.
         start: Position in the shard where the run begins.
         numel: Number of elements, padding between parts included.
-        is_plain: True for a parameter that nobody had sharded when the run was made.
-        is_stand_in: True where this rank has no element of its parameters.
+        is_plain: Whether it is a parameter that nobody had sharded when the run was made.
+        is_stand_in: Whether this rank has no element of its parameters.
         values: The pieces, a view of the shard; a plain parameter itself.
         tensor: The tensor that is stepped: `values`, a master or a stand-in.
-        has_master: True if `tensor` is a master.
-        has_stepped: True if it was stepped since the run was made.
-        awaits_gradient: True if a master is to be made when there is a gradient.
+        has_master: Whether `tensor` is a master.
+        has_stepped: Whether it was stepped since the run was made.
+        awaits_gradient: Whether a master is to be made when there is a gradient.
         version: Version of `values` when `tensor` was last written to it.
     """
 

@@ -272,7 +272,7 @@ class Watchdog:
         lock: Held where what others are told is changed or read.
         step: Number of root forwards so far.
         error: The last exception that left a forward, or ends the process.
-        has_raised: An exception ends the process.
+        has_raised: Whether an exception ends the process.
         num_counted_in: Number of times that this rank had to agree with others; two requests each.
     """
 
@@ -407,7 +407,7 @@ class Watchdog:
                     store.delete(f"{old}/go")
                 return
             self._counting_in[threading.get_ident()] = go
-            store.block_until(go, lambda: self.verdict is not None or self._closed.is_set())
+            store.block_until(go, lambda: self.verdict is not None or self._has_left())
         except dist.DistNetworkError as error:
             text = self.verdict or self._store_is_gone(or_more="")
             raise RankMismatchError(text) from error
@@ -418,7 +418,7 @@ class Watchdog:
                     self._free_stores.append(store)
         if self.verdict is not None:
             raise RankMismatchError(self.verdict)
-        if self._closed.is_set():
+        if self._has_left():
             raise RankMismatchError(_LEFT)
 
     def _explain(self) -> str | None:
@@ -716,6 +716,10 @@ class Watchdog:
 
     def _is_in_use(self) -> bool:
         return dist.is_initialized() and _compat.default_store() is self.default_store
+
+    def _has_left(self) -> bool:
+        """Whether the process group was destroyed: at the end of a script it need not be."""
+        return self._closed.is_set() and not self._is_in_use()
 
     # --- the end ---
 

@@ -266,7 +266,7 @@ class DrawApart(TorchDispatchMode):
     ) -> Any:
         """Draw, or run `func` as it is."""
         kwargs = kwargs or {}
-        is_sharded = any(issubclass(each, HostValues) for each in types)
+        is_sharded = types and any(issubclass(each, HostValues) for each in types)
         if _is_plain(func) and "device" not in kwargs and not is_sharded:
             return func(*args, **kwargs)  # By far the most.
         if not self._may_read:

@@ -38,7 +38,7 @@ class SpmdRegion(GraphOrder):
         shape: Shape of the mesh: (shard,) or (replicate, shard).
 
     Attributes:
-        is_spmd: True; see `Region`.
+        is_spmd: Answer to `Region.is_spmd`: True.
         num_ranks: Devices of the mesh.
         device: The one that stands for all of them.
     """

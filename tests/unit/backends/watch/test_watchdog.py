@@ -248,10 +248,24 @@ def test_a_destroyed_group_ends_the_waits_of_its_own_threads(watchdog: Watchdog)
     thread.start()
     time.sleep(0.3)
     assert thread.is_alive()
+    watchdog._is_in_use = lambda: False  # type: ignore[method-assign]  # noqa: SLF001
     watchdog.close("destroyed")
     thread.join(5.0)
     assert not thread.is_alive()
     assert raised == [module._LEFT]  # noqa: SLF001
+
+
+def test_the_end_of_a_script_ends_no_agreement(watchdog: Watchdog) -> None:
+    """A save in the background may still be going on, and is waited for."""
+    counts = threading.Thread(target=watchdog.count_in, args=("a save", 2, ""))
+    counts.start()
+    time.sleep(0.3)
+    watchdog.close("ended")
+    time.sleep(0.3)
+    assert counts.is_alive()
+    watchdog.count_in("a save", 2, "")  # The other rank comes.
+    counts.join(5.0)
+    assert not counts.is_alive()
 
 
 def test_threads_that_count_in_do_not_wait_behind_each_other() -> None:
