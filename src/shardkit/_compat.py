@@ -580,7 +580,7 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 
 # --- modules and wrappers -------------------------------------------------------------------------
 #
-# Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
+# Tried on torch 2.9.0 and 2.13.0 (CPU).
 
 
 def is_called_by_ddp(frame: types.FrameType | None) -> bool:
@@ -698,7 +698,7 @@ def note_fully_sharded(cls: type) -> None:
 
 # --- checkpoints and state dicts ------------------------------------------------------------------
 #
-# Tried on torch 2.9.0 and 2.13.0 (CPU). All others are in `_compat`.
+# Tried on torch 2.9.0 and 2.13.0 (CPU).
 
 
 def dcp_storage_info() -> Any:

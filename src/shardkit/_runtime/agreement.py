@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # --- what each rank does by itself ----------------------------------------------------------------
 #
 # Nothing of it communicates, so nothing hangs where one rank does something else. It is counted
-# here, and compared with what ranks exchange in a backward (`agreement`), or at the end of the
+# here, and compared with what ranks exchange in a backward (`UsedParameters`), or at the end of the
 # run.
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "amsgrad", "maximize")
