@@ -17,6 +17,8 @@ plain torch nothing: where it takes part the parameters are stored in the dtype 
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,6 +45,9 @@ MATRIX = "shardkit, Muon"
 FSDP2_MUON = "torch FSDP2, Muon"
 FLAT = "plain fused"
 """The floor, its 1/N of optimizer state updated by the fused kernel."""
+BESIDE = "shardkit beside"
+"""shardkit of another commit: its folder ``src`` stands in the environment variable below."""
+BESIDE_SOURCE = "SHARDKIT_BENCH_BESIDE"
 
 CONTENDERS = (SHARDKIT, FSDP2, DDP, FLOOR)
 
@@ -110,6 +115,8 @@ class Trainer:
 
 def missing(name: str) -> str | None:
     """Say why a contender cannot run here, or return None if it can."""
+    if name == BESIDE:
+        return None if BESIDE_SOURCE in os.environ else "option --beside names its source"
     if name not in (SHARDKIT, LOCAL, MATRIX):
         return None
     try:
@@ -161,6 +168,17 @@ def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
     return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
+
+
+def _beside(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    source = os.environ[BESIDE_SOURCE]
+    sys.path.insert(0, source)
+    trainer = _shardkit(model, workload, device)
+    where = sys.modules["shardkit"].__file__
+    if where is None or not where.startswith(source):
+        message = f"shardkit was imported from {where}, not from {source}"
+        raise RuntimeError(message)
+    return trainer
 
 
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -246,6 +264,7 @@ def _plain(model: Model, workload: Workload, device: torch.device) -> Trainer:
 
 _BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     SHARDKIT: _shardkit,
+    BESIDE: _beside,
     FSDP2: _fsdp2,
     DDP: _ddp,
     FLOOR: _floor,

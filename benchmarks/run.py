@@ -1,12 +1,13 @@
 """Measure shardkit against torch FSDP2 and DDP on this machine.
 
 python benchmarks/run.py [case ...] [--rounds N] [--steps N] [--gb GB] [--device cpu|cuda]
-    [--small] [--json FILE]
+    [--small] [--beside SRC] [--json FILE]
 """
 
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -15,9 +16,11 @@ from pathlib import Path
 import torch
 
 from cases import CASES, GROUPS, ONE_CARD
+from contenders import BESIDE_SOURCE
 from ranks import RankError
 from report import Report, environment
 from rounds import Settings
+from training_case import TrainingCase
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +68,11 @@ def _run(name: str, options: argparse.Namespace) -> Report:
         world_size=2 if device_type == "cpu" else torch.cuda.device_count(),
         small=options.small,
     )
+    case = CASES[name]
     try:
-        return CASES[name].run(settings)
+        if options.beside and isinstance(case, TrainingCase):
+            return case.run_beside(settings)
+        return case.run(settings)
     except RankError as error:
         return Report(CASES[name].summary, ("contender",), (), failures=(str(error),))
 
@@ -89,8 +95,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="tiny models in the cases of gpu, to see that they run"
     )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="SRC",
+        help="compare training cases with the shardkit of another commit: its folder src",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     options = parser.parse_args(arguments)
+    if options.beside:
+        os.environ[BESIDE_SOURCE] = str(options.beside.resolve(strict=True))  # ranks read it
     chosen = options.cases or [name for name in CASES if name not in ONE_CARD]
     options.cases = [name for case in chosen for name in GROUPS.get(case, [case])]
     if unknown := set(options.cases) - set(CASES):

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
-from contenders import CONTENDERS, DDP, FLOOR, FSDP2, SHARDKIT, Workload
+from contenders import BESIDE, CONTENDERS, DDP, FLOOR, FSDP2, SHARDKIT, Workload
 from measure import PeakBytes
 from report import ABSENT, Report, Spread, Target
 from rounds import Settings, Timing, able, count_memory, time_interleaved
@@ -52,6 +52,35 @@ class TrainingCase:
             columns=_COLUMNS,
             rows=[found.row(name) for name in names],
             notes=[*self._verdicts(found, settings), found.losses()],
+            measured=found.as_dict(),
+        )
+
+    def run_beside(self, settings: Settings) -> Report:
+        """Compare shardkit with the source that ``--beside`` names, in turns."""
+        names = able((SHARDKIT, BESIDE))
+        found = _Found(
+            time_interleaved(names, self.workload, settings),
+            count_memory(names, self.workload, settings),
+        )
+        phases = {"forward_backward_s": "fwd+bwd", "optimizer_s": "optimizer", "step_s": "step"}
+        return Report(
+            title=self.summary,
+            columns=(
+                "contender",
+                *(f"{name} ms" for name in phases.values()),
+                *(f"{name} / beside" for name in phases.values()),
+                "peak MiB",
+            ),
+            rows=[
+                [
+                    name,
+                    *(f"{found.milliseconds(name, phase):.1f}" for phase in phases),
+                    *(f"{found.ratio(name, BESIDE, phase):.3f}" for phase in phases),
+                    _mebibytes(found.peaks[name].steady),
+                ]
+                for name in names
+            ],
+            notes=[found.losses()],
             measured=found.as_dict(),
         )
 
