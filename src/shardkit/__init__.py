@@ -41,7 +41,7 @@ from shardkit._wrapping.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from shardkit._wrapping.strategies import Strategy, StrategyCost, strategy
+from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
 
@@ -84,7 +84,6 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "Strategy",
-    "StrategyCost",
     "UnshardHandle",
     "WrapError",
     "always_wrap_policy",
