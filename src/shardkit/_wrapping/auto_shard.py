@@ -84,7 +84,8 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
       ``{"layers.*": {}, ("norm", "head"): {"reshard_after_forward": False}}``. A ``*`` stands for
       one part of a name between dots, a tuple is one group, ``""`` is the root. The words of
       transformers' ``_fsdp_plan`` are understood as arguments;
-    - a callable that gets a module and returns True, False, or a dict of such arguments;
+    - a callable that gets a module, or its name and the module, and returns True, False, or a dict
+      of such arguments;
     - a callable in torch_xla's and FSDP1's protocol, ``policy(module, recurse, unwrapped_params)``,
       such as ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``,
       torch_xla's and torch's own functions, ``ModuleWrapPolicy`` and ``CustomPolicy``.
