@@ -244,8 +244,6 @@ class RankLines:
 
 # --- addresses ------------------------------------------------------------------------------------
 
-_INET6 = Path("/proc/net/if_inet6")
-
 
 class Here(NamedTuple):
     """This host, as another one sees it.
@@ -285,11 +283,12 @@ def here_towards(host: str, port: int) -> Here:
         except OSError as error:
             problem = error
             continue
-        return Here(own, _interface_of(own))
-    own_addresses = ", ".join(interface_addresses().values()) or "none"
+        known = interface_addresses()
+        return Here(own, next((name for name, each in known.items() if own in each), None))
+    own_addresses = ", ".join(each[0] for each in interface_addresses().values() if each)
     msg = (
         f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks are "
-        f"to meet: {problem}. Its addresses are {own_addresses}. Give an address "
+        f"to meet: {problem}. Its addresses are {own_addresses or 'none'}. Give an address "
         f"of the network that all hosts share as --main_process_ip."
     )
     raise LaunchError(msg)
@@ -306,11 +305,11 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
     Raises:
         LaunchError: One of them is not there, or is for this host alone.
     """
-    known = {name for _, name in socket.if_nameindex()}
+    known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
     for name in filter(None, chosen.split(",")):
-        address = interface_addresses().get(name)
-        alone = address is not None and ipaddress.ip_address(address).is_loopback
+        own = known.get(name, [])
+        alone = bool(own) and ipaddress.ip_address(own[0]).is_loopback
         if name not in known or (alone and not ipaddress.ip_address(here.address).is_loopback):
             problem = "leads to no other host" if alone else "is not on this host"
             msg = (
@@ -319,19 +318,6 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
                 f"network that all hosts share."
             )
             raise LaunchError(msg)
-
-
-def _interface_of(address: str) -> str | None:
-    wanted = ipaddress.ip_address(address)
-    for name, known in interface_addresses().items():
-        if ipaddress.ip_address(known) == wanted:
-            return name
-    if wanted.version == 6 and _INET6.exists():  # noqa: PLR2004 - IPv6
-        for line in _INET6.read_text().splitlines():
-            digits, *_, name = line.split()
-            if int(digits, 16) == int(wanted):
-                return name
-    return None
 
 
 # --- start ----------------------------------------------------------------------------------------
