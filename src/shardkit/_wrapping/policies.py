@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import graphlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -16,14 +14,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardkit import _compat, _schedule
 from shardkit._errors import WrapError, nearest
-from shardkit._module.checks import find_params
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy
 
 
@@ -360,22 +356,6 @@ def bounds(model_nbytes: int, num_ranks: int) -> tuple[int, int]:
     return smallest, max(model_nbytes // _FRACTION, _FRACTION * smallest)
 
 
-def choose_balanced(
-    tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int
-) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return the groups of a model, without the root's; see the module's note.
-
-    Args:
-        tree: The model.
-        policy: The dtypes: in how many bytes a parameter is gathered.
-        num_ranks: The size of the shard axis.
-
-    Returns:
-        Names of modules by group; empty if the model is small.
-    """
-    return _Balance(tree, policy, num_ranks).choose()
-
-
 def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
     """Divide neighbours into groups of at least `smallest`, as many and as equal as can be.
 
@@ -423,7 +403,13 @@ def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> l
 
 
 class _Balance:
-    """See `choose_balanced`."""
+    """The balanced choice, see the note.
+
+    Args:
+        tree: The model.
+        policy: The dtypes: in how many bytes a parameter is gathered.
+        num_ranks: The size of the shard axis.
+    """
 
     def __init__(self, tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int) -> None:
         self._tree = tree
@@ -439,7 +425,8 @@ class _Balance:
         self._seen: set[int] = set()
         self._groups: list[tuple[list[nn.Module], int]] = []
 
-    def choose(self) -> dict[tuple[str, ...], dict[str, Any]]:
+    def choose(self) -> Choice:
+        """Return the groups, without the root's; none if the model is small."""
         self._divide(self._tree.model)
         self._split_remainder()
         return {
@@ -604,7 +591,7 @@ def choose(
     """
     policy = _by_word(policy)
     if is_balanced(policy):
-        return choose_balanced(tree, mp_policy, num_ranks)
+        return _Balance(tree, mp_policy, num_ranks).choose()
     if policy == NO_WRAP:
         return {}
     chosen = chosen_by(tree, policy)
@@ -809,119 +796,3 @@ def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
             )
             raise WrapError(msg)
     return dict(value)
-
-
-# --- units ----------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """What one call of `fully_shard` is to take.
-
-    Attributes:
-        names: The names of its modules; an empty name is the root's.
-        modules: One, or those of a list.
-        arguments: The arguments of the call.
-        entries: The parameters that it takes, by their names in the root.
-        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
-        shared: Names of modules in it that units inside have in common, so that it takes their
-            parameters.
-    """
-
-    names: tuple[str, ...]
-    modules: list[nn.Module]
-    arguments: dict[str, Any]
-    entries: list[ParamEntry] = field(default_factory=list)
-    left_out: set[nn.Parameter] = field(default_factory=set)
-    shared: tuple[str, ...] = ()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is the root's."""
-        return self.names == ("",)
-
-
-def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
-    """Return the units of a choice, inner ones before outer ones, and the root's last.
-
-    Raises:
-        WrapError: Two of them overlap, so that neither is inside the other.
-    """
-    _check_overlaps(tree, choice)
-    # Children come before parents, and neighbours in their order.
-    positions = {name: i for i, name in enumerate(tree.modules)}
-    units = [
-        Unit(names, [tree.modules[name] for name in names], arguments)
-        for names, arguments in sorted(choice.items(), key=lambda item: positions[item[0][0]])
-    ]
-    holders: dict[int, list[Unit]] = {}
-    for unit in units:
-        for module in unit.modules:
-            for inner in module.modules():
-                if inner is not module:
-                    holders.setdefault(id(inner), []).append(unit)
-    inside: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
-    for unit in units:
-        for module in unit.modules:
-            for outer in holders.get(id(module), ()):
-                inside[outer][unit] = None
-    try:
-        order = [*graphlib.TopologicalSorter(inside).static_order()]
-    except graphlib.CycleError as error:
-        first, second = (", ".join(unit.names) for unit in error.args[1][:2])
-        msg = (
-            f"the groups ({first}) and ({second}) overlap: each has a module inside a module of "
-            f"the other. Let one of them hold all of these modules, or take one of them away."
-        )
-        raise WrapError(msg) from None
-    return [*order, Unit(("",), [tree.model], {})]
-
-
-def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
-    """Raise if a module is in two groups, or inside of another one of its own group."""
-    seen: dict[str, tuple[str, ...]] = {}
-    for names in choice:
-        for name in names:
-            if name in seen:
-                msg = (
-                    f"{name!r} is in two groups, ({', '.join(seen[name])}) and "
-                    f"({', '.join(names)}). Name it once."
-                )
-                raise WrapError(msg)
-            seen[name] = names
-        for name in names if len(names) > 1 else ():
-            inner = {id(module) for module in tree.modules[name].modules()}
-            for other in names:
-                if other != name and id(tree.modules[other]) in inner:
-                    msg = (
-                        f"the group ({', '.join(names)}) overlaps itself: {other!r} is inside "
-                        f"{name!r}, which holds its parameters. Name one of them."
-                    )
-                    raise WrapError(msg)
-
-
-def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Parameter]) -> None:
-    """Give each unit its parameters: those in it that no unit inside of it has.
-
-    A parameter may be reached by several paths: modules share a weight (tied), or parents share a
-    module. It belongs to the innermost unit that every path goes through, so that it is gathered
-    wherever it is used.
-    """
-    numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
-    # Inner units come before outer ones.
-    owner = {key: min(around) for key, around in tree.around_params(numbers).items()}
-    left_out: set[nn.Parameter] = set()
-    taken = set(ignored)
-    names = {id(param): name for name, param in tree.model.named_parameters()}
-    for number, unit in enumerate(units):
-        held = {param for module in unit.modules for param in module.parameters()}
-        unit.left_out = {
-            param for param in held if param not in taken and owner[id(param)] > number
-        }
-        unit.entries = [*find_params(unit.modules, taken | unit.left_out)]
-        for entry in unit.entries:
-            entry.name = names[id(entry.param)]
-        left = [entry.name for entry in unit.entries if entry.param in left_out]
-        unit.shared = tuple(filter(None, dict.fromkeys(map(tree.shared_module, left))))
-        left_out |= unit.left_out
-        taken.update(entry.param for entry in unit.entries)
