@@ -178,11 +178,6 @@ def wants_colour(choice: str, stream: TextIO) -> bool:
     return choice == "always"
 
 
-def bold(text: str) -> str:
-    """Return a text that stands out."""
-    return f"{_BOLD}{text}{_RESET}"
-
-
 class RankLines:
     """A stream that torchrun's agent writes the output of ranks to, from several threads.
 
@@ -376,8 +371,8 @@ def environment_of(arguments: Arguments) -> dict[str, str]:
         # Torch 2.9 to 2.13 tells the address of a shared store in the first round only, so that a
         # host that comes later waits for it until it gives up.
         found[_SHARE_STORE] = "1"
-    if arguments.config is not None:
-        found[CONFIG_VARIABLE] = str(Path(arguments.config).resolve())
+    if arguments.torchrun.config is not None:
+        found[CONFIG_VARIABLE] = str(Path(arguments.torchrun.config).resolve())
     if arguments.use_cpu:
         found["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.cards is not None:
@@ -433,7 +428,7 @@ def _logs(arguments: Arguments) -> Iterator[Path]:
 def _program(arguments: Arguments) -> list[str]:
     """Return what a rank's Python is told to run."""
     options = arguments.torchrun
-    flags = {"--install": arguments.install, "--module": options.module}
+    flags = {"--install": options.install, "--module": options.module}
     wanted = [flag for flag, is_set in flags.items() if is_set]
     return [_WORKER, *wanted, options.training_script, *options.training_script_args]
 
@@ -448,7 +443,7 @@ def _run(arguments: Arguments, logs: Path) -> int:
     options.log_dir = str(logs)
     options.tee = "3"  # Both streams of each rank: into files, and from there to this terminal.
     try:
-        with _rank_lines(arguments):
+        with _rank_lines(options.color):
             torchrun.run(options)
     except ChildFailedError as error:
         text, status = report(failures_of(error, logs), num_ranks), 1
@@ -461,18 +456,17 @@ def _run(arguments: Arguments, logs: Path) -> int:
     else:
         return 0
     title, *rest = text.split("\n", maxsplit=1)
-    if wants_colour(arguments.color, sys.stderr):
-        title = bold(title)
+    if wants_colour(options.color, sys.stderr):
+        title = f"{_BOLD}{title}{_RESET}"
     sys.stderr.write("\n".join(("", title, *rest, "")))
     return status
 
 
 @contextlib.contextmanager
-def _rank_lines(arguments: Arguments) -> Iterator[None]:
+def _rank_lines(color: str) -> Iterator[None]:
     """Show what ranks write, line by line, with the number of the rank."""
     streams = [
-        RankLines(stream, colour=wants_colour(arguments.color, stream))
-        for stream in (sys.stdout, sys.stderr)
+        RankLines(stream, colour=wants_colour(color, stream)) for stream in (sys.stdout, sys.stderr)
     ]
     try:
         with (
