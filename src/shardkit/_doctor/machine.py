@@ -37,12 +37,6 @@ _MOST_RANKS = 16  # From as many of the largest tensors on nothing is gathered.
 _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
 
 
-def backends() -> list[str]:
-    """Return names of torch's backends that are there."""
-    known = ("gloo", "nccl", "mpi", "xccl")
-    return [name for name in known if getattr(dist, f"is_{name}_available")()]
-
-
 def measure_collectives(
     place: LaunchPlace, store: Any, device_type: str | None, *, timeout_s: float
 ) -> Iterator[Timing]:
@@ -158,6 +152,7 @@ def _first_line(error: BaseException) -> str:
 # --- the machine ----------------------------------------------------------------------------------
 
 _SHM = "/dev/shm"  # noqa: S108 - where the system has shared memory
+_ENGINES = ("gloo", "nccl", "mpi", "xccl")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 _PRODUCT = 192
 _REPEATS = 5
@@ -208,7 +203,7 @@ class Machine:
             "shardkit": str(getattr(sys.modules.get("shardkit"), "__version__", None)),
             "torch_xla": _version_of("torch_xla"),
             "build": f"rocm {hip}" if hip else build,
-            "backends": backends(),
+            "backends": [name for name in _ENGINES if getattr(dist, f"is_{name}_available")()],
             **_devices(),
             "num_cards": cards,
             "interfaces": {

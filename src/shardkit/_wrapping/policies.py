@@ -753,23 +753,18 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
             msg = f"groups are named by strings, or by tuples of them for one group, got {key!r}."
             raise WrapError(msg)
     for name in dict.fromkeys(name for names in chosen for name in names):
-        _check_named(tree, name)
+        if name and tree.is_container(tree.modules[name]):
+            msg = (
+                f"{name!r} is a {type(tree.modules[name]).__name__} and has no forward, so its "
+                f"parameters would never be gathered. Name the modules in it: '{name}.*'; or all "
+                f"of them in a tuple, as one group: ('{name}.*',)."
+            )
+            raise WrapError(msg)
     return {
         names: arguments
         for names, arguments in chosen.items()
         if any(next(tree.params(tree.modules[name]), None) is not None for name in names)
     }
-
-
-def _check_named(tree: ModuleTree, name: str) -> None:
-    module = tree.modules[name]
-    if name and tree.is_container(module):
-        msg = (
-            f"{name!r} is a {type(module).__name__} and has no forward, so its parameters would "
-            f"never be gathered. Name the modules in it: '{name}.*'; or all of them in a tuple, as "
-            f"one group: ('{name}.*',)."
-        )
-        raise WrapError(msg)
 
 
 def checked_arguments(value: Any, where: Any) -> dict[str, Any]:

@@ -114,20 +114,17 @@ def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
 
 
 def _without_file(rank: int, failure: ProcessFailure) -> Failure:
-    how = _how_it_ended(failure)
-    return Failure(rank, failure.local_rank, failure.timestamp, how, "")
-
-
-def _how_it_ended(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        number = -failure.exitcode
-        name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-        cause = " The system does that where memory runs out." if name == "SIGKILL" else ""
-        return f"process {failure.pid} was ended by {name}.{cause}"
-    return (
-        f"process {failure.pid} ended with exit status {failure.exitcode} and no exception; its "
-        f"own lines above may say why"
+    """Return how a process ended that left none."""
+    code = failure.exitcode
+    how = (
+        f"process {failure.pid} ended with exit status {code} and no exception; its own lines "
+        f"above may say why"
     )
+    if code < 0:
+        name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+        cause = " The system does that where memory runs out." if name == "SIGKILL" else ""
+        how = f"process {failure.pid} was ended by {name}.{cause}"
+    return Failure(rank, failure.local_rank, failure.timestamp, how, "")
 
 
 def report(failures: list[Failure], num_ranks: int) -> str:
