@@ -61,6 +61,37 @@ def counted(model: nn.Module) -> Iterator[list[PlannedTraffic]]:
         yield found
 
 
+class Told(typing.NamedTuple):
+    """What docs/howto/strategies.md says of a step: collectives, and bytes in models."""
+
+    all_gathers: int
+    reduce_scatters: int
+    all_reduces: int
+    gathered: float
+    reduced: float
+    all_reduced: float
+    shards: float
+    whole: float
+    between: float
+
+
+def told(name: str, mesh_shape: Sequence[int], num_groups: int, m: int) -> Told:
+    """Return it for groups of one size, of which the one that runs last is not gathered again."""
+    copies, n = (1, *mesh_shape)[-2:]
+    g, part, k = num_groups, (n - 1) / n, 1 / num_groups
+    across = m * 2 * (copies - 1) / copies / n
+    return {
+        "replicate": Told(0, 0, g, 0, 0, 2 * (copies - 1) / copies, 1, 0, 1),
+        "zero1": Told(g, g, 0, part, part, 0, 1 / n, 1, 1),
+        "zero2": Told(m * g, m * g, 0, m * part, m * part, 0, 1 / n, 1, 1 / n),
+        "zero3": Told(m * (2 * g - 1), m * g, 0, m * (2 - k) * part, m * part, 0, 1 / n, 0, 1 / n),
+        "hybrid": Told(
+            m * (2 * g - 1), m * g, m * g, m * (2 - k) * part, m * part, across, 1 / n, 0, 1 / n
+        ),
+        "hybrid_zero2": Told(m * g, m * g, m * g, m * part, m * part, across, 1 / n, 1, 1 / n),
+    }[name]
+
+
 def total(found: Sequence[PlannedTraffic]) -> PlannedTraffic:
     return sum(found, PlannedTraffic())
 

@@ -20,7 +20,7 @@ from shardkit._errors import (
 from shardkit._errors import show_short as _show_short
 from shardkit._install import Installed, install
 from shardkit._mesh import DeviceMesh
-from shardkit._module.activation_checkpoint import checkpoint_activations, checkpoint_module
+from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.full_params import apply_full, summon_full_params
@@ -33,6 +33,7 @@ from shardkit._runtime.passes import shared_input
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
 from shardkit._watch_settings import set_watch
+from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.plan import GroupPlan, PlannedMemory, PlannedTraffic, ShardPlan
 from shardkit._wrapping.policies import (
@@ -41,7 +42,7 @@ from shardkit._wrapping.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from shardkit._wrapping.strategies import Strategy, StrategyCost, strategy
+from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
 
@@ -84,7 +85,6 @@ __all__ = [
     "ShardkitError",
     "StateError",
     "Strategy",
-    "StrategyCost",
     "UnshardHandle",
     "WrapError",
     "always_wrap_policy",

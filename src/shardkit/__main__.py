@@ -9,8 +9,10 @@ def main() -> None:
     """Run the command, or say what it needs."""
     try:
         from shardkit._cli import app
+
+        app(prog_name="python -m shardkit")
     except ModuleNotFoundError as error:
-        if error.name not in {"typer", "rich", "yaml"}:
+        if error.name not in {"typer", "rich", "yaml", "psutil"}:
             raise
         print(
             f"python -m shardkit needs the packages of its extra 'cli', and {error.name!r} is not "
@@ -18,7 +20,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    app(prog_name="python -m shardkit")
 
 
 if __name__ == "__main__":

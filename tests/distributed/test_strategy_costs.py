@@ -1,4 +1,4 @@
-"""What strategies really communicate and hold on ranks, beside what their costs say."""
+"""What strategies really communicate and hold on ranks, beside what the documentation says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from reference import make_mesh
 from shardkit import auto_shard, strategy
-from step_traffic import counted, on_the_wire, total
+from step_traffic import counted, on_the_wire, told, total
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -45,13 +45,7 @@ def cost_of_a_step(
     with counted(model) as found, on_the_wire(model) as wire:
         unsynced.clear()
         step()
-    cost = way.cost(
-        mesh_shape,
-        num_groups=NUM_LAYERS,
-        micro_batches=micro_batches,
-        num_kept=1,
-        kept=1 / NUM_LAYERS,
-    )
+    cost = told(chosen, mesh_shape, NUM_LAYERS, micro_batches)
     real, stats = total(found), model.memory_stats()
     assert real == plan.traffic(micro_batches)
     assert (real.all_gathers, real.reduce_scatters, real.all_reduces) == (
@@ -62,12 +56,12 @@ def cost_of_a_step(
     assert wire["gathered"] == pytest.approx(cost.gathered * nbytes)
     assert wire["reduced"] == pytest.approx(cost.reduced * nbytes)
     assert wire["all-reduced"] == pytest.approx(cost.all_reduced * nbytes)
-    assert stats["shard_nbytes"] == cost.parameters * nbytes
-    if cost.unsharded:
+    assert stats["shard_nbytes"] == cost.shards * nbytes
+    if cost.whole:
         assert stats["peak_unsharded_nbytes"] == nbytes
     state = optimizer.state[next(model.parameters())]["exp_avg"].to_local()
-    assert state.nbytes * NUM_LAYERS == cost.optimizer * nbytes
-    waiting = 0 if way.reduces_each_micro_batch else nbytes
+    assert state.nbytes * NUM_LAYERS == cost.shards * nbytes
+    waiting = nbytes if cost.between == 1 else 0
     assert unsynced == [waiting] * (micro_batches - 1) + [0]
     return {"gathered": wire["gathered"] / nbytes, "reduced": wire["reduced"] / nbytes}
 

@@ -78,10 +78,10 @@ def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
         runs.keep_diagnosis(f"run{number}", f"verdict {number}", [answer])
         os.utime(folder / f"run{number}.verdict", (number, number))
     assert len([*folder.iterdir()]) <= 21
-    found = _cli.report()
-    assert found.verdict == "verdict 29"
-    assert any("the stack" in line for line in found.lines(stacks=True))
-    assert not any("the stack" in line for line in found.lines(stacks=False))
+    found = _cli.why(None, stacks=True)
+    assert found[1] == "verdict 29"
+    assert "the stack" in found
+    assert _cli.why(None, stacks=False) == found[:4]
 
 
 def test_files_of_processes_that_are_gone_go(folder: Path) -> None:
@@ -96,4 +96,4 @@ def test_files_of_processes_that_are_gone_go(folder: Path) -> None:
 
 def test_where_nothing_is_known_that_is_said() -> None:
     with pytest.raises(StateError, match="no run of shardkit is on this host"):
-        _cli.report()
+        _cli.why(None, stacks=False)

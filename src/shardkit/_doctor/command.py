@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, ranks_in_words
 from shardkit._doctor.machine import Machine
@@ -19,7 +20,6 @@ from shardkit._doctor.session import (
     ALONE_VARIABLE,
     NoStoreError,
     Session,
-    free_port,
     limited,
     open_store,
     place_of,
@@ -176,7 +176,7 @@ def _start_ranks(timeout_s: float) -> int:
         "WORLD_SIZE": str(_ALONE),
         "LOCAL_WORLD_SIZE": str(_ALONE),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(get_free_port()),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         ALONE_VARIABLE: "1",
     }

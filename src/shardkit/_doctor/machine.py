@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import os
@@ -12,7 +10,6 @@ import resource
 import shutil
 import socket
 import statistics
-import struct
 import sys
 import time
 from datetime import timedelta
@@ -38,12 +35,6 @@ LARGE_SIZES = (*SIZES, 2**28)
 
 _MOST_RANKS = 16  # From as many of the largest tensors on nothing is gathered.
 _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
-
-
-def backends() -> list[str]:
-    """Return names of torch's backends that are there."""
-    known = ("gloo", "nccl", "mpi", "xccl")
-    return [name for name in known if getattr(dist, f"is_{name}_available")()]
 
 
 def measure_collectives(
@@ -160,9 +151,8 @@ def _first_line(error: BaseException) -> str:
 
 # --- the machine ----------------------------------------------------------------------------------
 
-_SIOCGIFADDR = 0x8915  # Linux: address of an interface
-_NAME_LENGTH = 15
 _SHM = "/dev/shm"  # noqa: S108 - where the system has shared memory
+_ENGINES = ("gloo", "nccl", "mpi", "xccl")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 _PRODUCT = 192
 _REPEATS = 5
@@ -213,10 +203,14 @@ class Machine:
             "shardkit": str(getattr(sys.modules.get("shardkit"), "__version__", None)),
             "torch_xla": _version_of("torch_xla"),
             "build": f"rocm {hip}" if hip else build,
-            "backends": backends(),
+            "backends": [name for name in _ENGINES if getattr(dist, f"is_{name}_available")()],
             **_devices(),
             "num_cards": cards,
-            "interfaces": interface_addresses(),
+            "interfaces": {
+                name: addresses[0]
+                for name, addresses in interface_addresses().items()
+                if addresses and "." in addresses[0]
+            },
             "shm_nbytes": None if shm is None else shm.total,
             "shm_free_nbytes": None if shm is None else shm.free,
             "limits": {name: _limit(name) for name in ("memlock", "nofile", "nproc")},
@@ -250,16 +244,15 @@ def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
     )
 
 
-def interface_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that has one, by its name."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:_NAME_LENGTH])
-            with contextlib.suppress(OSError):  # It has no address.
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+def interface_addresses() -> dict[str, list[str]]:
+    """Return the addresses of each network interface, IPv4 first, by its name."""
+    import psutil  # An extra, and not needed where there is one host.
+
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for kind in kinds for a in found if a.family == kind]
+        for name, found in psutil.net_if_addrs().items()
+    }
 
 
 def _devices() -> dict[str, Any]:

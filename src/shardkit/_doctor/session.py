@@ -468,11 +468,3 @@ def limited(seconds: float, expired: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def free_port() -> int:
-    """Return a port of this host that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

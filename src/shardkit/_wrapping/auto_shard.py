@@ -17,15 +17,19 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
-from shardkit._wrapping.plan import PlannedUnit, ShardPlan, is_shape_only, mesh_of_shape
+from shardkit._wrapping.plan import (
+    ShardPlan,
+    assign_params,
+    is_shape_only,
+    mesh_of_shape,
+    units_in_order,
+)
 from shardkit._wrapping.policies import (
     ModuleTree,
-    assign_params,
     choose,
     choose_by_name,
     is_balanced,
     size_policy,
-    units_in_order,
 )
 from shardkit._wrapping.strategies import Strategy
 from shardkit._wrapping.strategies import strategy as strategy_of
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._mesh import DeviceMesh
+    from shardkit._wrapping.plan import Unit
     from shardkit._wrapping.policies import Choice
     from shardkit._wrapping.strategies import StrategyName
     from shardkit.backends import TorchDeviceMesh
@@ -84,7 +89,8 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
       ``{"layers.*": {}, ("norm", "head"): {"reshard_after_forward": False}}``. A ``*`` stands for
       one part of a name between dots, a tuple is one group, ``""`` is the root. The words of
       transformers' ``_fsdp_plan`` are understood as arguments;
-    - a callable that gets a module and returns True, False, or a dict of such arguments;
+    - a callable that gets a module, or its name and the module, and returns True, False, or a dict
+      of such arguments;
     - a callable in torch_xla's and FSDP1's protocol, ``policy(module, recurse, unwrapped_params)``,
       such as ``functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})``,
       torch_xla's and torch's own functions, ``ModuleWrapPolicy`` and ``CustomPolicy``.
@@ -272,21 +278,15 @@ def _choice(
         choice = choose(rest, None, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
     else:
         choice = choose(tree, policy, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
-    return _without(choice, {name for names in named for name in names}) | named
-
-
-def _without(choice: Choice, taken: set[str]) -> Choice:
-    """Return the groups without modules that are in others."""
-    left = {
-        tuple(name for name in names if name not in taken): arguments
-        for names, arguments in choice.items()
-    }
-    return {names: arguments for names, arguments in left.items() if names}
+    taken = {name for names in named for name in names}
+    left = {tuple(n for n in names if n not in taken): given for names, given in choice.items()}
+    left.pop((), None)
+    return left | named
 
 
 def _planned(
     model: nn.Module, mesh: DeviceMesh, choice: Choice, common: dict[str, Any]
-) -> list[PlannedUnit]:
+) -> list[Unit]:
     """Return the groups in the order of sharding, with all arguments."""
     tree = ModuleTree(model, common["ignored_params"])
     of_root = choice.pop(_ROOT, {})
@@ -296,24 +296,24 @@ def _planned(
     for unit in ordered:
         ignored |= unit.arguments.get("ignored_params") or set()
     assign_params(tree, ordered, ignored)
-    planned = []
     for unit in ordered:
         own_mesh = unit.arguments.get("mesh")
-        arguments = {"mesh": mesh, **common, **unit.arguments}
+        arguments = {**common, **unit.arguments}
         arguments["ignored_params"] = ignored | unit.left_out
         arguments["mp_policy"] = as_mixed_precision(arguments["mp_policy"])
         arguments["offload_policy"] = as_offload(arguments["offload_policy"])
         is_other = own_mesh is not None and not is_shape_only(mesh)
         unit_mesh = as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh
-        arguments["mesh"] = unit_mesh
-        planned.append(PlannedUnit.of(unit, unit_mesh, arguments))
-    return planned
+        unit.arguments = {**arguments, "mesh": unit_mesh}
+        unit.check()
+        unit.plan()
+    return ordered
 
 
 # --- offload by a budget --------------------------------------------------------------------------
 
 
-def offload_to_fit(units: Sequence[PlannedUnit], budget_nbytes: int) -> None:
+def offload_to_fit(units: Sequence[Unit], budget_nbytes: int) -> None:
     """Offload groups, those that save most first, until the rest fits.
 
     Counted is what a rank keeps of a group between steps: its shard and, where it is trained, the

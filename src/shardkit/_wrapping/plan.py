@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import graphlib
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from shardkit._module.fully_shard import fully_shard
 from shardkit._module.hooks import get_state
 from shardkit._module.materialize import materialize
 from shardkit._params.make import plan_buckets
-from shardkit._policy import CPUOffloadPolicy
+from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._schedule import Op, UnshardSchedule
 from shardkit.backends.base import MeshBackend
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardkit._params.make import PlannedBucket
+    from shardkit._params.sites import ParamEntry
     from shardkit._schedule import Action
-    from shardkit._wrapping.policies import Unit
+    from shardkit._wrapping.policies import Choice, ModuleTree
     from shardkit._wrapping.strategies import Strategy
 
 
@@ -274,30 +276,18 @@ def shared_arguments(groups: Sequence[GroupPlan]) -> list[str]:
     return [text for text in shown[0] if all(text in other for other in shown)]
 
 
+_DEFAULTS = (None, MixedPrecisionPolicy(), OffloadPolicy())
+
+
 def _shown_arguments(group: GroupPlan) -> list[str]:
     """Return what was chosen for a group; defaults are left out."""
     shown = [
         f"{name}={_shown_value(value)}"
         for name, value in group.arguments.items()
-        if name not in ("mesh", "ignored_params") and not _is_default(name, value)
+        if name not in ("mesh", "ignored_params") and value not in _DEFAULTS
     ]
     shown += [f"tied: {name}" for name in group.tied]
     return shown + [f"shared: {name}" for name in group.shared]
-
-
-def _is_default(name: str, value: Any) -> bool:
-    if value is None:
-        return True
-    cls = type(value)
-    return (
-        name in ("mp_policy", "offload_policy")
-        and value == cls()
-        and cls.__name__
-        in (
-            "MixedPrecisionPolicy",
-            "OffloadPolicy",
-        )
-    )
 
 
 def _shown_value(value: Any) -> str:
@@ -314,40 +304,227 @@ def _shown_value(value: Any) -> str:
     return f"{cls.__name__}({', '.join(changed)})".replace("torch.", "")
 
 
+# --- units ----------------------------------------------------------------------------------------
+
+_STATES = 4
+"""Tensors of a parameter's size that AdamW keeps: the parameter, its gradient, two moments."""
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """What one call of `fully_shard` is to take.
+
+    Attributes:
+        names: The names of its modules; an empty name is the root's.
+        modules: One, or those of a list.
+        arguments: The arguments of the call.
+        entries: The parameters that it takes, by their names in the root.
+        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
+        shared: Names of modules in it that units inside have in common, so that it takes their
+            parameters.
+        buckets: The buckets that its group will consist of.
+    """
+
+    names: tuple[str, ...]
+    modules: list[nn.Module]
+    arguments: dict[str, Any]
+    entries: list[ParamEntry] = field(default_factory=list)
+    left_out: set[nn.Parameter] = field(default_factory=set)
+    shared: tuple[str, ...] = ()
+    buckets: list[PlannedBucket] = field(default_factory=list)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the root's."""
+        return self.names == ("",)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over which it is sharded."""
+        mesh: DeviceMesh = self.arguments["mesh"]
+        return mesh
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes that AdamW keeps of the group on this rank."""
+        return sum(b.shard_nbytes * (_STATES if b.is_trainable else 1) for b in self.buckets)
+
+    def check(self) -> None:
+        """Check what `fully_shard` would check.
+
+        Raises:
+            WrapError: As `fully_shard` raises it.
+            MeshError: The same.
+        """
+        for module in self.modules:
+            checks.check_module(module)
+        checks.check_mesh(self.mesh)
+        checks.checked_reshard(self.arguments["reshard_after_forward"], self.mesh)
+        if not is_shape_only(self.mesh):
+            checks.check_params(self.entries, self.mesh, self.arguments["offload_policy"])
+        checks.check_reparametrized(self.entries)
+        if self.arguments["shard_placement_fn"] is not None:
+            checks.check_placements(self.entries, self.arguments["shard_placement_fn"])
+
+    def plan(self) -> None:
+        """Plan its buckets for its arguments."""
+        self.buckets = plan_buckets(
+            self.entries,
+            mesh=self.mesh,
+            policy=self.arguments["mp_policy"],
+            offload=self.arguments["offload_policy"],
+        )
+
+    def record(self) -> GroupPlan:
+        """Return what is shown of the group."""
+        reshards, buckets = self.arguments["reshard_after_forward"], self.buckets
+        wants_host = isinstance(self.arguments["offload_policy"], CPUOffloadPolicy)
+        sums = ("nbytes", "padding_nbytes", "shard_nbytes", "unsharded_nbytes", "send_nbytes")
+        return GroupPlan(
+            names=self.names,
+            kinds=tuple(type(module).__name__ for module in self.modules),
+            num_params=len(self.entries),
+            numel=sum(sum(bucket.layout.numels) for bucket in buckets),
+            state_nbytes=self.state_nbytes,
+            is_resharded=not self.is_root if reshards is None else bool(reshards),
+            is_offloaded=wants_host and self.mesh.backend.has_own_memory,
+            tied=tuple(entry.name for entry in self.entries if len(set(entry.sites)) > 1),
+            shared=self.shared,
+            arguments=dict(self.arguments),
+            **{name: sum(getattr(bucket, name) for bucket in buckets) for name in sums},
+        )
+
+    def traffic(self, gathers: int, passes: int, reductions: int) -> PlannedTraffic:
+        """Return what the group communicates in a step.
+
+        Args:
+            gathers: The number of its gathers.
+            passes: The number of those that go over all ranks, where others go over neighbours.
+            reductions: The number of its reductions.
+        """
+        copies, ranks = (1, *self.mesh.shape)[-2:]
+        gathered = [bucket for bucket in self.buckets if bucket.unsharded_nbytes]
+        trained = [bucket for bucket in self.buckets if bucket.is_trainable]
+        unsharded = sum(bucket.unsharded_nbytes for bucket in gathered)
+        sent = sum(bucket.send_nbytes for bucket in trained)
+        whole = gathers
+        near, value = ranks, self.arguments["reshard_after_forward"]
+        if isinstance(value, int) and not isinstance(value, bool):
+            whole, near = min(gathers, passes), value
+        received = whole * unsharded * (ranks - 1) // ranks
+        received += (gathers - whole) * unsharded * (near - 1) // near
+        own = sum(bucket.sum_nbytes for bucket in trained)
+        return PlannedTraffic(
+            all_gathers=gathers * len(gathered) * (ranks > 1),
+            reduce_scatters=reductions * len(trained) * (ranks > 1),
+            all_reduces=reductions * len(trained) * (copies > 1),
+            gathered_nbytes=received,
+            reduced_nbytes=reductions * sent * (ranks - 1) // ranks,
+            all_reduced_nbytes=reductions * 2 * own * (copies - 1) // copies,
+        )
+
+
+def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
+    """Return the units of a choice, inner ones before outer ones, and the root's last.
+
+    Raises:
+        WrapError: Two of them overlap, so that neither is inside the other.
+    """
+    _check_overlaps(tree, choice)
+    # Children come before parents, and neighbours in their order.
+    positions = {name: i for i, name in enumerate(tree.modules)}
+    units = [
+        Unit(names, [tree.modules[name] for name in names], arguments)
+        for names, arguments in sorted(choice.items(), key=lambda item: positions[item[0][0]])
+    ]
+    holders: dict[int, list[Unit]] = {}
+    for unit in units:
+        for module in unit.modules:
+            for inner in module.modules():
+                if inner is not module:
+                    holders.setdefault(id(inner), []).append(unit)
+    inside: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
+    for unit in units:
+        for module in unit.modules:
+            for outer in holders.get(id(module), ()):
+                inside[outer][unit] = None
+    try:
+        order = [*graphlib.TopologicalSorter(inside).static_order()]
+    except graphlib.CycleError as error:
+        first, second = (", ".join(unit.names) for unit in error.args[1][:2])
+        msg = (
+            f"the groups ({first}) and ({second}) overlap: each has a module inside a module of "
+            f"the other. Let one of them hold all of these modules, or take one of them away."
+        )
+        raise WrapError(msg) from None
+    return [*order, Unit(("",), [tree.model], {})]
+
+
+def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
+    """Raise if a module is in two groups, or inside of another one of its own group."""
+    seen: dict[str, tuple[str, ...]] = {}
+    for names in choice:
+        for name in names:
+            if name in seen:
+                msg = (
+                    f"{name!r} is in two groups, ({', '.join(seen[name])}) and "
+                    f"({', '.join(names)}). Name it once."
+                )
+                raise WrapError(msg)
+            seen[name] = names
+        for name in names if len(names) > 1 else ():
+            inner = {id(module) for module in tree.modules[name].modules()}
+            for other in names:
+                if other != name and id(tree.modules[other]) in inner:
+                    msg = (
+                        f"the group ({', '.join(names)}) overlaps itself: {other!r} is inside "
+                        f"{name!r}, which holds its parameters. Name one of them."
+                    )
+                    raise WrapError(msg)
+
+
+def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Parameter]) -> None:
+    """Give each unit its parameters: those in it that no unit inside of it has.
+
+    A parameter may be reached by several paths: modules share a weight (tied), or parents share a
+    module. It belongs to the innermost unit that every path goes through, so that it is gathered
+    wherever it is used.
+    """
+    numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
+    # Inner units come before outer ones.
+    owner = {key: min(around) for key, around in tree.around_params(numbers).items()}
+    left_out: set[nn.Parameter] = set()
+    taken = set(ignored)
+    names = {id(param): name for name, param in tree.model.named_parameters()}
+    for number, unit in enumerate(units):
+        held = {param for module in unit.modules for param in module.parameters()}
+        unit.left_out = {
+            param for param in held if param not in taken and owner[id(param)] > number
+        }
+        unit.entries = [*checks.find_params(unit.modules, taken | unit.left_out)]
+        for entry in unit.entries:
+            entry.name = names[id(entry.param)]
+        left = [entry.name for entry in unit.entries if entry.param in left_out]
+        unit.shared = tuple(filter(None, dict.fromkeys(map(tree.shared_module, left))))
+        left_out |= unit.left_out
+        taken.update(entry.param for entry in unit.entries)
+
+
 # --- traffic --------------------------------------------------------------------------------------
 
 
-def plan_gathers(
-    root: nn.Module,
-    groups: Sequence[tuple[GroupPlan, Sequence[nn.Module]]],
-    *,
-    stays: bool,
-    micro_batches: int,
-    batches_small: bool,
-) -> tuple[list[int], int]:
-    """Rehearse steps in which modules run once each, in the order in which they are defined.
+class _Rehearsal:
+    """Steps of which only the schedule knows; modules run once, in the order of their definition.
 
     Args:
         root: The model.
         groups: The groups with their modules.
         stays: Whether memory is kept after backward, to the next step.
-        micro_batches: The number of forwards and backwards in a step.
         batches_small: Whether small groups are gathered several at a time.
 
-    Returns:
-        The number of gathers of each group in a step, and the most unsharded bytes at once, from
-        the first step on.
+    Attributes:
+        peak_nbytes: The most unsharded bytes at once, from the first step on.
     """
-    rehearsal = _Rehearsal(root, groups, stays=stays, batches_small=batches_small)
-    for _ in range(3):  # Learn the order in one step, take another, count in a third.
-        rehearsal.counts = [0] * len(groups)
-        for micro in range(micro_batches):
-            rehearsal.run_pass(is_first=micro == 0)
-    return rehearsal.counts, rehearsal.peak_nbytes
-
-
-class _Rehearsal:
-    """Steps of which only the schedule knows."""
 
     def __init__(
         self,
@@ -372,19 +549,26 @@ class _Rehearsal:
         self._group_of = {id(m): i for i, (_, modules) in enumerate(groups) for m in modules}
         self._nbytes = 0
         self.peak_nbytes = 0
-        self.counts = [0] * len(groups)
+
+    def count_gathers(self, micro_batches: int) -> list[int]:
+        """Return how often each group is gathered in a step of so many forwards and backwards."""
+        for _ in range(3):  # Learn the order in one step, take another, count in a third.
+            self._counts = [0] * len(self._groups)
+            for micro in range(micro_batches):
+                self._run_pass(is_first=micro == 0)
+        return self._counts
 
     def _do(self, actions: Sequence[Action]) -> None:
         for op, index in actions:
             nbytes = self._groups[index][0].unsharded_nbytes
             if op in (Op.GATHER, Op.PREFETCH):
-                self.counts[index] += bool(nbytes)
+                self._counts[index] += bool(nbytes)
                 self._nbytes += nbytes
                 self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
             elif op is Op.FREE:
                 self._nbytes -= nbytes
 
-    def run_pass(self, *, is_first: bool) -> None:
+    def _run_pass(self, *, is_first: bool) -> None:
         """Run one forward and backward; before the first one of a step shards have changed."""
         schedule = self._schedule
         self._stale = set(schedule.live) if is_first else set()
@@ -433,183 +617,7 @@ class _Rehearsal:
         )
 
 
-# --- carrying a plan out --------------------------------------------------------------------------
-
-
-def shard_units(
-    model: nn.Module,
-    units: Sequence[Unit],
-    arguments: Sequence[dict[str, Any]],
-    prepare: Callable[[nn.Module, dict[str, Any]], Any] | None,
-) -> None:
-    """Shard the units of a model in their order, the root last.
-
-    Args:
-        model: The root.
-        units: The units, inner ones first.
-        arguments: The arguments of `fully_shard`, for each unit.
-        prepare: A function of each module of a unit that is not the root, and with its arguments,
-            before it is sharded. What it returns takes the module's place. It may have sharded the
-            module by itself.
-
-    Raises:
-        WrapError: It returned no module.
-    """
-    for unit, given in zip(units, arguments, strict=True):
-        modules = unit.modules
-        if prepare is not None and not unit.is_root:
-            modules = [_prepared(model, module, prepare, given) for module in modules]
-            unit.modules = modules
-        is_done = any(get_state(module) is not None for module in modules)
-        if (unit.entries or unit.is_root) and not is_done:
-            fully_shard(modules if len(modules) > 1 else modules[0], **given)
-
-
-def _prepared(
-    model: nn.Module,
-    module: nn.Module,
-    prepare: Callable[[nn.Module, dict[str, Any]], Any],
-    arguments: dict[str, Any],
-) -> nn.Module:
-    """Call `prepare`; put what it returns where the module was."""
-    result = prepare(module, arguments)
-    if result is None or result is module:
-        return module
-    if not isinstance(result, nn.Module):
-        msg = (
-            f"what was to be called before sharding returned {result!r} for a "
-            f"{type(module).__name__}. Return the module, another one for its place, or None."
-        )
-        raise WrapError(msg)
-    places = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent._modules.items()  # noqa: SLF001 - keeps places of a shared one apart
-        if child is module
-    ]
-    for parent, name in places:
-        setattr(parent, name, result)
-    return result
-
-
 # --- the plan -------------------------------------------------------------------------------------
-
-_STATES = 4
-"""Tensors of a parameter's size that AdamW keeps: the parameter, its gradient, two moments."""
-
-
-@dataclass(slots=True, eq=False)
-class PlannedUnit:
-    """A unit with all that decides how it is sharded.
-
-    Attributes:
-        unit: The modules and parameters.
-        mesh: The mesh over which they are sharded.
-        arguments: The arguments of `fully_shard`.
-        buckets: The buckets that its group will consist of.
-    """
-
-    unit: Unit
-    mesh: DeviceMesh
-    arguments: dict[str, Any]
-    buckets: list[PlannedBucket]
-
-    @classmethod
-    def of(cls, unit: Unit, mesh: DeviceMesh, arguments: dict[str, Any]) -> PlannedUnit:
-        """Plan the group of a unit, and check what `fully_shard` would check.
-
-        Raises:
-            WrapError: As `fully_shard` raises it.
-            MeshError: The same.
-        """
-        for module in unit.modules:
-            checks.check_module(module)
-        checks.check_mesh(mesh)
-        checks.checked_reshard(arguments["reshard_after_forward"], mesh)
-        if not is_shape_only(mesh):
-            checks.check_params(unit.entries, mesh, arguments["offload_policy"])
-        checks.check_reparametrized(unit.entries)
-        if arguments["shard_placement_fn"] is not None:
-            checks.check_placements(unit.entries, arguments["shard_placement_fn"])
-        result = cls(unit, mesh, arguments, [])
-        result.plan()
-        return result
-
-    def plan(self) -> None:
-        """Plan its buckets for its arguments."""
-        self.buckets = plan_buckets(
-            self.unit.entries,
-            mesh=self.mesh,
-            policy=self.arguments["mp_policy"],
-            offload=self.arguments["offload_policy"],
-        )
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the shard is on the host, and the device has memory of its own."""
-        wants = isinstance(self.arguments["offload_policy"], CPUOffloadPolicy)
-        return wants and self.mesh.backend.has_own_memory
-
-    @property
-    def is_resharded(self) -> bool:
-        """Whether the unsharded parameters are freed between forward and backward."""
-        value = self.arguments["reshard_after_forward"]
-        return not self.unit.is_root if value is None else bool(value)
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes that AdamW keeps of the group on this rank."""
-        return sum(b.shard_nbytes * (_STATES if b.is_trainable else 1) for b in self.buckets)
-
-    def record(self) -> GroupPlan:
-        """Return what is shown of the group."""
-        unit, buckets = self.unit, self.buckets
-        return GroupPlan(
-            names=unit.names,
-            kinds=tuple(type(module).__name__ for module in unit.modules),
-            num_params=len(unit.entries),
-            numel=sum(sum(bucket.layout.numels) for bucket in buckets),
-            nbytes=sum(bucket.nbytes for bucket in buckets),
-            padding_nbytes=sum(bucket.padding_nbytes for bucket in buckets),
-            shard_nbytes=sum(bucket.shard_nbytes for bucket in buckets),
-            unsharded_nbytes=sum(bucket.unsharded_nbytes for bucket in buckets),
-            send_nbytes=sum(bucket.send_nbytes for bucket in buckets),
-            state_nbytes=self.state_nbytes,
-            is_resharded=self.is_resharded,
-            is_offloaded=self.is_offloaded,
-            tied=tuple(entry.name for entry in unit.entries if len(set(entry.sites)) > 1),
-            shared=unit.shared,
-            arguments=dict(self.arguments),
-        )
-
-    def traffic(self, gathers: int, passes: int, reductions: int) -> PlannedTraffic:
-        """Return what the group communicates in a step.
-
-        Args:
-            gathers: The number of its gathers.
-            passes: The number of those that go over all ranks, where others go over neighbours.
-            reductions: The number of its reductions.
-        """
-        copies, ranks = (1, *self.mesh.shape)[-2:]
-        gathered = [bucket for bucket in self.buckets if bucket.unsharded_nbytes]
-        trained = [bucket for bucket in self.buckets if bucket.is_trainable]
-        unsharded = sum(bucket.unsharded_nbytes for bucket in gathered)
-        sent = sum(bucket.send_nbytes for bucket in trained)
-        whole = gathers
-        near, value = ranks, self.arguments["reshard_after_forward"]
-        if isinstance(value, int) and not isinstance(value, bool):
-            whole, near = min(gathers, passes), value
-        received = whole * unsharded * (ranks - 1) // ranks
-        received += (gathers - whole) * unsharded * (near - 1) // near
-        own = sum(bucket.sum_nbytes for bucket in trained)
-        return PlannedTraffic(
-            all_gathers=gathers * len(gathered) * (ranks > 1),
-            reduce_scatters=reductions * len(trained) * (ranks > 1),
-            all_reduces=reductions * len(trained) * (copies > 1),
-            gathered_nbytes=received,
-            reduced_nbytes=reductions * sent * (ranks - 1) // ranks,
-            all_reduced_nbytes=reductions * 2 * own * (copies - 1) // copies,
-        )
 
 
 class ShardPlan:
@@ -631,7 +639,7 @@ class ShardPlan:
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        units: Sequence[PlannedUnit],
+        units: Sequence[Unit],
         *,
         strategy: Strategy | None,
         prepare: Callable[[nn.Module, dict[str, Any]], Any] | None,
@@ -643,15 +651,13 @@ class ShardPlan:
         self.is_applied = False
         self._mesh = mesh
         self._units = list(units)
-        self._held = [unit for unit in units if unit.unit.entries]
+        self._held = [unit for unit in units if unit.entries]
         self._prepare = prepare
         self._init_fn = init_fn
         self._params = {id(param) for param in model.parameters()}
         self.groups: tuple[GroupPlan, ...] = tuple(unit.record() for unit in self._held)
         self.without_group: tuple[str, ...] = tuple(
-            ", ".join(unit.unit.names)
-            for unit in units
-            if not unit.unit.entries and not unit.unit.is_root
+            ", ".join(unit.names) for unit in units if not unit.entries and not unit.is_root
         )
         self._steps: dict[int, tuple[list[PlannedTraffic], int]] = {1: self._step(1)}
 
@@ -681,9 +687,16 @@ class ShardPlan:
                 "all changes of the model (adapters, conversions, ties)."
             )
             raise WrapError(msg)
-        units = [planned.unit for planned in self._units]
-        arguments = [planned.arguments for planned in self._units]
-        shard_units(self.model, units, arguments, self._prepare)
+        for unit in self._units:
+            if self._prepare is not None and not unit.is_root:
+                unit.modules = [
+                    _prepared(self.model, module, self._prepare, unit.arguments)
+                    for module in unit.modules
+                ]
+            modules = unit.modules
+            is_done = any(get_state(module) is not None for module in modules)
+            if (unit.entries or unit.is_root) and not is_done:
+                fully_shard(modules if len(modules) > 1 else modules[0], **unit.arguments)
         if self.strategy is not None:
             self.strategy.prepare(self.model)
         if self._init_fn is not None:
@@ -731,20 +744,19 @@ class ShardPlan:
         strategy = self.strategy
         stays = strategy is not None and not strategy.reshard_after_backward
         sums_whole = strategy is not None and not strategy.reduces_each_micro_batch
-        counts, peak_nbytes = plan_gathers(
+        rehearsal = _Rehearsal(
             self.model,
-            [(g, held.unit.modules) for g, held in zip(self.groups, self._held, strict=True)],
+            [(g, unit.modules) for g, unit in zip(self.groups, self._held, strict=True)],
             stays=stays,
-            micro_batches=micro_batches,
             batches_small=self._mesh.backend.batches_small_groups,
         )
         passes = 1 if stays else micro_batches
         reductions = 1 if sums_whole else micro_batches
         costs = [
             unit.traffic(count, passes, reductions)
-            for unit, count in zip(self._held, counts, strict=True)
+            for unit, count in zip(self._held, rehearsal.count_gathers(micro_batches), strict=True)
         ]
-        return costs, peak_nbytes
+        return costs, rehearsal.peak_nbytes
 
     # --- shown ---
 
@@ -780,3 +792,30 @@ class ShardPlan:
             f"a step of a rank: {step}",
         ]
         return "\n".join(lines)
+
+
+def _prepared(
+    model: nn.Module,
+    module: nn.Module,
+    prepare: Callable[[nn.Module, dict[str, Any]], Any],
+    arguments: dict[str, Any],
+) -> nn.Module:
+    """Call `prepare`; put what it returns where the module was."""
+    result = prepare(module, arguments)
+    if result is None or result is module:
+        return module
+    if not isinstance(result, nn.Module):
+        msg = (
+            f"what was to be called before sharding returned {result!r} for a "
+            f"{type(module).__name__}. Return the module, another one for its place, or None."
+        )
+        raise WrapError(msg)
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()  # noqa: SLF001 - keeps places of a shared one apart
+        if child is module
+    ]
+    for parent, name in places:
+        setattr(parent, name, result)
+    return result

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import graphlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -16,13 +14,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardkit import _compat, _schedule
 from shardkit._errors import WrapError, nearest
-from shardkit._module.checks import find_params
+from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy
 
 
@@ -45,6 +42,8 @@ class ModuleTree:
     Attributes:
         model: The root.
         modules: The modules by name, parents before their children; the root's name is empty.
+        closed: Ids of modules in others that use their weights without calling them.
+        class_name: The name of the root's class.
     """
 
     def __init__(self, model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
@@ -52,20 +51,16 @@ class ModuleTree:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names = {id(module): name for name, module in self.modules.items()}
         self._ignored = {id(param) for param in ignored}
-        self._closed = self._find_closed()
+        self.class_name = own_class(model).__name__
+        self.closed: set[int] = set()
+        for module in self.modules.values():
+            if isinstance(module, _CLOSED):
+                self.closed.update(id(inner) for inner in module.modules() if inner is not module)
+            if isinstance(module, ParametrizationList):
+                self.closed.add(id(module))
         self._num_parents = collections.Counter(
             id(child) for module in self.modules.values() for child in module.children()
         )
-
-    def _find_closed(self) -> set[int]:
-        """Return modules in others that use their weights without calling them."""
-        closed = set()
-        for module in self.modules.values():
-            if isinstance(module, _CLOSED):
-                closed |= {id(inner) for inner in module.modules() if inner is not module}
-            if isinstance(module, ParametrizationList):
-                closed.add(id(module))
-        return closed
 
     def name_of(self, module: nn.Module) -> str:
         """Return the name of a module."""
@@ -134,7 +129,7 @@ class ModuleTree:
         """Whether a policy is asked about a module: it is called, and holds parameters."""
         return (
             module is not self.model
-            and id(module) not in self._closed
+            and id(module) not in self.closed
             and not self.is_container(module)
             and next(self.params(module), None) is not None
         )
@@ -155,7 +150,7 @@ class ModuleTree:
         if not found:
             names = [name for name in self.modules if name]
             msg = (
-                f"no module of this {type(self.model).__name__} has the name {pattern!r}. "
+                f"no module of this {self.class_name} has the name {pattern!r}. "
                 f"{nearest(pattern, names)} Names are those of model.named_modules(); a * stands "
                 f"for one part of a name, as in 'layers.*'."
             )
@@ -245,56 +240,45 @@ def size_based_auto_wrap_policy(
     return is_large and not isinstance(module, tuple(leaves if recurse else excluded))
 
 
-def follows_protocol(policy: Callable[..., Any]) -> bool:
-    """Whether a callable is to be asked in the protocol, and not with the module alone."""
+def _takes(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a policy can be called with such arguments."""
     try:
-        signature = inspect.signature(policy)
+        inspect.signature(policy).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        return False
-    if "recurse" in signature.parameters:
-        return True
-    return not _binds(signature, None) and _binds(signature, None, True, 0)
-
-
-def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
         return False
     return True
 
 
-def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
-    """Return how to call a policy: by the names that its arguments have, else by position.
+def _asker(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], Any] | None:
+    """Return how to call a policy in the protocol; None: it is to be called with the module alone.
 
-    The number is `unwrapped_params` in torch_xla, and `nonwrapped_numel` in torch.
+    Arguments are given by the names that it has for them, else by position. The number is
+    `unwrapped_params` in torch_xla, and `nonwrapped_numel` in torch.
     """
-    signature = inspect.signature(policy)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    names = [name for name in _NUMBER_NAMES if takes_any or name in signature.parameters]
-    given = dict.fromkeys(names, 0)
-    by_name = bool(names) and _binds(signature, module=None, recurse=True, **given)
-    mixed = bool(names) and _binds(signature, None, True, **given)
+    try:
+        names = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        return None
+    if "recurse" not in names and (_takes(policy, None) or not _takes(policy, None, True, 0)):
+        return None
+    by_name = [n for n in _NUMBER_NAMES if _takes(policy, module=None, recurse=True, **{n: 0})]
+    if by_name:
+        return lambda module, recurse, numel: policy(
+            module=module, recurse=recurse, **dict.fromkeys(by_name, numel)
+        )
+    mixed = [n for n in _NUMBER_NAMES if _takes(policy, None, True, **{n: 0})]
+    if mixed:
+        return lambda module, recurse, numel: policy(module, recurse, **dict.fromkeys(mixed, numel))
+    return policy
 
-    def ask(module: nn.Module, recurse: bool, numel: int) -> bool:  # noqa: FBT001 - the protocol
-        numbers = dict.fromkeys(names, numel)
-        if by_name:
-            return bool(policy(module=module, recurse=recurse, **numbers))
-        if mixed:
-            return bool(policy(module, recurse, **numbers))
-        return bool(policy(module, recurse, numel))
 
-    return ask
-
-
-def choose_by_protocol(tree: ModuleTree, policy: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """Return the names of the modules that a policy chooses, children before parents.
+def choose_by_protocol(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], Any]) -> Choice:
+    """Return the modules that a policy chooses, children before parents.
 
     Modules without a forward, or without parameters, are no units whatever the policy says. A
     module that several have in common counts for the first of them.
     """
-    ask = _asker(policy)
-    chosen: dict[str, dict[str, Any]] = {}
+    chosen: Choice = {}
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> int:
@@ -307,7 +291,7 @@ def choose_by_protocol(tree: ModuleTree, policy: Callable[..., Any]) -> dict[str
             return 0
         taken = sum(visit(child) for child in module.children())
         if tree.may_be_unit(module) and ask(module, False, numel - taken):
-            chosen[tree.name_of(module)] = {}
+            chosen[tree.name_of(module),] = {}
             return numel
         return taken
 
@@ -372,22 +356,6 @@ def bounds(model_nbytes: int, num_ranks: int) -> tuple[int, int]:
     return smallest, max(model_nbytes // _FRACTION, _FRACTION * smallest)
 
 
-def choose_balanced(
-    tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int
-) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return the groups of a model, without the root's; see the module's note.
-
-    Args:
-        tree: The model.
-        policy: The dtypes: in how many bytes a parameter is gathered.
-        num_ranks: The size of the shard axis.
-
-    Returns:
-        Names of modules by group; empty if the model is small.
-    """
-    return _Balance(tree, policy, num_ranks).choose()
-
-
 def group_neighbours(sizes: Sequence[int], smallest: int) -> list[list[int]]:
     """Divide neighbours into groups of at least `smallest`, as many and as equal as can be.
 
@@ -435,7 +403,13 @@ def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> l
 
 
 class _Balance:
-    """See `choose_balanced`."""
+    """The balanced choice, see the note.
+
+    Args:
+        tree: The model.
+        policy: The dtypes: in how many bytes a parameter is gathered.
+        num_ranks: The size of the shard axis.
+    """
 
     def __init__(self, tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int) -> None:
         self._tree = tree
@@ -451,7 +425,8 @@ class _Balance:
         self._seen: set[int] = set()
         self._groups: list[tuple[list[nn.Module], int]] = []
 
-    def choose(self) -> dict[tuple[str, ...], dict[str, Any]]:
+    def choose(self) -> Choice:
+        """Return the groups, without the root's; none if the model is small."""
         self._divide(self._tree.model)
         self._split_remainder()
         return {
@@ -616,14 +591,14 @@ def choose(
     """
     policy = _by_word(policy)
     if is_balanced(policy):
-        return choose_balanced(tree, mp_policy, num_ranks)
+        return _Balance(tree, mp_policy, num_ranks).choose()
     if policy == NO_WRAP:
         return {}
-    chosen = _choose(tree, policy)
+    chosen = chosen_by(tree, policy)
     if not chosen and policy != SIZE and not is_by_size(policy):
         msg = (
-            f"the policy {_described(policy)} chooses no module of this "
-            f"{type(tree.model).__name__}, so all would be one group. Choose others, or pass "
+            f"the policy {described(policy)} chooses no module of this "
+            f"{tree.class_name}, so all would be one group. Choose others, or pass "
             f"policy='no_wrap' if one group is meant."
         )
         raise WrapError(msg)
@@ -642,7 +617,12 @@ def _by_word(policy: Any) -> Any:
     return policy
 
 
-def _choose(tree: ModuleTree, policy: Any) -> Choice:
+def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
+    """Return the groups that a policy chooses, maybe none.
+
+    Raises:
+        WrapError: It names what is not there, or is no policy.
+    """
     if policy == NO_SPLIT:
         return _by_class(tree, _no_split_modules(tree.model))
     if policy == SIZE:
@@ -662,12 +642,12 @@ def _choose(tree: ModuleTree, policy: Any) -> Choice:
             f"modules to arguments, or a callable; got {policy!r}."
         )
         raise WrapError(msg)
-    if follows_protocol(policy):
-        return {(name,): {} for name in choose_by_protocol(tree, policy)}
-    return _by_callable(tree, policy)
+    ask = _asker(policy)
+    return _by_callable(tree, policy) if ask is None else choose_by_protocol(tree, ask)
 
 
-def _described(policy: Any) -> str:
+def described(policy: Any) -> str:
+    """Return a policy for a message."""
     if isinstance(policy, type):
         return policy.__name__
     if inspect.isfunction(policy):
@@ -706,12 +686,12 @@ def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
             raise WrapError(msg)
     candidates = [*tree.candidates()]
     for name in names:
-        called = {type(module) for module in tree.modules.values() if _is_called(module, name)}
+        called = {own_class(m) for m in tree.modules.values() if name in _class_names(m)}
         kinds |= called
         if not called:
-            known = {type(module).__name__: None for _, module in candidates}
+            known = {own_class(module).__name__: None for _, module in candidates}
             msg = (
-                f"no module of this {type(tree.model).__name__} is of a class {name!r}. "
+                f"no module of this {tree.class_name} is of a class {name!r}. "
                 f"{nearest(name, known)} To choose a module by its own name, pass a mapping: "
                 f"policy={{'layers.*': {{}}}}."
             )
@@ -719,18 +699,19 @@ def _by_class(tree: ModuleTree, classes: Collection[Any]) -> Choice:
     return {(path,): {} for path, module in candidates if isinstance(module, tuple(kinds))}
 
 
-def _is_called(module: nn.Module, name: str) -> bool:
-    cls = type(module)
-    return name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+def _class_names(module: nn.Module) -> tuple[str, str]:
+    cls = own_class(module)
+    return cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
 
 
 # --- by callables and by names --------------------------------------------------------------------
 
 
-def _by_callable(tree: ModuleTree, policy: Callable[[nn.Module], Any]) -> Choice:
+def _by_callable(tree: ModuleTree, policy: Callable[..., Any]) -> Choice:
     chosen: Choice = {}
+    wants_name = not _takes(policy, None) and _takes(policy, "", None)
     for name, module in tree.candidates():
-        answer = policy(module)
+        answer = policy(name, module) if wants_name else policy(module)
         if isinstance(answer, Mapping):
             chosen[name,] = checked_arguments(answer, name)
         elif isinstance(answer, (bool, type(None))):
@@ -738,7 +719,7 @@ def _by_callable(tree: ModuleTree, policy: Callable[[nn.Module], Any]) -> Choice
                 chosen[name,] = {}
         else:
             msg = (
-                f"the policy {_described(policy)} returned {answer!r} for {name!r}. It may return "
+                f"the policy {described(policy)} returned {answer!r} for {name!r}. It may return "
                 f"True, False, or a dict of arguments of fully_shard for this module."
             )
             raise WrapError(msg)
@@ -772,23 +753,18 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
             msg = f"groups are named by strings, or by tuples of them for one group, got {key!r}."
             raise WrapError(msg)
     for name in dict.fromkeys(name for names in chosen for name in names):
-        _check_named(tree, name)
+        if name and tree.is_container(tree.modules[name]):
+            msg = (
+                f"{name!r} is a {type(tree.modules[name]).__name__} and has no forward, so its "
+                f"parameters would never be gathered. Name the modules in it: '{name}.*'; or all "
+                f"of them in a tuple, as one group: ('{name}.*',)."
+            )
+            raise WrapError(msg)
     return {
         names: arguments
         for names, arguments in chosen.items()
         if any(next(tree.params(tree.modules[name]), None) is not None for name in names)
     }
-
-
-def _check_named(tree: ModuleTree, name: str) -> None:
-    module = tree.modules[name]
-    if name and tree.is_container(module):
-        msg = (
-            f"{name!r} is a {type(module).__name__} and has no forward, so its parameters would "
-            f"never be gathered. Name the modules in it: '{name}.*'; or all of them in a tuple, as "
-            f"one group: ('{name}.*',)."
-        )
-        raise WrapError(msg)
 
 
 def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
@@ -815,119 +791,3 @@ def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
             )
             raise WrapError(msg)
     return dict(value)
-
-
-# --- units ----------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """What one call of `fully_shard` is to take.
-
-    Attributes:
-        names: The names of its modules; an empty name is the root's.
-        modules: One, or those of a list.
-        arguments: The arguments of the call.
-        entries: The parameters that it takes, by their names in the root.
-        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
-        shared: Names of modules in it that units inside have in common, so that it takes their
-            parameters.
-    """
-
-    names: tuple[str, ...]
-    modules: list[nn.Module]
-    arguments: dict[str, Any]
-    entries: list[ParamEntry] = field(default_factory=list)
-    left_out: set[nn.Parameter] = field(default_factory=set)
-    shared: tuple[str, ...] = ()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is the root's."""
-        return self.names == ("",)
-
-
-def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
-    """Return the units of a choice, inner ones before outer ones, and the root's last.
-
-    Raises:
-        WrapError: Two of them overlap, so that neither is inside the other.
-    """
-    _check_overlaps(tree, choice)
-    # Children come before parents, and neighbours in their order.
-    positions = {name: i for i, name in enumerate(tree.modules)}
-    units = [
-        Unit(names, [tree.modules[name] for name in names], arguments)
-        for names, arguments in sorted(choice.items(), key=lambda item: positions[item[0][0]])
-    ]
-    holders: dict[int, list[Unit]] = {}
-    for unit in units:
-        for module in unit.modules:
-            for inner in module.modules():
-                if inner is not module:
-                    holders.setdefault(id(inner), []).append(unit)
-    inside: dict[Unit, dict[Unit, None]] = {unit: {} for unit in units}
-    for unit in units:
-        for module in unit.modules:
-            for outer in holders.get(id(module), ()):
-                inside[outer][unit] = None
-    try:
-        order = [*graphlib.TopologicalSorter(inside).static_order()]
-    except graphlib.CycleError as error:
-        first, second = (", ".join(unit.names) for unit in error.args[1][:2])
-        msg = (
-            f"the groups ({first}) and ({second}) overlap: each has a module inside a module of "
-            f"the other. Let one of them hold all of these modules, or take one of them away."
-        )
-        raise WrapError(msg) from None
-    return [*order, Unit(("",), [tree.model], {})]
-
-
-def _check_overlaps(tree: ModuleTree, choice: Choice) -> None:
-    """Raise if a module is in two groups, or inside of another one of its own group."""
-    seen: dict[str, tuple[str, ...]] = {}
-    for names in choice:
-        for name in names:
-            if name in seen:
-                msg = (
-                    f"{name!r} is in two groups, ({', '.join(seen[name])}) and "
-                    f"({', '.join(names)}). Name it once."
-                )
-                raise WrapError(msg)
-            seen[name] = names
-        for name in names if len(names) > 1 else ():
-            inner = {id(module) for module in tree.modules[name].modules()}
-            for other in names:
-                if other != name and id(tree.modules[other]) in inner:
-                    msg = (
-                        f"the group ({', '.join(names)}) overlaps itself: {other!r} is inside "
-                        f"{name!r}, which holds its parameters. Name one of them."
-                    )
-                    raise WrapError(msg)
-
-
-def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Parameter]) -> None:
-    """Give each unit its parameters: those in it that no unit inside of it has.
-
-    A parameter may be reached by several paths: modules share a weight (tied), or parents share a
-    module. It belongs to the innermost unit that every path goes through, so that it is gathered
-    wherever it is used.
-    """
-    numbers = {id(m): number for number, unit in enumerate(units) for m in unit.modules}
-    # Inner units come before outer ones.
-    owner = {key: min(around) for key, around in tree.around_params(numbers).items()}
-    left_out: set[nn.Parameter] = set()
-    taken = set(ignored)
-    names = {id(param): name for name, param in tree.model.named_parameters()}
-    for number, unit in enumerate(units):
-        held = {param for module in unit.modules for param in module.parameters()}
-        unit.left_out = {
-            param for param in held if param not in taken and owner[id(param)] > number
-        }
-        unit.entries = [*find_params(unit.modules, taken | unit.left_out)]
-        for entry in unit.entries:
-            entry.name = names[id(entry.param)]
-        left = [entry.name for entry in unit.entries if entry.param in left_out]
-        unit.shared = tuple(filter(None, dict.fromkeys(map(tree.shared_module, left))))
-        left_out |= unit.left_out
-        taken.update(entry.param for entry in unit.entries)

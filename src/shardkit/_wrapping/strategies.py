@@ -36,42 +36,6 @@ StrategyName = Literal[
 
 
 @dataclass(frozen=True)
-class StrategyCost:
-    """What a step of G groups costs on each rank.
-
-    Counts are collectives. Bytes are in units of the model's: 1.0 for gathers is the model in
-    `param_dtype`, and 1.0 for reductions the model in `reduce_dtype`. Padding is left out. Memory
-    is at its largest, in the same way: `parameters` and `optimizer` in the dtype of storage,
-    `unsharded` in `param_dtype`.
-
-    Attributes:
-        all_gathers: The number of all-gathers over the shard axis.
-        reduce_scatters: The number of reduce-scatters over the shard axis.
-        all_reduces: The number of all-reduces over the replicate axis.
-        gathered: Bytes that come by gathers.
-        reduced: Bytes that are sent by reduce-scatters.
-        all_reduced: Bytes that are sent by all-reduces (2 (R-1)/R of what each carries).
-        parameters: Bytes of the shards.
-        unsharded: Bytes of the whole parameters that exist from forward to backward; 0: only groups
-            in use (two at a time), and the root's.
-        gradients: Bytes between the micro-batches of a step.
-        optimizer: Bytes of the optimizer's state, for each tensor that it has of a parameter's
-            size.
-    """
-
-    all_gathers: int
-    reduce_scatters: int
-    all_reduces: int
-    gathered: float
-    reduced: float
-    all_reduced: float
-    parameters: float
-    unsharded: float
-    gradients: float
-    optimizer: float
-
-
-@dataclass(frozen=True)
 class Strategy:
     """What is sharded, and which calls of `fully_shard` and setters bring it about.
 
@@ -200,52 +164,6 @@ class Strategy:
     def mesh_dim_names(self) -> tuple[str, ...]:
         """Names for the axes of its mesh."""
         return (REPLICATE_AXIS, SHARD_AXIS)[-self.mesh_ndim :]
-
-    # --- what it costs ---
-
-    def cost(
-        self,
-        mesh_shape: tuple[int, ...],
-        *,
-        num_groups: int,
-        micro_batches: int = 1,
-        num_kept: int = 2,
-        kept: float = 0.0,
-    ) -> StrategyCost:
-        """Return what a step costs that is neither the first nor follows another without a step.
-
-        Args:
-            mesh_shape: (shard,) or (replicate, shard).
-            num_groups: Groups that are trained, each with one dtype.
-            micro_batches: Forwards and backwards between two steps of the optimizer.
-            num_kept: Groups that backward need not gather again, though groups are resharded after
-                forward: the one that runs last, and the root's if it has parameters.
-            kept: Part of the model's bytes that is theirs.
-
-        Raises:
-            MeshError: The mesh is not the strategy's.
-        """
-        self.check_mesh_shape(mesh_shape)
-        copies, ranks = (1, *mesh_shape)[-_HYBRID_NDIM:]
-        part, m = (ranks - 1) / ranks, micro_batches
-        again = self.reshard_after_forward is not False
-        passes = m if self.reshard_after_backward else 1
-        reductions = m if self.reduces_each_micro_batch else 1
-        gathers = passes * num_groups + (m * max(num_groups - num_kept, 0) if again else 0)
-        whole = passes + (m * (1 - kept) if again else 0)
-        waits_whole = not self.reduces_each_micro_batch and m > 1
-        return StrategyCost(
-            all_gathers=gathers if ranks > 1 else 0,
-            reduce_scatters=num_groups * reductions if ranks > 1 else 0,
-            all_reduces=num_groups * reductions if copies > 1 else 0,
-            gathered=whole * part,
-            reduced=reductions * part,
-            all_reduced=reductions * 2 * (copies - 1) / copies / ranks,
-            parameters=1 / ranks,
-            unsharded=0.0 if again or ranks == 1 else 1.0,
-            gradients=1.0 if waits_whole else 1 / ranks,
-            optimizer=1 / ranks,
-        )
 
 
 STRATEGIES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 _LARGE = 100_000_000
 _PREFIX = "parallelism_config_"
+_SIZES = {
+    "dp_replicate_size": "How many replicas are there?",
+    "dp_shard_size": "Over how many ranks is each of them sharded?",
+    "tp_size": "Over how many ranks are weights split (tensor parallelism)?",
+}
 
 
 class Terminal:
@@ -104,10 +110,9 @@ def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[st
     if fsdp["fsdp_version"] == 2 and ask.yes(  # noqa: PLR2004 - the version
         "Is the mesh more than one axis of all ranks (replicas, tensor parallelism)?", default=False
     ):
-        sizes = _parallelism(ask)
-        num_processes = 1
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size"):
-            num_processes *= sizes[_PREFIX + name]
+        sizes = {_PREFIX + name: ask.number(text, 1) for name, text in _SIZES.items()}
+        num_processes = math.prod(sizes.values())
+        sizes[f"{_PREFIX}cp_size"] = 1
         if sizes[f"{_PREFIX}tp_size"] > 1:
             fsdp["fsdp_cpu_ram_efficient_loading"] = False
     else:
@@ -178,16 +183,6 @@ def _fsdp(ask: Terminal) -> dict[str, Any]:
         "Are activations of groups computed again in backward (less memory)?", default=False
     )
     return fields
-
-
-def _parallelism(ask: Terminal) -> dict[str, Any]:
-    questions = {
-        "dp_replicate_size": "How many replicas are there?",
-        "dp_shard_size": "Over how many ranks is each of them sharded?",
-        "tp_size": "Over how many ranks are weights split (tensor parallelism)?",
-    }
-    sizes = {_PREFIX + name: ask.number(text, 1) for name, text in questions.items()}
-    return {**sizes, f"{_PREFIX}cp_size": 1}
 
 
 def _whole(

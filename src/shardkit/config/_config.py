@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from shardkit._errors import CheckpointError, ConfigError, MeshError
 from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
+from shardkit._module.materialize import materialize
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
+from shardkit._wrapping.policies import size_policy
 from shardkit._wrapping.strategies import REPLICATE_AXIS, Strategy, strategy
 from shardkit.backends import accelerator_type, as_device_mesh, init_device_mesh, tensor_parallel_of
 from shardkit.backends.base import first_of_all
@@ -73,7 +75,10 @@ def make(
             f"Write distributed_type: FSDP."
         )
         raise MeshError(msg)
-    shape = strategy.mesh_shape(world_size, _ranks_per_machine(settings, world_size))
+    machines = settings.num_machines
+    # Else the launcher's LOCAL_WORLD_SIZE says how many ranks share a copy.
+    counts = "LOCAL_WORLD_SIZE" not in os.environ and world_size % machines == 0
+    shape = strategy.mesh_shape(world_size, world_size // machines if counts else None)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=strategy.mesh_dim_names)
     return mesh, None
 
@@ -91,14 +96,6 @@ def in_words(settings: Settings) -> str:
         "hybrid": "a copy for each machine",
         "hybrid_zero2": "a copy for each machine",
     }.get(settings.strategy, "one axis of all ranks")
-
-
-def _ranks_per_machine(settings: Settings, world_size: int) -> int | None:
-    """Return how many ranks share a copy; None: the launcher's LOCAL_WORLD_SIZE says it."""
-    machines = settings.num_machines
-    if "LOCAL_WORLD_SIZE" in os.environ or world_size % machines:
-        return None
-    return world_size // machines
 
 
 def _of_sizes(
@@ -148,55 +145,6 @@ T = TypeVar("T")
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"  # Accelerate's names of files
 _SAVED_WITH = "model_crc32"
 """In the optimizer's file: which model's file belongs to it."""
-
-
-def save(
-    kind: str, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None
-) -> None:
-    """See `Config.save`."""
-    from shardkit import checkpoint
-
-    folder = Path(path)
-    if kind == "SHARDED_STATE_DICT":
-        checkpoint.save(folder, model, optimizer)
-        return
-    _on_all("make", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-    if kind == "LOCAL_STATE_DICT":
-        mine = [_local_file(folder, checkpoint.get_shard_metadata(model))]
-        _finish_last(mine)
-        state = checkpoint.local_state_dict(model, optimizer)
-        _on_all("write", mine[0], lambda: _write(mine[0], state))
-    else:
-        files = _full_files(folder, optimizer)
-        mine = files if group_rank(None) == 0 else []
-        _finish_last(mine)
-        checkpoint.save_full(_aside(files[0]), model)
-        if optimizer is not None:
-            whole = checkpoint.gather_optimizer_state(model, optimizer)
-            _on_all("write", files[1], lambda: _write_optimizer(mine, whole))
-    _on_all("complete", folder, lambda: _name_all(mine))
-
-
-def load(
-    kind: str, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None
-) -> None:
-    """See `Config.load`."""
-    from shardkit import checkpoint
-
-    folder = Path(path)
-    if kind == "SHARDED_STATE_DICT":
-        checkpoint.load(folder, model, optimizer)
-    elif kind == "LOCAL_STATE_DICT":
-        file = _local_file(folder, checkpoint.get_shard_metadata(model))
-        (found,) = _of_one_save([file])
-        state = _on_all("read", file, lambda: _read(found))
-        _on_all("load", file, lambda: checkpoint.load_local_state_dict(model, state, optimizer))
-    else:
-        of_model, *of_optimizer = _of_one_save(_full_files(folder, optimizer))
-        checkpoint.load_full(of_model, model)
-        if optimizer is not None:
-            whole = _on_all("read", of_optimizer[0], lambda: _read(of_optimizer[0]))
-            checkpoint.scatter_optimizer_state(whole, model, optimizer, from_rank0=False)
 
 
 def _local_file(folder: Path, described: dict[str, Any]) -> Path:
@@ -658,8 +606,6 @@ class Config:
         if values is not None:
             values.send(model)
         elif param_init_fn is not None:
-            from shardkit._module.materialize import materialize
-
             materialize(model, param_init_fn)
         return cast("FSDPModule", model)
 
@@ -685,7 +631,27 @@ class Config:
 
         Cost: see `save`, `save_full` with `gather_optimizer_state`, `local_state_dict`.
         """
-        save(self.settings.state_dict_type, path, model, optimizer)
+        from shardkit import checkpoint
+
+        folder, kind = Path(path), self.settings.state_dict_type
+        if kind == "SHARDED_STATE_DICT":
+            checkpoint.save(folder, model, optimizer)
+            return
+        _on_all("make", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+        if kind == "LOCAL_STATE_DICT":
+            mine = [_local_file(folder, checkpoint.get_shard_metadata(model))]
+            _finish_last(mine)
+            state = checkpoint.local_state_dict(model, optimizer)
+            _on_all("write", mine[0], lambda: _write(mine[0], state))
+        else:
+            files = _full_files(folder, optimizer)
+            mine = files if group_rank(None) == 0 else []
+            _finish_last(mine)
+            checkpoint.save_full(_aside(files[0]), model)
+            if optimizer is not None:
+                whole = checkpoint.gather_optimizer_state(model, optimizer)
+                _on_all("write", files[1], lambda: _write_optimizer(mine, whole))
+        _on_all("complete", folder, lambda: _name_all(mine))
 
     def load(
         self,
@@ -698,7 +664,22 @@ class Config:
         Raises:
             CheckpointError: It is not there, does not fit, or is of two saves.
         """
-        load(self.settings.state_dict_type, path, model, optimizer)
+        from shardkit import checkpoint
+
+        folder, kind = Path(path), self.settings.state_dict_type
+        if kind == "SHARDED_STATE_DICT":
+            checkpoint.load(folder, model, optimizer)
+        elif kind == "LOCAL_STATE_DICT":
+            file = _local_file(folder, checkpoint.get_shard_metadata(model))
+            (found,) = _of_one_save([file])
+            state = _on_all("read", file, lambda: _read(found))
+            _on_all("load", file, lambda: checkpoint.load_local_state_dict(model, state, optimizer))
+        else:
+            of_model, *of_optimizer = _of_one_save(_full_files(folder, optimizer))
+            checkpoint.load_full(of_model, model)
+            if optimizer is not None:
+                whole = _on_all("read", of_optimizer[0], lambda: _read(of_optimizer[0]))
+                checkpoint.scatter_optimizer_state(whole, model, optimizer, from_rank0=False)
 
     # --- parts of apply ---
 
@@ -727,8 +708,6 @@ class Config:
             names = settings.transformer_layer_cls_to_wrap
             return "no_split_modules" if names is None else set(names)
         if settings.wrap == "SIZE_BASED_WRAP":
-            from shardkit._wrapping.policies import size_policy
-
             return size_policy(settings.min_num_params)
         return "no_wrap"
 

@@ -60,20 +60,14 @@ class Arguments:
     """A launch.
 
     Attributes:
-        torchrun: Options that `torch.distributed.run.run` takes.
-        config: Path of the config file; None: there is none.
-        install: Whether `fully_shard` of torch is to be shardkit's.
+        torchrun: Options that `torch.distributed.run.run` takes, with those that are added here.
         use_cpu: Whether cards are hidden from the ranks.
         cards: Numbers of those that the ranks see, with commas between them; None: all.
-        color: Use of colours: ``"auto"``, ``"always"`` or ``"never"``.
     """
 
     torchrun: argparse.Namespace
-    config: str | None
-    install: bool
     use_cpu: bool
     cards: str | None
-    color: str
 
     @property
     def min_hosts(self) -> int:
@@ -158,14 +152,8 @@ def parse(argv: Sequence[str], read_config: Any) -> Arguments:
     for name, kind in _ALONE.items():
         if hasattr(torchrun, name):  # Not all are options of each release.
             setattr(torchrun, name, _read(kind, name, getattr(torchrun, name)))
-    result = Arguments(
-        torchrun,
-        first.config,
-        first.install,
-        use_cpu,
-        None if str(fields.get("gpu_ids", "all")) == "all" else str(fields["gpu_ids"]),
-        first.color,
-    )
+    chosen = str(fields.get("gpu_ids", "all"))
+    result = Arguments(torchrun, use_cpu, None if chosen == "all" else chosen)
     if not first.slurm:
         _choose_rendezvous(result, fields)
     return result

@@ -114,20 +114,17 @@ def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
 
 
 def _without_file(rank: int, failure: ProcessFailure) -> Failure:
-    how = _how_it_ended(failure)
-    return Failure(rank, failure.local_rank, failure.timestamp, how, "")
-
-
-def _how_it_ended(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        number = -failure.exitcode
-        name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-        cause = " The system does that where memory runs out." if name == "SIGKILL" else ""
-        return f"process {failure.pid} was ended by {name}.{cause}"
-    return (
-        f"process {failure.pid} ended with exit status {failure.exitcode} and no exception; its "
-        f"own lines above may say why"
+    """Return how a process ended that left none."""
+    code = failure.exitcode
+    how = (
+        f"process {failure.pid} ended with exit status {code} and no exception; its own lines "
+        f"above may say why"
     )
+    if code < 0:
+        name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+        cause = " The system does that where memory runs out." if name == "SIGKILL" else ""
+        how = f"process {failure.pid} was ended by {name}.{cause}"
+    return Failure(rank, failure.local_rank, failure.timestamp, how, "")
 
 
 def report(failures: list[Failure], num_ranks: int) -> str:
@@ -176,11 +173,6 @@ def wants_colour(choice: str, stream: TextIO) -> bool:
     if choice == "auto":
         return not os.environ.get("NO_COLOR") and stream.isatty()
     return choice == "always"
-
-
-def bold(text: str) -> str:
-    """Return a text that stands out."""
-    return f"{_BOLD}{text}{_RESET}"
 
 
 class RankLines:
@@ -244,8 +236,6 @@ class RankLines:
 
 # --- addresses ------------------------------------------------------------------------------------
 
-_INET6 = Path("/proc/net/if_inet6")
-
 
 class Here(NamedTuple):
     """This host, as another one sees it.
@@ -285,11 +275,12 @@ def here_towards(host: str, port: int) -> Here:
         except OSError as error:
             problem = error
             continue
-        return Here(own, _interface_of(own))
-    own_addresses = ", ".join(interface_addresses().values()) or "none"
+        known = interface_addresses()
+        return Here(own, next((name for name, each in known.items() if own in each), None))
+    own_addresses = ", ".join(each[0] for each in interface_addresses().values() if each)
     msg = (
         f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks are "
-        f"to meet: {problem}. Its addresses are {own_addresses}. Give an address "
+        f"to meet: {problem}. Its addresses are {own_addresses or 'none'}. Give an address "
         f"of the network that all hosts share as --main_process_ip."
     )
     raise LaunchError(msg)
@@ -306,11 +297,11 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
     Raises:
         LaunchError: One of them is not there, or is for this host alone.
     """
-    known = {name for _, name in socket.if_nameindex()}
+    known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
     for name in filter(None, chosen.split(",")):
-        address = interface_addresses().get(name)
-        alone = address is not None and ipaddress.ip_address(address).is_loopback
+        own = known.get(name, [])
+        alone = bool(own) and ipaddress.ip_address(own[0]).is_loopback
         if name not in known or (alone and not ipaddress.ip_address(here.address).is_loopback):
             problem = "leads to no other host" if alone else "is not on this host"
             msg = (
@@ -319,19 +310,6 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
                 f"network that all hosts share."
             )
             raise LaunchError(msg)
-
-
-def _interface_of(address: str) -> str | None:
-    wanted = ipaddress.ip_address(address)
-    for name, known in interface_addresses().items():
-        if ipaddress.ip_address(known) == wanted:
-            return name
-    if wanted.version == 6 and _INET6.exists():  # noqa: PLR2004 - IPv6
-        for line in _INET6.read_text().splitlines():
-            digits, *_, name = line.split()
-            if int(digits, 16) == int(wanted):
-                return name
-    return None
 
 
 # --- start ----------------------------------------------------------------------------------------
@@ -390,8 +368,8 @@ def environment_of(arguments: Arguments) -> dict[str, str]:
         # Torch 2.9 to 2.13 tells the address of a shared store in the first round only, so that a
         # host that comes later waits for it until it gives up.
         found[_SHARE_STORE] = "1"
-    if arguments.config is not None:
-        found[CONFIG_VARIABLE] = str(Path(arguments.config).resolve())
+    if arguments.torchrun.config is not None:
+        found[CONFIG_VARIABLE] = str(Path(arguments.torchrun.config).resolve())
     if arguments.use_cpu:
         found["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.cards is not None:
@@ -447,7 +425,7 @@ def _logs(arguments: Arguments) -> Iterator[Path]:
 def _program(arguments: Arguments) -> list[str]:
     """Return what a rank's Python is told to run."""
     options = arguments.torchrun
-    flags = {"--install": arguments.install, "--module": options.module}
+    flags = {"--install": options.install, "--module": options.module}
     wanted = [flag for flag, is_set in flags.items() if is_set]
     return [_WORKER, *wanted, options.training_script, *options.training_script_args]
 
@@ -462,7 +440,7 @@ def _run(arguments: Arguments, logs: Path) -> int:
     options.log_dir = str(logs)
     options.tee = "3"  # Both streams of each rank: into files, and from there to this terminal.
     try:
-        with _rank_lines(arguments):
+        with _rank_lines(options.color):
             torchrun.run(options)
     except ChildFailedError as error:
         text, status = report(failures_of(error, logs), num_ranks), 1
@@ -475,18 +453,17 @@ def _run(arguments: Arguments, logs: Path) -> int:
     else:
         return 0
     title, *rest = text.split("\n", maxsplit=1)
-    if wants_colour(arguments.color, sys.stderr):
-        title = bold(title)
+    if wants_colour(options.color, sys.stderr):
+        title = f"{_BOLD}{title}{_RESET}"
     sys.stderr.write("\n".join(("", title, *rest, "")))
     return status
 
 
 @contextlib.contextmanager
-def _rank_lines(arguments: Arguments) -> Iterator[None]:
+def _rank_lines(color: str) -> Iterator[None]:
     """Show what ranks write, line by line, with the number of the rank."""
     streams = [
-        RankLines(stream, colour=wants_colour(arguments.color, stream))
-        for stream in (sys.stdout, sys.stderr)
+        RankLines(stream, colour=wants_colour(color, stream)) for stream in (sys.stdout, sys.stderr)
     ]
     try:
         with (

@@ -41,7 +41,7 @@ def test_without_anything_there_is_one_host(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_config_file_is_read() -> None:
     found = parsed("--config", "f.yaml", "train.py", **FILE)
     options = found.torchrun
-    assert found.config == "f.yaml"
+    assert found.torchrun.config == "f.yaml"
     assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("2", "4", 1)
     assert (options.master_addr, options.master_port) == ("10.0.0.1", 4000)
     assert (options.rdzv_backend, options.rdzv_endpoint) == ("static", "")

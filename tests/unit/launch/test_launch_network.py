@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import socket
 
 import pytest
@@ -13,8 +14,14 @@ from shardkit.backends.groups import make_torch_mesh
 from shardkit.launch.start import Here, check_interface, here_towards
 
 
+def has_ipv6() -> bool:
+    file = pathlib.Path("/proc/net/if_inet6")
+    return file.exists() and f"{1:032x}" in file.read_text()
+
+
 def test_this_host_reaches_itself() -> None:
-    assert here_towards("127.0.0.1", 29500) == Here("127.0.0.1", "lo")
+    for address in ("127.0.0.1", "::1") if has_ipv6() else ("127.0.0.1",):
+        assert here_towards(address, 29500) == Here(address, "lo")
 
 
 def test_a_name_that_nobody_knows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import pickle
 import typing
 
@@ -11,12 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from models import GPT, SEQUENCE, VOCABULARY
 from recording import recording_mesh
-from shardkit import StateError, checkpoint_activations, checkpoint_module, fully_shard
+from shardkit import (
+    StateError,
+    checkpoint_activations,
+    checkpoint_module,
+    fully_shard,
+    transformer_auto_wrap_policy,
+)
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +32,7 @@ if typing.TYPE_CHECKING:
 pytestmark = pytest.mark.helpers
 
 DIM = 8
+INNER = ("", ".experts.0", ".experts.1")
 
 
 class Mlp(nn.Module):
@@ -116,10 +125,11 @@ def test_classes_by_type_and_by_name(classes: typing.Any, first: bool) -> None:
     assert checkpoint_activations(model, classes=classes) == [f"blocks.{i}" for i in range(4)]
 
 
-def test_subclasses_count_for_a_class_but_not_for_its_name() -> None:
+def test_subclasses_count() -> None:
     model = nn.Sequential(Block(), Other())
-    assert checkpoint_activations(copy.deepcopy(model), classes=Block) == ["0", "1"]
-    assert checkpoint_activations(copy.deepcopy(model), classes="Block") == ["0"]
+    for classes in (Block, "Block"):
+        assert checkpoint_activations(copy.deepcopy(model), classes=classes) == ["0", "1"]
+    assert checkpoint_activations(model, classes="Other") == ["1"]
 
 
 def test_a_policy_sees_names_and_modules() -> None:
@@ -127,6 +137,28 @@ def test_a_policy_sees_names_and_modules() -> None:
     chosen = checkpoint_activations(model, policy=lambda name, _: name.endswith("experts.1"))
     assert chosen == [f"blocks.{i}.experts.1" for i in range(4)]
     assert checkpoint_activations(Block(), policy=lambda name, _: not name) == [""]
+
+
+LAST_EXPERTS = [f"blocks.{i}.experts.1" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"blocks.*.experts.1": {"reshard_after_forward": False}}, LAST_EXPERTS),
+        ({("blocks.0", "blocks.2"): {}}, ["blocks.0", "blocks.2"]),
+        ({Mlp, "Block"}, [f"blocks.{i}{inner}" for i in range(4) for inner in INNER]),
+        (lambda module: isinstance(module, nn.ReLU), ["head.1"]),
+        (wrap.ModuleWrapPolicy({Block}), [f"blocks.{i}" for i in range(4)]),
+        (
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            [f"blocks.{i}" for i in range(4)],
+        ),
+    ],
+    ids=["pattern", "list", "classes", "module", "torch's", "torch_xla's"],
+)
+def test_a_policy_is_one_of_auto_shard(policy: typing.Any, expected: list[str]) -> None:
+    assert checkpoint_activations(Model(), policy=policy) == expected
 
 
 def test_names_of_parameters_stay() -> None:
@@ -139,6 +171,10 @@ def test_names_of_parameters_stay() -> None:
 # --- errors -------------------------------------------------------------------------------------
 
 
+def never(*_: object) -> bool:
+    return False
+
+
 def untouched(model: nn.Module) -> bool:
     return all("forward" not in module.__dict__ for module in model.modules())
 
@@ -146,14 +182,18 @@ def untouched(model: nn.Module) -> bool:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": "Blok"}, r"no module of this Model is a Blok\. Classes in it: Block \(4\), "),
-        ({"classes": ("Block", nn.GRU)}, r"no module of the model is a GRU\. Classes in it: "),
-        ({"policy": lambda *_: False}, r"the policy chose no module of this Model\. Classes in"),
+        ({"classes": "Blok"}, r"no module of this Model is of a class 'Blok'\. .* are 'Block'"),
+        (
+            {"classes": ("Block", nn.GRU)},
+            r"policy GRU chooses no module of this Model\. Classes in",
+        ),
+        ({"policy": never}, r"policy never\(\) chooses no module of this .*: .*Block \(4\), "),
+        ({"policy": {"block.*": {}}}, r"no module of this Model has the name 'block\.\*'"),
         ({"every": 5}, r"of 4 modules found in this Model none is chosen by every=5"),
         ({"every": 0}, r"every must be an int of at least 1, got 0"),
         ({"every": True}, r"every must be an int of at least 1, got True"),
         ({"every": 0.5}, r"every must be an int of at least 1, got 0\.5"),
-        ({"classes": [3]}, r"classes has 3, which is a int: expected classes or names"),
+        ({"classes": [3]}, r"a policy is a class or its name, .* got 3"),
         ({"classes": Block, "policy": lambda *_: True}, r"give classes or policy, not both"),
         ({"classes": nn.ModuleList}, r"'blocks', a ModuleList, has no forward"),
         ({"operators": "matmul"}, r"operators must be 'matmuls', .* got 'matmul'"),

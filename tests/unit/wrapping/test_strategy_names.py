@@ -13,7 +13,7 @@ from models import Block
 from recording import recording_mesh
 from shardkit import MeshError, Strategy, WrapError, auto_shard, fully_shard, strategy
 from shardkit._wrapping.strategies import STRATEGIES
-from step_traffic import counted, total
+from step_traffic import counted, told, total
 from wrapped_models import Stack
 
 if typing.TYPE_CHECKING:
@@ -95,7 +95,6 @@ def test_a_mesh_of_another_shape_is_refused(name: str, shape: Sequence[int]) -> 
     for call in (
         lambda: strategy(name).arguments(mesh),
         lambda: auto_shard(Stack(), mesh, Block, strategy=name),
-        lambda: strategy(name).cost(tuple(shape), num_groups=2),
     ):
         with pytest.raises(MeshError, match=r"wants a mesh of shape \("):
             call()
@@ -159,7 +158,7 @@ def test_the_cost_of_a_strategy_is_that_of_its_plan(name: str, micro_batches: in
         step()
     real = total(found)
     assert real == plan.traffic(micro_batches)
-    cost = chosen.cost(shape, num_groups=6, micro_batches=micro_batches, num_kept=1, kept=1 / 6)
+    cost = told(name, shape, 6, micro_batches)
     nbytes = sum(group.nbytes for group in plan.groups)
     assert real.all_gathers == cost.all_gathers
     assert real.reduce_scatters == cost.reduce_scatters
@@ -167,5 +166,5 @@ def test_the_cost_of_a_strategy_is_that_of_its_plan(name: str, micro_batches: in
     assert real.gathered_nbytes == pytest.approx(cost.gathered * nbytes)
     assert real.reduced_nbytes == pytest.approx(cost.reduced * nbytes)
     assert real.all_reduced_nbytes == pytest.approx(cost.all_reduced * nbytes)
-    assert plan.memory.shard_nbytes == cost.parameters * nbytes
-    assert plan.memory.kept_nbytes == cost.unsharded * nbytes
+    assert plan.memory.shard_nbytes == cost.shards * nbytes
+    assert plan.memory.kept_nbytes == cost.whole * nbytes

@@ -1,0 +1,174 @@
+"""`checkpoint_activations`: modules that a policy chooses run their forward again in backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shardkit._errors import StateError, WrapError, listed
+from shardkit._module.activation_checkpoint import (
+    SavedOperators,
+    checkpoint_module,
+    complaint_of,
+)
+from shardkit._module.fsdp_module import own_class
+from shardkit._wrapping.policies import ModuleTree, chosen_by, described
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardkit._module.activation_checkpoint import Operators
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    classes: Collection[type[nn.Module] | str] | type[nn.Module] | str | None = None,
+    policy: Any = None,
+    operators: Operators = None,
+) -> list[str]:
+    """Have chosen modules of a model compute their activations again in backward.
+
+    Without `classes` and `policy` these are the model's repeated blocks: the members of each
+    `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` of which at least two, with parameters and
+    modules of their own, are of one class; the outermost ones count. In place, before or after
+    `fully_shard`, on every backend; names of parameters stay. What of numbers and of collectives
+    is said of `checkpoint_module` holds:
+
+        checkpoint_activations(model, every=2)  # Half of the blocks.
+        checkpoint_activations(model, classes="TransformerBlock", operators="matmuls")
+
+    Args:
+        model: The model that holds the modules, or is one of them (its name is ``""`` then).
+        every: Choose the `every`-th, the 2 * `every`-th and so on of the modules found, in the
+            order of `named_modules`. What torchtitan calls selective ``"2"`` is 2.
+        classes: Classes, subclasses of these included, or names of classes, as they were before
+            `fully_shard`; bare or with their module. All modules of these are found.
+        policy: A policy as of `auto_shard`, in the place of `classes`: for instance the same one, a
+            mapping from names such as ``"layers.*"``, or a function of a module, or of its name and
+            itself. Arguments of `fully_shard` in it count for nothing.
+        operators: Operators whose outputs are kept as well, so that they are not computed again.
+            ``"matmuls"``: products with weights, convolutions and fused attention;
+            ``"every_second_matmul"``: attention, and of the others the first, third, ... of each
+            module; operators such as ``[torch.ops.aten.mm]``, all overloads of each; or a function
+            as of `torch.utils.checkpoint.create_selective_checkpoint_contexts`. A module must not
+            write to such an output in place, and its backward cannot run twice. None: nothing is
+            kept but inputs.
+
+    Returns:
+        Names of the modules chosen, as in `model.named_modules()`.
+
+    Raises:
+        StateError: Nothing is chosen, a chosen module has no forward or is checkpointed already, or
+            an argument is none of these. No module is changed then.
+
+    Cost: see `checkpoint_module`.
+    Source: Chen et al., arXiv:1604.06174; by operators: Korthikanti et al., arXiv:2205.05198.
+    """
+    saved = SavedOperators.of(operators)
+    if type(every) is not int or every < 1:
+        msg = f"every must be an int of at least 1, got {every!r}. 2 chooses half of the modules."
+        raise StateError(msg)
+    if classes is not None and policy is not None:
+        msg = "give classes or policy, not both: a policy may look at the classes itself."
+        raise StateError(msg)
+    if classes is None:
+        wanted = [] if policy is None else [policy]
+    else:
+        wanted = [classes] if isinstance(classes, (str, type)) else [*classes]
+    tree = _CalledModules(model)
+    found = _named(tree, wanted) if wanted else _repeated_blocks(model)
+    kind = own_class(model).__name__
+    if not found:
+        msg = (
+            f"no blocks that repeat were found in the containers of this {kind}. Name their "
+            f"classes. {_classes_in(model)}"
+        )
+        raise StateError(msg)
+    chosen = found[every - 1 :: every]
+    if not chosen:
+        msg = (
+            f"of {len(found)} modules found in this {kind} none is chosen by every={every}. Pass a "
+            f"smaller number."
+        )
+        raise StateError(msg)
+    for name in chosen:
+        complaint = complaint_of(tree.modules[name])
+        if complaint is not None:
+            msg = (
+                f"{name!r}, a {own_class(tree.modules[name]).__name__}, {complaint} Call "
+                f"checkpoint_activations once per model, before others replace forwards, and "
+                f"choose modules that are called. Nothing was changed."
+            )
+            raise StateError(msg)
+    for name in chosen:
+        checkpoint_module(tree.modules[name], operators=saved)
+    return chosen
+
+
+class _CalledModules(ModuleTree):
+    """A model whose root, and whose modules without parameters, may be chosen, too."""
+
+    def may_be_unit(self, module: nn.Module) -> bool:
+        """Whether a policy is asked about a module."""
+        return id(module) not in self.closed
+
+
+def _named(tree: ModuleTree, wanted: Collection[Any]) -> list[str]:
+    """Return the names of the modules that policies choose, each at least one."""
+    found: set[str] = set()
+    for policy in wanted:
+        try:
+            chosen = chosen_by(tree, policy)
+        except WrapError as error:
+            raise StateError(str(error)) from error
+        if not chosen:
+            msg = (
+                f"the policy {described(policy)} chooses no module of this {tree.class_name}. "
+                f"{_classes_in(tree.model)}"
+            )
+            raise StateError(msg)
+        found.update(name for names in chosen for name in names)
+    return [name for name in tree.modules if name in found]
+
+
+def _classes_in(model: nn.Module) -> str:
+    """Return a sentence on the classes of a model."""
+    counts = Counter(
+        own_class(module).__name__
+        for module in model.modules()
+        if next(module.parameters(), None) is not None
+    )
+    names = [name for name, _ in counts.most_common()]
+    return f"Classes in it: {listed(names, lambda name: f'{name} ({counts[name]})')}."
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the members of containers that repeat a class, the outermost ones only."""
+    found: list[str] = []
+    blocks: set[nn.Module] = set()
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if module in blocks:
+            inside = f"{name}."
+            found.append(name)
+        elif isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            children = [child for child in module.children() if _is_composite(child)]
+            counts = Counter(map(own_class, children))
+            blocks |= {child for child in children if counts[own_class(child)] > 1}
+    return found
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Return whether a module has parameters, and is more than one of torch's layers."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    is_layer = own_class(module).__module__.startswith("torch.nn.")
+    has_parameters = next(module.parameters(), None) is not None
+    has_modules = next(module.children(), None) is not None
+    return has_parameters and (has_modules or not is_layer)
