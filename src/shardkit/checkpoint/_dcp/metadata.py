@@ -234,11 +234,7 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
 
 
 def metadata_content(directory: Path) -> bytes:
-    """Return what is in `.metadata` of a checkpoint.
-
-    Raises:
-        CheckpointError: There is none, or it is no regular file.
-    """
+    """Return what is in `.metadata` of a checkpoint."""
     file = directory / METADATA_FILE
     try:
         return read_index(file)
