@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import typing
+from unittest import mock
 
 import pytest
 import torch
@@ -76,18 +78,13 @@ def test_what_is_missing_is_returned(spawn: Spawn, tmp_path: pathlib.Path) -> No
 def save_where_it_fails(folder: str, how: str) -> None:
     case = CASES["mlp"]
     model = shard(case, case.make(), make_mesh((2,)))
-    if how == "late" and dist.get_rank() == 0:
-        from shardkit.checkpoint._files import torch_zip
-
-        def fail(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        torch_zip.write_at, write_at = fail, torch_zip.write_at
-    try:
-        save_full(pathlib.Path(folder) / "model.pt", model)
-    finally:
+    with contextlib.ExitStack() as stack:
         if how == "late" and dist.get_rank() == 0:
-            torch_zip.write_at = write_at
+            from shardkit.checkpoint._files.disk import TensorWriter
+
+            full_disk = OSError(28, "No space left on device")
+            stack.enter_context(mock.patch.object(TensorWriter, "append", side_effect=full_disk))
+        save_full(pathlib.Path(folder) / "model.pt", model)
 
 
 @pytest.mark.parametrize("how", ["early", "late"])

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import assert_same
 from shardkit._progress import Meter
 from shardkit.checkpoint._state.parts import room
-from shardkit.checkpoint._state.sections import DistributedCheckpoint
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

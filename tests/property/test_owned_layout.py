@@ -16,12 +16,11 @@ from shardkit.optim._team import (
     Spread,
     Traffic,
     assign_owners,
-    gradient_traffic,
     loads_of,
     matrix_cost,
     owned_layout,
     plan_batches,
-    value_traffic,
+    plan_traffic,
 )
 
 if typing.TYPE_CHECKING:
@@ -222,8 +221,8 @@ def elements_of_box(shape: tuple[int, ...], box: Box) -> Iterator[int]:
 def test_owners_get_each_element_once_and_all_members_get_theirs(world: World) -> None:
     spreads, owners, num = world
     indices = range(len(spreads))
-    gradients = [gradient_traffic(spreads, owners, indices, me) for me in range(num)]
-    values = [value_traffic(spreads, owners, indices, me) for me in range(num)]
+    gradients = [plan_traffic(*world[:2], indices, me, of_values=False) for me in range(num)]
+    values = [plan_traffic(*world[:2], indices, me, of_values=True) for me in range(num)]
     for plans in (gradients, values):
         for a, b in itertools.product(range(num), repeat=2):
             assert plans[a].sends[b] == plans[b].gets[a], "what one sends is what the other expects"
@@ -254,9 +253,9 @@ def test_bytes_are_those_of_the_table_of_costs(world: World) -> None:
     copies = max(spreads[0].replicas) + 1
     gradients = values = 0
     for me in range(num):
-        plan = gradient_traffic(spreads, owners, indices, me)
+        plan = plan_traffic(spreads, owners, indices, me, of_values=False)
         gradients += sent_numel(spreads, plan, me, of_values=False)
-        plan = value_traffic(spreads, owners, indices, me)
+        plan = plan_traffic(spreads, owners, indices, me, of_values=True)
         values += sent_numel(spreads, plan, me, of_values=True)
     whole = sum(math.prod(spread.shape) for spread in spreads)
     kept = sum(s.numel_of(o) for s, o in zip(spreads, owners, strict=True))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import api
 
     from shardkit._mesh import DeviceMesh
+    from shardkit.backends.base import AxisComm
 
 T = TypeVar("T")
 
@@ -76,11 +77,7 @@ def agreed(
 
 
 def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None = None) -> None:
-    """Raise if any rank has a reason to; all of them have these lists of reasons by rank.
-
-    Raises:
-        CheckpointError: With all reasons.
-    """
+    """Raise if any rank has a reason to; all of them have these lists of reasons by rank."""
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if failed:
         raise CheckpointError(_message(what, failed)) from cause
@@ -91,11 +88,16 @@ def any_rank(group: Any, condition: bool) -> bool:  # noqa: FBT001 - it is all t
     return any(exchange(condition, group, "a checkpoint")) if dist.is_initialized() else condition
 
 
+def axes_of(mesh: DeviceMesh) -> list[AxisComm]:
+    """Return the communicators of all axes of a mesh."""
+    return [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
+
+
 class FirstRank:
-    """What only the first rank of a mesh does, while the others wait for it.
+    """What only the first of some ranks does, while the others wait for it.
 
     Args:
-        mesh: Mesh whose ranks all hear of an error.
+        axes: Axes over the ranks, which all hear of an error.
         what: Text of what could not be done, for errors.
 
     Attributes:
@@ -103,10 +105,10 @@ class FirstRank:
         error: First error of what was tried here.
     """
 
-    def __init__(self, mesh: DeviceMesh, what: str) -> None:
-        self.is_this = mesh.rank == mesh.ranks[0]
+    def __init__(self, axes: Sequence[AxisComm], what: str) -> None:
+        self.is_this = all(axis.rank == 0 for axis in axes)
         self.error: Exception | None = None
-        self._mesh = mesh
+        self._axes = axes
         self._what = what
 
     @contextlib.contextmanager
@@ -119,11 +121,11 @@ class FirstRank:
 
     def raise_error(self) -> None:
         """Raise on all ranks what the first one met. Cost: an exchange per axis."""
-        error, mesh = self.error, self._mesh
-        reason = None if error is None else f"{type(error).__name__}: {error}"
-        reason = first_of_all(reason, [mesh.backend.axis(axis) for axis in range(mesh.ndim)])
-        if reason is not None:
-            msg = f"rank {mesh.ranks[0]} {self._what}: {reason}"
+        error, msg = self.error, None
+        if error is not None:
+            msg = f"rank {group_rank(None)} {self._what}: {type(error).__name__}: {error}"
+        msg = first_of_all(msg, self._axes)
+        if msg is not None:
             raise CheckpointError(msg) from error
 
 

@@ -23,8 +23,9 @@ from shardkit.checkpoint._files.disk import (
     reading,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
-from shardkit.checkpoint._files.local import LocalFiles, XlaFsdpFiles, is_of_xla_fsdp
-from shardkit.checkpoint._state.sections import DistributedCheckpoint, nested
+from shardkit.checkpoint._files.local import LocalFiles, RankFiles, XlaFsdpFiles, is_of_xla_fsdp
+from shardkit.checkpoint._state.sections import nested
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os
@@ -42,15 +43,11 @@ _OPTIMIZERS = ("optim", "optimizer")
 
 @dataclass(frozen=True)
 class _FilePlan:
-    """What is written where.
+    """What is written where."""
 
-    Attributes:
-        names: Key in the checkpoint by name in the file.
-        arrange: Function that makes the content of one torch file; None: it is flat.
-    """
-
-    names: dict[str, str]
+    names: dict[str, str]  # Key in the checkpoint by name in the file.
     others: dict[str, str] = field(default_factory=dict)
+    # Function that makes the content of one torch file; None: it is flat.
     arrange: Callable[[dict[str, Tensor]], Any] | None = None
 
 
@@ -137,17 +134,17 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     return Path(out)
 
 
-def open_checkpoint(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Source:
-    """Open whatever there is under a path or prefix.
-
-    Raises:
-        CheckpointError: There is nothing that can be read, or it is damaged.
-    """
+def open_checkpoint(
+    source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX
+) -> DistributedCheckpoint | RankFiles | FullFile:
+    """Open whatever there is under a path or prefix."""
     with reading(source):
         return _open(source, suffix)
 
 
-def _open(source: str | os.PathLike[str], suffix: str) -> Source:
+def _open(
+    source: str | os.PathLike[str], suffix: str
+) -> DistributedCheckpoint | RankFiles | FullFile:
     path = Path(source)
     if (path / METADATA_FILE).exists():
         return DistributedCheckpoint(path)
@@ -241,11 +238,7 @@ def _plan(
 def model_root(
     checkpoint: Source, source: object, model_key: str | None = None
 ) -> tuple[str | int, ...]:
-    """Return where in a checkpoint the model's state dict is.
-
-    Raises:
-        CheckpointError: It is not where it should be, or there are several.
-    """
+    """Return where in a checkpoint the model's state dict is."""
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
     shown = listed(sorted({_join(parent[:2]) or "(top)" for parent in parents}), str)
     if model_key is not None:

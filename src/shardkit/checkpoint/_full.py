@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError, listed, listed_lines
+from shardkit._errors import CheckpointError, listed
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
-from shardkit.checkpoint._agreement import FirstRank, rank_of
+from shardkit.checkpoint._agreement import FirstRank, axes_of, rank_of
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     converted,
-    copy_from_scratch,
     dtype_name,
     info_nbytes,
     kind_of,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
+from shardkit.checkpoint._state.misfits import Misfits
 from shardkit.checkpoint._state.names import (
     by_identity,
     device_of,
@@ -38,64 +38,13 @@ from shardkit.checkpoint._state.names import (
     set_extra_state,
     state_of,
 )
+from shardkit.checkpoint._state.sources import FromFirstRank, StateInMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit._mesh import DeviceMesh
     from shardkit._progress import Progress
     from shardkit.checkpoint._state.names import NamedTensor
-
-
-# --- state dicts in memory ------------------------------------------------------------------------
-
-_MODEL = "model"
-
-
-class StateInMemory(Source):
-    """A state dict as a source.
-
-    Args:
-        state: Whole, plain tensors by name, on any device; or such a dict under ``"model"``.
-
-    Raises:
-        CheckpointError: It is no dict, or a tensor in it is not plain.
-    """
-
-    def __init__(self, state: Mapping[str, Any] | None) -> None:
-        if not isinstance(state, Mapping):
-            msg = (
-                f"expected a file or a state dict of whole tensors, got {state!r}. Ranks that have "
-                f"none may pass None or {{}} with broadcast_from_rank0=True; the first rank must "
-                f"have it."
-            )
-            raise CheckpointError(msg)
-        inner = state.get(_MODEL)
-        if isinstance(inner, Mapping) and not any(isinstance(v, Tensor) for v in state.values()):
-            state = inner
-        self._tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
-        self.others: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
-        self.infos, self.tied = {}, {}
-        for name, tensor in self._tensors.items():
-            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
-                kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
-                msg = (
-                    f"{name!r} in the state dict is {kind}; expected whole, plain tensors. Pass a "
-                    f"full state dict (get_model_state_dict with full_state_dict=True)."
-                )
-                raise CheckpointError(msg)
-            self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
-        self._flat: tuple[str, Tensor] | None = None
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened tensor: 1-D, not copied if it can be."""
-        if self._flat is None or self._flat[0] != name:  # Flattening may copy.
-            self._flat = (name, self._tensors[name].detach().reshape(-1))
-        return self._flat[1][start:stop]
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` from `start` on."""
-        out.copy_(self.read(name, start, start + out.numel()))
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -156,7 +105,7 @@ def save_full(
     def arrange(by_name: dict[str, Tensor]) -> Any:
         return {name: by_name.get(name, others.get(name)) for name in state}
 
-    first = FirstRank(mesh, f"could not write {path}")
+    first = FirstRank(axes_of(mesh), f"could not write {path}")
     writer: FullWriter | None = None
     with contextlib.ExitStack() as stack:
         if first.is_this:
@@ -229,6 +178,7 @@ def _parts(
 # --- loading --------------------------------------------------------------------------------------
 
 _NUM_COMPARED = 256
+_REMEDY = "Give the file of this model; strict=False leaves out what is missing or unexpected."
 
 
 class LoadedNames(NamedTuple):
@@ -290,23 +240,28 @@ def load_full(
     state = state_of(model)
     entries = by_identity(state)
     what = str(path) if isinstance(path, (str, os.PathLike)) else "the state dict"
-    mesh = mesh_of(state, what, allow_meta=True) if broadcast_from_rank0 else None
-    file = _open(path) if mesh is None else _FirstRanksFile(path, what, mesh)
+    if broadcast_from_rank0:
+        mesh = mesh_of(state, what, allow_meta=True)
+        device = mesh.backend.device
+        file: Source = FromFirstRank(lambda: _open(path), what, axes_of(mesh), device)
+    else:
+        file = _open(path)
     extra = [name for name, value in state.items() if not isinstance(value, Tensor)]
     missing = [e.names[0] for e in entries if not any(name in file.infos for name in e.names)]
     missing += [name for name in extra if name not in file.others]
     unexpected = [name for name in (*file.infos, *file.others) if name not in state]
-    complaints = list(_misfits(entries, file.infos))
-    if strict:
-        complaints += [f"missing in the file: {_described(n, state[n])}" for n in missing]
-        complaints += [
-            f"unexpected in the file: {_described(n, file.infos.get(n))}" for n in unexpected
-        ]
-    if complaints:
-        raise _refused(what, complaints)
+    misfits = Misfits(
+        wrong=list(_wrong(entries, file.infos)),
+        missing=[_described(name, state[name]) for name in missing],
+        unexpected=[_described(name, file.infos.get(name)) for name in unexpected],
+    )
+    head = f"{what} does not fit the model, nothing was loaded"
+    report = misfits.report(head, _REMEDY, strict=strict, where=" in the file")
+    if report is not None:
+        raise CheckpointError(report)
     with Meter(progress, f"loading {Path(what).name}", rank=rank_of(None)) as meter:
         _fill_all(file, entries, meter)
-    if isinstance(file, _FirstRanksFile):
+    if isinstance(file, FromFirstRank):
         file.first.raise_error()
     set_extra_state(model, {name: file.read_other(name) for name in extra if name in file.others})
     saved = {id(tensor) for tensor in state.values()}
@@ -316,49 +271,12 @@ def load_full(
 
 
 def _open(path: str | os.PathLike[str] | Mapping[str, Any] | None) -> Source:
-    return FullFile(path) if isinstance(path, (str, os.PathLike)) else StateInMemory(path)
-
-
-class _FirstRanksFile(Source):
-    """What only the first rank of a mesh has; all get all of it, part after part.
-
-    Args:
-        path: File, or state dict, on the first rank. Not looked at on others.
-        what: Name in errors.
-        mesh: Mesh whose ranks all make this object, and read the same tensors in the same order.
-
-    Raises:
-        CheckpointError: On all ranks, if the first one cannot open it.
-    """
-
-    def __init__(self, path: Any, what: str, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._file: Source | None = None
-        self.first = FirstRank(mesh, f"could not read {what}")
-        if self.first.is_this:
-            with self.first.trying():
-                self._file = _open(path)
-        self.first.raise_error()
-        found: Any = self._file and (self._file.infos, self._file.others)
-        for axis in range(mesh.ndim):
-            found = mesh.backend.axis(axis).exchange(found)[0]
-        self.infos, self.others = found
-        self._parts = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=mesh.backend.device)
-
-    def copy_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` from `start` on. Collective: all ranks get all parts of the tensor."""
-        info, stop = self.infos[name], start + out.numel()
-        numel, room = math.prod(info.shape), self._parts.view(info.dtype)
-        for begin in range(0, numel, room.numel()):
-            part = room[: min(room.numel(), numel - begin)]
-            if self._file is not None and self.first.error is None:
-                with self.first.trying():
-                    part.copy_(self._file.read(name, begin, begin + part.numel()))
-            for axis in range(self._mesh.ndim):
-                self._mesh.backend.axis(axis).broadcast(part.view(torch.uint8), src=0)
-            low, high = max(begin, start), min(begin + part.numel(), stop)
-            if low < high:
-                copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
+    if isinstance(path, (str, os.PathLike)):
+        return FullFile(path)
+    if isinstance(path, Mapping) and not any(isinstance(v, Tensor) for v in path.values()):
+        inner = path.get("model")
+        path = inner if isinstance(inner, Mapping) else path
+    return StateInMemory(path)
 
 
 def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
@@ -382,7 +300,7 @@ def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
 
 def _first_elements(source: Source, name: str) -> list[Tensor]:
     """Return what ranks compare of a tensor that they have loaded."""
-    if isinstance(source, _FirstRanksFile):
+    if isinstance(source, FromFirstRank):
         return [torch.zeros(1)]  # All have got the same.
     return [source.read(name, 0, min(math.prod(source.infos[name].shape), _NUM_COMPARED))]
 
@@ -411,14 +329,14 @@ def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> No
         elif target.is_contiguous():
             source.copy_into(name, 0, target.detach().view(-1))
         else:
-            target.copy_(_whole(source, name))
+            target.copy_(source.whole(name))
         return
     spec = target.spec
     if spec.tensor_parallel is not None:
-        cut = spec.slice_full(_whole(source, name))
+        cut = spec.slice_full(source.whole(name))
         target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
     elif spec.is_traced:
-        target.copy_values(_whole(source, name).to(target.dtype))
+        target.copy_values(source.whole(name).to(target.dtype))
     elif target.is_meta:
         piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
         source.copy_into(name, spec.start, piece)
@@ -428,14 +346,7 @@ def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> No
         source.copy_into(name, spec.start, target.to_local())
 
 
-def _whole(source: Source, name: str) -> Tensor:
-    info = source.infos[name]
-    whole = torch.empty(info.shape, dtype=info.dtype)
-    source.copy_into(name, 0, whole.view(-1))
-    return whole
-
-
-def _misfits(entries: list[NamedTensor], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _wrong(entries: list[NamedTensor], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield what the file has under the model's names but cannot be loaded."""
     for entry in entries:
         for name in entry.names:
@@ -456,11 +367,3 @@ def _described(name: str, value: Any) -> str:
     if not hasattr(value, "dtype"):
         return f"{name!r}, not a tensor"
     return f"{name!r} of shape {tuple(value.shape)}, {dtype_name(value.dtype)}"
-
-
-def _refused(path: object, complaints: list[str]) -> CheckpointError:
-    lines = "\n  ".join(listed_lines(complaints))
-    return CheckpointError(
-        f"{path} does not fit the model, nothing was loaded:\n  {lines}\n"
-        f"Give the file of this model; strict=False leaves out what is missing or unexpected."
-    )

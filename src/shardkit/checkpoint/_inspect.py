@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
@@ -28,55 +27,37 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     reading,
 )
-from shardkit.checkpoint._files.full import FullFile
-from shardkit.checkpoint._files.local import RankFiles
-from shardkit.checkpoint._state.sections import DistributedCheckpoint
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardkit.checkpoint._dcp.manifest import Manifest
-    from shardkit.checkpoint._files.disk import Source
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint."""
 
-    Attributes:
-        name: Key of it.
-        shape: Shape of the whole.
-        dtype: Dtype, as torch names it.
-        nbytes: Size of the whole.
-        chunks: Places of its parts: offsets and sizes, or a range of the flattened whole, by file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
+    name: str  # Key of it.
+    shape: tuple[int, ...]  # Shape of the whole.
+    dtype: str  # Dtype, as torch names it.
+    nbytes: int  # Size of the whole.
+    # Places of its parts: offsets and sizes, or a range of the flattened whole, by file.
     chunks: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint.
+    """A checkpoint."""
 
-    Attributes:
-        kind: ``"checkpoint directory"``, ``"per-rank files"`` or ``"whole tensors"``.
-        step: Training step that was saved with it, or None.
-        world_size: Ranks that wrote it, or None where that is not recorded.
-        has_checksums: Whether there are checksums of all of its content.
-        entries: Tensors of it, sorted by name.
-        others: Names of entries that are no tensors.
-        files: Sizes of the files in bytes, by name.
-    """
-
-    kind: str
-    step: int | None
-    world_size: int | None
-    has_checksums: bool
-    entries: list[TensorSummary]
-    others: list[str]
-    files: dict[str, int]
+    kind: str  # ``"checkpoint directory"``, ``"per-rank files"`` or ``"whole tensors"``.
+    step: int | None  # Training step that was saved with it, or None.
+    world_size: int | None  # Ranks that wrote it, or None where that is not recorded.
+    has_checksums: bool  # Whether there are checksums of all of its content.
+    entries: list[TensorSummary]  # Tensors of it, sorted by name.
+    others: list[str]  # Names of entries that are no tensors.
+    files: dict[str, int]  # Sizes of the files in bytes, by name.
 
     @property
     def nbytes(self) -> int:
@@ -98,56 +79,38 @@ def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> De
 
 def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
     checkpoint = open_checkpoint(source, suffix)
-    step, world_size = None, None
+    step, world_size = None, checkpoint.world_size
+    has_checksums = all(map(zipfile.is_zipfile, checkpoint.files))  # As torch.save writes them.
     if isinstance(checkpoint, DistributedCheckpoint):
-        kind = "checkpoint directory"
-        files = [path for path in sorted(checkpoint.path.iterdir()) if path.is_file()]
         manifest = checkpoint.reader.manifest
-        if manifest is not None:
-            step, world_size = manifest.header.step, manifest.header.world_size
-    elif isinstance(checkpoint, RankFiles):
-        kind, files = "per-rank files", checkpoint.files
-        world_size = checkpoint.world_size
-    else:
-        assert isinstance(checkpoint, FullFile)
-        kind, files = "whole tensors", sorted(set(checkpoint.parts.values()))
+        has_checksums = manifest is not None
+        step = None if manifest is None else manifest.header.step
     entries = [
         TensorSummary(
-            name, info.shape, dtype_name(info.dtype), info_nbytes(info), _chunks(checkpoint, name)
+            name, info.shape, dtype_name(info.dtype), info_nbytes(info), checkpoint.chunks(name)
         )
         for name, info in sorted(checkpoint.infos.items())
     ]
-    sizes = {path.name: path.stat().st_size for path in files}
-    has_checksums = all(map(zipfile.is_zipfile, files))  # As torch.save writes them.
-    if isinstance(checkpoint, DistributedCheckpoint):
-        has_checksums = checkpoint.reader.manifest is not None
+    sizes = {path.name: path.stat().st_size for path in checkpoint.files}
     others = list(checkpoint.others)
-    return Description(kind, step, world_size, has_checksums, entries, others, sizes)
-
-
-def _chunks(checkpoint: Source, name: str) -> list[dict[str, Any]]:
-    if isinstance(checkpoint, DistributedCheckpoint):
-        return [
-            {"file": file, "offsets": list(offsets), "sizes": list(sizes)}
-            for offsets, sizes, file in checkpoint.chunks(name)
-        ]
-    if isinstance(checkpoint, RankFiles):
-        return [{"file": path.name, "range": piece} for path, piece in checkpoint.owners[name]]
-    assert isinstance(checkpoint, FullFile)
-    return [{"file": checkpoint.parts[name].name}]
+    return Description(checkpoint.kind, step, world_size, has_checksums, entries, others, sizes)
 
 
 @dataclass
 class Verification:
-    """What `verify` found.
+    """What `verify` found."""
 
-    Attributes:
-        problems: Faults.
-        unverified: Parts that have no checksums, and what was compared in their place.
-    """
-
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # Faults.
+    # Parts that have no checksums, and what was compared in their place.
     unverified: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error as a problem, and go on."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.problems.append(str(error))
 
 
 def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Verification:
@@ -161,11 +124,8 @@ def verify(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Veri
 
     def find() -> Verification:
         found = Verification()
-        try:
-            with reading(source):
-                _verify(source, suffix, found)
-        except CheckpointError as error:
-            found.problems.append(str(error))
+        with found.noting(), reading(source):
+            _verify(source, suffix, found)
         return found
 
     return again_if_replaced(Path(source), find, lambda found: not found.problems)
@@ -179,32 +139,27 @@ def _verify(source: str | os.PathLike[str], suffix: str, found: Verification) ->
             _verify_manifest(checkpoint, checkpoint.reader.manifest, found)
         else:
             _verify_archives(checkpoint, found)
-        _verify_others(checkpoint, found)
+        for name in checkpoint.others:
+            with found.noting():
+                checkpoint.read_other(name)
         return
-    if isinstance(checkpoint, RankFiles):
-        paths = checkpoint.files
-    else:
-        assert isinstance(checkpoint, FullFile)
-        paths = sorted(set(checkpoint.parts.values()))
-    for path in paths:
+    for path in checkpoint.files:
         _verify_file(path, found)
 
 
 def _verify_manifest(
     checkpoint: DistributedCheckpoint, manifest: Manifest, found: Verification
 ) -> None:
-    tensors = checkpoint.reader.tensors_by_place()
+    chunks = checkpoint.reader.chunks_by_place()
     with Meter(None, f"verifying {checkpoint.path.name}", rank=0) as meter:
         meter.expect(sum(stored.nbytes for stored in manifest.files.values()))
         for name, stored in manifest.files.items():
             with ItemFile(checkpoint.path / name, manifest.block_nbytes, meter.add) as file:
                 for item in stored.items:
-                    try:
+                    with found.noting():
                         file.read(item, f"item at byte {item.offset}")
-                        if (name, item.offset) in tensors:
-                            file.check(item, *tensors[name, item.offset])
-                    except CheckpointError as error:
-                        found.problems.append(str(error))
+                        if (name, item.offset) in chunks:
+                            file.check(item, *chunks[name, item.offset])
     noted = noted_damage(checkpoint.path)
     if noted and not found.problems:
         found.problems.append(
@@ -239,10 +194,8 @@ def _verify_archives(checkpoint: DistributedCheckpoint, found: Verification) -> 
             without.append(index.fqn)
     for name in checkpoint.infos:
         if not found.problems:
-            try:
-                checkpoint.read(name, 0, torch.Size(checkpoint.infos[name].shape).numel())
-            except CheckpointError as error:
-                found.problems.append(str(error))
+            with found.noting():
+                checkpoint.whole(name)
     lacking = f"{checkpoint.path} has no {MANIFEST_FILE} with checksums"
     if without:
         found.unverified.append(
@@ -266,14 +219,6 @@ def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     except zipfile.BadZipFile:
         return False
     return True
-
-
-def _verify_others(checkpoint: DistributedCheckpoint, found: Verification) -> None:
-    for name in checkpoint.others:
-        try:
-            checkpoint.read_other(name)
-        except CheckpointError as error:
-            found.problems.append(str(error))
 
 
 def _verify_file(path: Path, found: Verification) -> None:

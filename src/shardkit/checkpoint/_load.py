@@ -16,12 +16,10 @@ from shardkit.checkpoint._dcp.reader import check_is_checkpoint
 from shardkit.checkpoint._files.disk import asides_in
 from shardkit.checkpoint._full import load_full
 from shardkit.checkpoint._save import check_arguments, wait_for_last_save
-from shardkit.checkpoint._state.parts import ExtrasPart, Findings, ModelPart, OptimizerPart
-from shardkit.checkpoint._state.sections import (
-    DistributedCheckpoint,
-    entries_of_models,
-    entries_of_optimizers,
-)
+from shardkit.checkpoint._state.misfits import Misfits
+from shardkit.checkpoint._state.parts import ExtrasPart, ModelPart, OptimizerPart
+from shardkit.checkpoint._state.sections import entries_of_models, entries_of_optimizers
+from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os
@@ -104,8 +102,8 @@ def load(
             together = _Together(target, what, process_group)
             together(lambda: _look(target) if rank == 0 else None)  # Before anybody reads.
             planned = together(plan, lambda made: made.identity)
-            everyone = exchange(planned.findings, process_group, "a checkpoint")
-            raise_any(what, [each.problem(everyone, strict=strict) for each in everyone])
+            everyone = exchange(planned.misfits, process_group, "a checkpoint")
+            raise_any(what, [_report(each.common(everyone), strict=strict) for each in everyone])
             if rank == 0 and planned.leaves_optimizers_out:
                 _logger.info(
                     "%s has the state of an optimizer, which is left out: load() got none. Pass "
@@ -121,6 +119,13 @@ def load(
                 found = error.__cause__
         assert found is not None
         raise found
+
+
+def _report(misfits: Misfits, *, strict: bool) -> str | None:
+    remedy = "Make the model and the optimizer as they were when it was saved"
+    if not misfits.wrong:
+        remedy += ", or pass strict=False to leave these as they are"
+    return misfits.report("entries do not fit", f"{remedy}.", strict=strict)
 
 
 class _ReplacedError(Exception):
@@ -197,11 +202,7 @@ def _look(path: pathlib.Path) -> None:
 
 
 class _LoadPlan:
-    """What is read where, for all parts.
-
-    Raises:
-        CheckpointError: An argument cannot be meant.
-    """
+    """What is read where, for all parts."""
 
     def __init__(
         self,
@@ -210,9 +211,8 @@ class _LoadPlan:
         optimizers: Any,
         objects: Mapping[str, Any],
     ) -> None:
-        """Look for everything."""
         _check_arguments(model, optimizers, objects)
-        self.findings = findings = Findings()
+        self.misfits = misfits = Misfits()
         self.identity = source.identity
         self._source = source
         self._loaded: Mapping[str, Any] = {}
@@ -222,12 +222,12 @@ class _LoadPlan:
         if model is None:
             claimed = claimed | entries_of_models(source.entries)
         else:
-            self._model = ModelPart(source, model, findings)
+            self._model = ModelPart(source, model, misfits)
             claimed = claimed | self._model.claimed
             if optimizers is not None:
-                self._optimizers = OptimizerPart(source, self._model, optimizers, findings)
+                self._optimizers = OptimizerPart(source, self._model, optimizers, misfits)
         self.leaves_optimizers_out = model is not None and optimizers is None and of_optimizers
-        self._extras = ExtrasPart(source, claimed, objects, findings)
+        self._extras = ExtrasPart(source, claimed, objects, misfits)
 
     def carry_out(self, together: _Together) -> dict[str, Any]:
         """Read all, and give it to its objects; return the extras."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError, listed_lines
+from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._agreement import raise_any
 from shardkit.checkpoint._files.disk import dtype_name, reading
@@ -38,6 +38,7 @@ from shardkit.checkpoint._files.local import (
     is_piece,
     metadata_of,
 )
+from shardkit.checkpoint._state.misfits import Misfits
 from shardkit.checkpoint._state.model_and_optimizer import (
     named_state,
     optimizer_template,
@@ -241,11 +242,7 @@ def load_local_state_dict(
 def _fitting_metadata(
     state: dict[str, Any], mine: dict[str, Any], mesh: DeviceMesh, *, has_optimizer: bool
 ) -> dict[str, Any]:
-    """Return the description in a state that fits this rank's model.
-
-    Raises:
-        CheckpointError: It does not fit, or is none.
-    """
+    """Return the description in a state that fits this rank's model."""
     metadata = metadata_of(state, "the state dict")
     place = (mesh.ranks.index(mesh.rank), len(mesh.ranks))
     saved_place = (metadata["rank"], metadata["world_size"])
@@ -256,20 +253,25 @@ def _fitting_metadata(
             f"one file by `python -m shardkit consolidate` and load that by load_full."
         )
         raise CheckpointError(msg)
-    complaints = list(_misfits(mine, state[MODEL], metadata[MODEL]))
+    saved = state[MODEL]
+    misfits = Misfits(
+        wrong=list(_wrong(mine, saved, metadata[MODEL])),
+        missing=[repr(name) for name in mine if name not in saved],
+        unexpected=[repr(name) for name in saved if name not in mine],
+    )
     if has_optimizer and OPTIMIZER not in state:
-        complaints.append("no state of an optimizer was saved")
+        misfits.wrong.append("no state of an optimizer was saved")
     elif has_optimizer:
-        complaints += _misfits_of_optimizer(state[OPTIMIZER], metadata[OPTIMIZER])
+        misfits.wrong += _wrong_of_optimizer(state[OPTIMIZER], metadata[OPTIMIZER])
         if not all(map(_is_group, state["param_groups"])):
-            complaints.append("its parameter groups are no groups")
-    if complaints:
-        lines = "\n  ".join(listed_lines(complaints))
-        msg = (
-            f"the state dict does not fit the model, nothing was loaded:\n  {lines}\nShard the "
-            f"model as it was when it was saved, or consolidate the files and use load_full."
-        )
-        raise CheckpointError(msg)
+            misfits.wrong.append("its parameter groups are no groups")
+    report = misfits.report(
+        "the state dict does not fit the model, nothing was loaded",
+        "Shard the model as it was when it was saved, or consolidate the files and use load_full.",
+        strict=True,
+    )
+    if report is not None:
+        raise CheckpointError(report)
     return metadata
 
 
@@ -294,10 +296,8 @@ def _check_together(
         raise CheckpointError(msg)
 
 
-def _misfits(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any]) -> Any:
+def _wrong(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any]) -> Any:
     """Yield what differs between a model and what was saved of one."""
-    yield from (f"missing: {name!r}" for name in mine if name not in saved)
-    yield from (f"unexpected: {name!r}" for name in saved if name not in mine)
     for name, tensor in mine.items():
         if name not in saved or not isinstance(tensor, Tensor):
             continue
@@ -316,7 +316,7 @@ def _misfits(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, A
             yield f"not what is said of it: {name!r}"
 
 
-def _misfits_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
+def _wrong_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
     """Yield what of an optimizer's state is not what is said of it."""
     for name, entries in described.items():
         for key, of_entry in entries.items():

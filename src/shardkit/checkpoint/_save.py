@@ -48,25 +48,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be saved, and how.
+    """What is to be saved, and how."""
 
-    Attributes:
-        path: Directory of the checkpoint.
-        model: Module, or None.
-        optimizers: One optimizer, several, or None.
-        extra: Values, or objects with ``state_dict``.
-        keep_last: Number of checkpoints that stay beside each other; None: all.
-        overwrite: Permission to replace a checkpoint of this name.
-        progress: Argument of `save`.
-    """
-
-    path: Path
-    model: nn.Module | None
+    path: Path  # Directory of the checkpoint.
+    model: nn.Module | None  # Module, or None.
+    # One optimizer, several, or None.
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
-    extra: Mapping[str, Any]
-    keep_last: int | None
-    overwrite: bool
-    progress: Progress
+    extra: Mapping[str, Any]  # Values, or objects with ``state_dict``.
+    keep_last: int | None  # Number of checkpoints that stay beside each other; None: all.
+    overwrite: bool  # Permission to replace a checkpoint of this name.
+    progress: Progress  # Argument of `save`.
 
     def check(self) -> None:
         """Refuse what cannot be meant, before anything has been done.

@@ -83,21 +83,13 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Whole rows of one parameter in a rank's range, to be sent at low rank.
+    """Whole rows of one parameter in a rank's range, to be sent at low rank."""
 
-    Attributes:
-        name: Name of the parameter.
-        start: Position of the first element in the range.
-        rows: Number of rows.
-        columns: Elements of a row: all dims but the first.
-        rank: Rank of the approximation.
-    """
-
-    name: str
-    start: int
-    rows: int
-    columns: int
-    rank: int
+    name: str  # Name of the parameter.
+    start: int  # Position of the first element in the range.
+    rows: int  # Number of rows.
+    columns: int  # Elements of a row: all dims but the first.
+    rank: int  # Rank of the approximation.
 
     @property
     def stop(self) -> int:

@@ -335,13 +335,13 @@ class Values:
     def send(self, model: nn.Module) -> None:
         """Give all ranks rank 0's values. Collective."""
         from shardkit.checkpoint import load_full
-        from shardkit.checkpoint._state.model_and_optimizer import FromRank0
+        from shardkit.checkpoint._state.sources import from_rank0
 
         self.taken.clear()
         load_full(self.state, model, broadcast_from_rank0=True, progress=False)
         self.state = {}
         device = self.mesh.backend.device
-        for name, value in FromRank0(self.other, device=device).receive():
+        for name, value in from_rank0(self.other, device).receive():
             _set(model, self.places.get(name, [name]), value.to(device))
 
 

@@ -87,11 +87,7 @@ class Codec:
         self.is_known = type(probe).__module__.startswith("torch.optim.")
 
     def show(self, entries: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """Return what stands for the state of `like`: tensors of its shape, and numbers.
-
-        Raises:
-            OptimizerError: See `check`.
-        """
+        """Return what stands for the state of `like`: tensors of its shape, and numbers."""
         self.check(entries, like)
         return {
             name: self._decoded(value) if _is_elementwise(value) else value
@@ -99,11 +95,7 @@ class Codec:
         }
 
     def check(self, entries: Mapping[str, Any], like: Tensor) -> None:
-        """Look at the state of a tensor.
-
-        Raises:
-            OptimizerError: There is state of another shape.
-        """
+        """Raise if there is state of another shape than the tensor's."""
         for name, value in entries.items():
             if _is_elementwise(value) and value.shape != like.shape:
                 msg = (

@@ -71,9 +71,6 @@ def refuse_class(optimizer_class: type[Optimizer], remedy: str) -> None:
     Args:
         optimizer_class: The class that users gave, or one that derives from a known one.
         remedy: A sentence that says what to do instead.
-
-    Raises:
-        OptimizerError: It is known.
     """
     for base in optimizer_class.__mro__:
         found = _NAME.match(base.__name__.lower().replace("_", ""))
@@ -86,11 +83,7 @@ def refuse_class(optimizer_class: type[Optimizer], remedy: str) -> None:
 
 
 def refuse_norms(probe: Optimizer, remedy: str) -> None:
-    """Refuse options of bitsandbytes that clip each parameter's update by its norm.
-
-    Raises:
-        OptimizerError: They are set.
-    """
+    """Refuse options of bitsandbytes that clip each parameter's update by its norm."""
     if getattr(getattr(probe, "args", None), "max_unorm", 0.0):
         name = type(probe).__name__
         msg = f"{name} with max_unorm cannot run on pieces of parameters: {_NORM}. {remedy}"

@@ -108,44 +108,29 @@ class RunPart:
 
 @dataclass(slots=True, eq=False)
 class SteppedRun:
-    """What the inner optimizer steps as one parameter; see the note above.
+    """What the inner optimizer steps as one parameter; see the note above."""
 
-    Attributes:
-        parts: The parameters' elements, in order.
-        start: Position in the shard where the run begins.
-        numel: Number of elements, padding between parts included.
-        is_plain: Whether it is a parameter that nobody had sharded when the run was made.
-        is_stand_in: Whether this rank has no element of its parameters.
-        values: The pieces, a view of the shard; a plain parameter itself.
-        tensor: The tensor that is stepped: `values`, a master or a stand-in.
-        has_master: Whether `tensor` is a master.
-        has_stepped: Whether it was stepped since the run was made.
-        awaits_gradient: Whether a master is to be made when there is a gradient.
-        version: Version of `values` when `tensor` was last written to it.
-    """
-
-    parts: list[RunPart]
-    start: int
-    numel: int
+    parts: list[RunPart]  # The parameters' elements, in order.
+    start: int  # Position in the shard where the run begins.
+    numel: int  # Number of elements, padding between parts included.
+    # Whether it is a parameter that nobody had sharded when the run was made.
     is_plain: bool = False
-    is_stand_in: bool = False
-    values: Tensor = field(init=False)
+    is_stand_in: bool = False  # Whether this rank has no element of its parameters.
+    values: Tensor = field(init=False)  # The pieces, a view of the shard; a plain parameter itself.
+    # The tensor that is stepped: `values`, a master or a stand-in.
     tensor: nn.Parameter = field(init=False)
-    has_master: bool = field(init=False, default=False)
+    has_master: bool = field(init=False, default=False)  # Whether `tensor` is a master.
+    # Whether it was stepped since the run was made.
     has_stepped: bool = field(init=False, default=False)
+    # Whether a master is to be made when there is a gradient.
     awaits_gradient: bool = field(init=False, default=False)
+    # Version of `values` when `tensor` was last written to it.
     version: int = field(init=False, default=-1)
 
     @property
     def grads(self) -> list[Any]:
         """The gradients of the parts' parameters, None where there is none."""
         return [part.param.grad for part in self.parts]
-
-    def lie_together(self, tensors: Sequence[Any]) -> bool:
-        """Whether tensors of the parts' parameters lie as the pieces do."""
-        if len(tensors) == 1:
-            return True
-        return common_flat(tensors) is not None
 
     def join(self, tensors: Sequence[Any], dtype: torch.dtype | None) -> Tensor:
         """Return one tensor laid out as the run: a view where that can be, else a copy.
@@ -637,7 +622,7 @@ def _is_parted(run: SteppedRun) -> bool:
     if any((grad is None) != has_none for grad in grads):
         return True
     may_part = not (has_none or run.has_stepped or run.has_master or run.is_stand_in)
-    return may_part and not run.lie_together(grads)
+    return may_part and common_flat(grads) is None
 
 
 def _view(value: Any, run: SteppedRun, part: RunPart) -> Any:

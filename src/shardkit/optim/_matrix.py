@@ -41,96 +41,6 @@ class _Form(NamedTuple):
     dtype: torch.dtype
 
 
-class OwnedState:
-    """The state of a team's parameters.
-
-    Args:
-        team: The ranks of a mesh and their parameters.
-    """
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._forms: dict[int, Entries] = {}
-        self._copies: list[tuple[Tensor, int]] = []
-
-    def exchange_forms(self, own: Mapping[int, Entries]) -> None:
-        """Tell the others the form of what this rank has. Collective.
-
-        Args:
-            own: State by parameter. Numbers, also in tensors without dimensions, go as they are.
-
-        Cost: one exchange of some hundred bytes for each parameter.
-        """
-        forms = {index: map_leaves(entries, _form_of) for index, entries in own.items()}
-        self._forms = {}
-        for each in self._team.axis.exchange(forms):
-            self._forms.update(each)
-
-    def show(self, own: Mapping[int, Entries]) -> dict[int, Entries]:
-        """Return the state by parameter; views of what this rank has, where they can be."""
-        self._copies = []
-        result = {}
-        for index, form in self._forms.items():
-            entries = own.get(index) if self._team.owners[index] == self._team.me else form
-            if entries:
-                result[index] = self._shown(index, entries)
-        return result
-
-    @property
-    def is_written(self) -> bool:
-        """Whether somebody wrote into copies that `show` returned."""
-        return any(_compat.version_of(copied) != version for copied, version in self._copies)
-
-    def put(self, state: Mapping[int, Entries]) -> dict[int, Entries]:
-        """Return what belongs to this rank of a state by parameter. Collective.
-
-        Args:
-            state: State that `show` returned, or sharded as the parameters are, or whole.
-
-        Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
-        that is sharded otherwise.
-        """
-        found = {}
-        for index in sorted(state):
-            entries = map_leaves(state[index], functools.partial(self._whole, index))
-            if self._team.owners[index] == self._team.me:
-                found[index] = entries
-        return found
-
-    def _shown(self, index: int, entries: Entries) -> Any:
-        spec, team = self._team.spec_of(index), self._team
-
-        def show(leaf: Any) -> Any:
-            if isinstance(leaf, _Form):
-                nothing = torch.empty(0, dtype=leaf.dtype, device=spec.device)
-                return ShardedTensor(nothing, team.owned_spec(index, leaf.shape))
-            if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-                return leaf
-            flat = leaf.detach().reshape(-1)
-            if not leaf.is_contiguous():
-                self._copies.append((flat, _compat.version_of(flat)))
-            return ShardedTensor(flat, team.owned_spec(index, leaf.shape))
-
-        return map_leaves(entries, show)
-
-    def _whole(self, index: int, leaf: Any) -> Any:
-        """Return what an owner keeps of a leaf; others get something of no use."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        team, spec = self._team, self._team.spec_of(index)
-        if not isinstance(leaf, ShardedTensor):
-            return leaf.detach().clone() if leaf.ndim == 0 else leaf.detach().to(spec.device)
-        leaf = leaf.detach()
-        assert isinstance(leaf, ShardedTensor)
-        if leaf.spec.same_cut(spec):
-            gathered = Gathering(team, [index], {index: leaf.local_piece}, "state").finish()
-            return gathered.get(index)
-        if leaf.spec.same_cut(team.owned_spec(index, leaf.shape)):
-            is_mine = team.owners[index] == team.me
-            return leaf.local_piece.view(tuple(leaf.shape)) if is_mine else None
-        return leaf.full_tensor()
-
-
 def _form_of(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
@@ -149,13 +59,11 @@ class Share:
     Attributes:
         team: The team.
         wholes: The parameters that belong to this rank, whole, by index; the inner optimizer's.
-        state: State of the whole ones.
         stepped: Parameters that have been stepped, on any rank: those have state.
     """
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self.state = OwnedState(team)
         self.stepped: set[int] = set()
         # Memory of its own, with a version counter of its own, until values are brought.
         self.wholes = {
@@ -163,12 +71,10 @@ class Share:
             for index, owner in enumerate(team.owners)
             if owner == team.me
         }
-        # When the whole was made of the piece; None: never.
-        self._marks: list[Mark | None] = [None] * len(team.params)
-
-    def doubt(self) -> None:
-        """Have all wholes made anew: a step that raised may have left them ahead of the pieces."""
-        self._marks = [None] * len(self.team.params)
+        self._forms: dict[int, Entries] = {}
+        self._copies: list[tuple[Tensor, int]] = []
+        # When the whole was made of the piece; None: never, or a step has raised since.
+        self.marks: list[Mark | None] = [None] * len(team.params)
 
     def is_anywhere(self, here: bool) -> bool:  # noqa: FBT001 - the only argument
         """Whether something is so on any rank. Collective: an all-reduce of one byte."""
@@ -207,20 +113,9 @@ class Share:
 
     def _is_stale(self, index: int) -> bool:
         """Whether this rank's piece was written by others since the whole was made of it."""
-        mark, param = self._marks[index], self.team.params[index]
+        mark, param = self.marks[index], self.team.params[index]
         assert isinstance(param, ShardedTensor)
         return mark is None or (param.local_piece.numel() > 0 and mark.is_past(param))
-
-    def note_written(self, batch: Sequence[int]) -> None:
-        """Note that the parameters' pieces are those of the wholes."""
-        for index in batch:
-            param: Any = self.team.params[index]
-            self._marks[index] = Mark(param)
-
-    def state_in(self, inner: Optimizer) -> dict[int, dict[str, Any]]:
-        """Return an optimizer's state of what belongs to this rank."""
-        state: Mapping[Any, Any] = inner.state
-        return {i: state[whole] for i, whole in self.wholes.items() if state.get(whole)}
 
     def _raise_mixed(self, index: int, number: int) -> None:
         """Name the ranks on which a parameter has no gradient, though others have one."""
@@ -234,6 +129,92 @@ class Share:
         )
         raise RankMismatchError(msg)
 
+    # --- state ---
+
+    def exchange_forms(self, inner: Optimizer) -> None:
+        """Tell the others the form of what the optimizer has here. Collective.
+
+        Numbers, also in tensors without dimensions, go as they are.
+
+        Cost: one exchange of some hundred bytes for each parameter.
+        """
+        own = self._state_in(inner)
+        forms = {index: map_leaves(entries, _form_of) for index, entries in own.items()}
+        self._forms = {}
+        for each in self.team.axis.exchange(forms):
+            self._forms.update(each)
+
+    def show(self, inner: Optimizer) -> State:
+        """Return the state by parameter; views of what this rank has, where they can be."""
+        self._copies = []
+        own, result = self._state_in(inner), {}
+        for index, form in self._forms.items():
+            entries = own.get(index) if self.team.owners[index] == self.team.me else form
+            if entries:
+                result[self.team.params[index]] = self._shown(index, entries)
+        return result
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody wrote into copies that `show` returned."""
+        return any(_compat.version_of(copied) != version for copied, version in self._copies)
+
+    def put(self, state: State, inner: Optimizer) -> None:
+        """Give an optimizer what belongs to this rank of a state by parameter. Collective.
+
+        Args:
+            state: State that `show` returned, or sharded as the parameters are, or whole.
+            inner: The optimizer.
+
+        Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
+        that is sharded otherwise.
+        """
+        given = {i: state[param] for i, param in enumerate(self.team.params) if state.get(param)}
+        for index, shown in given.items():
+            entries = map_leaves(shown, functools.partial(self._whole, index))
+            if index in self.wholes:
+                inner.state[self.wholes[index]] = entries
+        self.stepped = set(given)
+        self.exchange_forms(inner)
+
+    def _shown(self, index: int, entries: Entries) -> Any:
+        spec, team = self.team.spec_of(index), self.team
+
+        def show(leaf: Any) -> Any:
+            if isinstance(leaf, _Form):
+                nothing = torch.empty(0, dtype=leaf.dtype, device=spec.device)
+                return ShardedTensor(nothing, team.owned_spec(index, leaf.shape))
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+                return leaf
+            flat = leaf.detach().reshape(-1)
+            if not leaf.is_contiguous():
+                self._copies.append((flat, _compat.version_of(flat)))
+            return ShardedTensor(flat, team.owned_spec(index, leaf.shape))
+
+        return map_leaves(entries, show)
+
+    def _whole(self, index: int, leaf: Any) -> Any:
+        """Return what an owner keeps of a leaf; others get something of no use."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        team, spec = self.team, self.team.spec_of(index)
+        if not isinstance(leaf, ShardedTensor):
+            return leaf.detach().clone() if leaf.ndim == 0 else leaf.detach().to(spec.device)
+        leaf = leaf.detach()
+        assert isinstance(leaf, ShardedTensor)
+        if leaf.spec.same_cut(spec):
+            gathered = Gathering(team, [index], {index: leaf.local_piece}, "state").finish()
+            return gathered.get(index)
+        if leaf.spec.same_cut(team.owned_spec(index, leaf.shape)):
+            is_mine = team.owners[index] == team.me
+            return leaf.local_piece.view(tuple(leaf.shape)) if is_mine else None
+        return leaf.full_tensor()
+
+    def _state_in(self, inner: Optimizer) -> dict[int, Entries]:
+        """Return an optimizer's state of what belongs to this rank."""
+        state: Mapping[Any, Any] = inner.state
+        return {i: state[whole] for i, whole in self.wholes.items() if state.get(whole)}
+
 
 class Batch:
     """Parameters that travel together: gradients to their owners, new values back.
@@ -243,11 +224,12 @@ class Batch:
         indices: Parameters of the team.
     """
 
+    _gradients: Gathering
+    _values: Scattering
+
     def __init__(self, share: Share, indices: list[int]) -> None:
         self._share = share
         self._indices = indices
-        self._gradients: Gathering | None = None
-        self._values: Scattering | None = None
 
     def start_gradients(self) -> None:
         """Send pieces of gradients to the owners.
@@ -260,13 +242,12 @@ class Batch:
 
     def finish_gradients(self) -> list[nn.Parameter]:
         """Return the whole parameters of this rank, with their gradients."""
-        gradients, self._gradients = self._gradients, None
-        assert gradients is not None
         mine = []
-        for index, gradient in gradients.finish().items():
+        for index, gradient in self._gradients.finish().items():
             whole = self._share.wholes[index]
             whole.grad = gradient
             mine.append(whole)
+        del self._gradients  # And what was received.
         return mine
 
     def start_values(self) -> None:
@@ -277,16 +258,16 @@ class Batch:
 
     def finish_values(self) -> None:
         """Write what has come to the parameters' pieces."""
-        values, self._values = self._values, None
-        assert values is not None
         team = self._share.team
         params: list[Any] = [team.params[index] for index in self._indices]
         with writing_only(params):
-            values.finish({index: team.piece_of(index) for index in self._indices})
+            self._values.finish({index: team.piece_of(index) for index in self._indices})
             # Where the whole is the piece, nobody has raised its version counter.
             here = [team.piece_of(i) for i in self._indices if team.is_whole_here(i)]
             torch.autograd.graph.increment_version(here)
-        self._share.note_written(self._indices)
+        del self._values
+        for index, param in zip(self._indices, params, strict=True):
+            self._share.marks[index] = Mark(param)
 
     def _piece_of_gradient(self, index: int) -> Tensor:
         team = self._share.team
@@ -473,8 +454,8 @@ class MatrixOptimizer(DelegatingOptimizer):
             self._step_all(inner)
         except BaseException as error:
             current_watchdog().note_error(error)  # Others wait for what this rank does not send.
-            for share in self._shares:
-                share.doubt()
+            for share in self._shares:  # The wholes may be ahead of the pieces.
+                share.marks = [None] * len(share.marks)
             raise
 
     def _step_all(self, inner: Optimizer) -> None:
@@ -513,7 +494,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         for share, indices in active:
             if not share.stepped.issuperset(indices):
                 share.stepped.update(indices)
-                share.state.exchange_forms(share.state_in(inner))
+                share.exchange_forms(inner)
 
     def _drop(self) -> None:
         for share in self._shares:
@@ -524,10 +505,9 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     def _show_state(self) -> State:
         assert self.inner is not None
-        inner, shown = self.inner, {}
+        inner, shown = self.inner, State()
         for share in self._shares:
-            for index, entries in share.state.show(share.state_in(inner)).items():
-                shown[share.team.params[index]] = entries
+            shown |= share.show(inner)
         for param in self._plain:
             if inner.state.get(param):
                 shown[param] = inner.state[param]
@@ -542,16 +522,10 @@ class MatrixOptimizer(DelegatingOptimizer):
             if state.get(param):
                 inner.state[param] = state[param]
         for share in self._shares:
-            params = share.team.params
-            given = {i: state[param] for i, param in enumerate(params) if state.get(param)}
-            found = share.state.put(given)
-            for index, entries in found.items():
-                inner.state[share.wholes[index]] = entries
-            share.stepped = set(given)
-            share.state.exchange_forms(found)
+            share.put(state, inner)
 
     def _is_written(self) -> bool:
-        return any(share.state.is_written for share in self._shares)
+        return any(share.is_written for share in self._shares)
 
     def _is_state_written(self) -> bool:
         """Whether somebody wrote to `state` on any rank: copies are the owner's alone."""
@@ -564,7 +538,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         """Make what this rank shows of others' state that of the last step. Collective."""
         assert self.inner is not None
         for share in self._shares:
-            share.state.exchange_forms(share.state_in(self.inner))
+            share.exchange_forms(self.inner)
         self._shown = self._as_shown = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -162,39 +162,24 @@ def _spread(indices: Sequence[int], costs: Sequence[float], number: int) -> dict
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What a member holds of a matrix that tensor parallelism splits.
+    """What a member holds of a matrix that tensor parallelism splits."""
 
-    Attributes:
-        start: First element that it holds of its flattened part.
-        stop: End of its elements.
-        shape: Shape of the part.
-        offsets: The place where the part begins in the whole, per dimension.
-    """
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    start: int  # First element that it holds of its flattened part.
+    stop: int  # End of its elements.
+    shape: tuple[int, ...]  # Shape of the part.
+    offsets: tuple[int, ...]  # The place where the part begins in the whole, per dimension.
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Who holds what of one matrix.
+    """Who holds what of one matrix."""
 
-    Attributes:
-        shape: Shape of the whole.
-        replicas: The number of each member's replica.
-        layout: The cut of each replica; not used where there are `parts`.
-        index: Position of the matrix in the layout.
-        places: Place of each member among those of the layout.
-        parts: The part that each member holds; None: nothing but the layout cuts the matrix.
-    """
-
-    shape: tuple[int, ...]
-    replicas: tuple[int, ...]
-    layout: FlatLayout
-    index: int
-    places: tuple[int, ...]
+    shape: tuple[int, ...]  # Shape of the whole.
+    replicas: tuple[int, ...]  # The number of each member's replica.
+    layout: FlatLayout  # The cut of each replica; not used where there are `parts`.
+    index: int  # Position of the matrix in the layout.
+    places: tuple[int, ...]  # Place of each member among those of the layout.
+    # The part that each member holds; None: nothing but the layout cuts the matrix.
     parts: tuple[HeldPart, ...] | None = None
 
     def range_of(self, member: int) -> tuple[int, int]:
@@ -218,23 +203,22 @@ class Spread:
         return self.shape, boxes_of_range(part.shape, start, stop, origin=part.offsets)
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one member sends and gets in one exchange: matrices by member, in one order.
-
-    Attributes:
-        sends: Matrices of which each member gets something from here.
-        gets: Matrices of which something comes from each member.
-    """
+class Traffic(NamedTuple):
+    """Which matrices a member sends to each other one, and gets from each, in one order."""
 
     sends: tuple[tuple[int, ...], ...]
     gets: tuple[tuple[int, ...], ...]
 
 
-def gradient_traffic(
-    spreads: Sequence[Spread], owners: Sequence[int], indices: Sequence[int], me: int
+def plan_traffic(
+    spreads: Sequence[Spread],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    me: int,
+    *,
+    of_values: bool,
 ) -> Traffic:
-    """Return what `me` exchanges so that the owners of matrices have whole gradients.
+    """Return what `me` exchanges so that owners have whole gradients, or all have their values.
 
     What a member holds of its own matrices does not travel.
 
@@ -243,33 +227,8 @@ def gradient_traffic(
         owners: The owner of every matrix.
         indices: The matrices of this exchange, in the same order on all members.
         me: This member.
-    """
-    mine, others = _by_member(spreads, owners, indices, me, in_replica=True)
-    return Traffic(sends=others, gets=mine)
-
-
-def value_traffic(
-    spreads: Sequence[Spread], owners: Sequence[int], indices: Sequence[int], me: int
-) -> Traffic:
-    """Return what `me` exchanges so that all members have their pieces of what owners have.
-
-    See `gradient_traffic`; here all replicas get something.
-    """
-    mine, others = _by_member(spreads, owners, indices, me, in_replica=False)
-    return Traffic(sends=mine, gets=others)
-
-
-def _by_member(
-    spreads: Sequence[Spread],
-    owners: Sequence[int],
-    indices: Sequence[int],
-    me: int,
-    *,
-    in_replica: bool,
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return the matrices of `me` by the other members that hold a piece, and those of the others.
-
-    With `in_replica` only members of the owner's replica take part.
+        of_values: Whether values go from owners to all members. Else gradients go to owners, from
+            the members of their replica.
     """
     num_members = len(spreads[0].replicas) if spreads else 0
     mine: list[list[int]] = [[] for _ in range(num_members)]
@@ -277,14 +236,15 @@ def _by_member(
     for index in indices:
         spread, owner = spreads[index], owners[index]
         for member in range(num_members) if owner == me else (me,):
-            is_in_replica = spread.replicas[member] == spread.replicas[owner]
-            if member == owner or not spread.numel_of(member) or (in_replica and not is_in_replica):
+            takes_part = of_values or spread.replicas[member] == spread.replicas[owner]
+            if member == owner or not spread.numel_of(member) or not takes_part:
                 continue
             if owner == me:
                 mine[member].append(index)
             else:
                 others[owner].append(index)
-    return tuple(map(tuple, mine)), tuple(map(tuple, others))
+    owned, held = tuple(map(tuple, mine)), tuple(map(tuple, others))
+    return Traffic(owned, held) if of_values else Traffic(held, owned)
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -315,7 +275,7 @@ class Gathering:
         self._team = team
         self._pieces = pieces
         self._indices = indices
-        traffic = team.traffic(gradient_traffic, indices)
+        traffic = team.traffic(indices, of_values=False)
         send = [[pieces[index] for index in to_one] for to_one in traffic.sends]
         gets = [
             [(index, team.spreads[index].numel_of(member)) for index in from_one]
@@ -365,7 +325,7 @@ class Scattering:
         self._team = team
         self._indices = indices
         self._wholes = wholes
-        traffic = team.traffic(value_traffic, indices)
+        traffic = team.traffic(indices, of_values=True)
         send = [
             [
                 view.reshape(-1)
@@ -468,22 +428,14 @@ def boxes_in(team: Team, index: int, member: int, whole: Tensor) -> Iterator[tup
 
 @dataclass(eq=False)
 class Team:
-    """Members, and which of the parameters belongs to which of them.
+    """Members, and which of the parameters belongs to which of them."""
 
-    Attributes:
-        axis: Communicator of all members.
-        params: The users' parameters, in the order of their groups.
-        spreads: The holders of each parameter's elements.
-        costs: Cost of each parameter.
-        owners: Member to which each parameter belongs.
-        mesh: One axis of all members: what belongs to members is a `ShardedTensor` over it.
-    """
-
-    axis: PeerAxis
-    params: list[nn.Parameter]
-    spreads: list[Spread]
-    costs: list[float]
-    owners: list[int]
+    axis: PeerAxis  # Communicator of all members.
+    params: list[nn.Parameter]  # The users' parameters, in the order of their groups.
+    spreads: list[Spread]  # The holders of each parameter's elements.
+    costs: list[float]  # Cost of each parameter.
+    owners: list[int]  # Member to which each parameter belongs.
+    # One axis of all members: what belongs to members is a `ShardedTensor` over it.
     mesh: DeviceMesh
     _traffic: dict[Any, Traffic] = field(default_factory=dict)
 
@@ -523,11 +475,13 @@ class Team:
             result += [[alike[place] for place in batch] for batch in planned]
         return result
 
-    def traffic(self, plan: Callable[..., Traffic], indices: Sequence[int]) -> Traffic:
-        """Return what this rank sends and gets, by `gradient_traffic` or `value_traffic`."""
-        key = plan, tuple(indices)
+    def traffic(self, indices: Sequence[int], *, of_values: bool) -> Traffic:
+        """Return what this rank sends and gets; see `plan_traffic`."""
+        key = of_values, tuple(indices)
         if key not in self._traffic:
-            self._traffic[key] = plan(self.spreads, self.owners, indices, self.me)
+            self._traffic[key] = plan_traffic(
+                self.spreads, self.owners, indices, self.me, of_values=of_values
+            )
         return self._traffic[key]
 
     def owned_spec(self, index: int, shape: Sequence[int]) -> ShardSpec:
@@ -595,7 +549,12 @@ def _make_team(params: list[Any], cost: Cost, loads: Sequence[float], about: str
     costs = [cost(tuple(param.shape)) for param in params]
     owners = assign_owners(costs, axis.size, loads)
     facts = [(p.spec.name, tuple(p.shape), str(p.dtype)) for p in params]
-    parts: list[Any] = [_part_of(p.spec) for p in params]
+    parts: list[Any] = [
+        HeldPart(s.start, s.stop, s.layout.shapes[s.index], s.tensor_parallel.offsets)
+        if s.tensor_parallel is not None
+        else None
+        for s in (param.spec for param in params)
+    ]
     _agree(axis, [*facts, ("owners", tuple(owners)), ("settings", about)])
     all_parts = axis.exchange(parts) if any(part is not None for part in parts) else [parts]
     spreads = [
@@ -617,14 +576,6 @@ def _joint_axis(mesh: DeviceMesh) -> PeerAxis:
     wide = [axis for axis in axes if axis.size > 1]
     axis: PeerAxis = mesh.backend.joint_axis(mesh.ranks) if len(wide) > 1 else (wide or axes)[0]
     return axis
-
-
-def _part_of(spec: ShardSpec) -> HeldPart | None:
-    """Return what this rank holds of a parameter that tensor parallelism splits; else None."""
-    outer = spec.tensor_parallel
-    if outer is None:
-        return None
-    return HeldPart(spec.start, spec.stop, spec.layout.shapes[spec.index], outer.offsets)
 
 
 def _agree(axis: PeerAxis, facts: list[tuple[Any, ...]]) -> None:

@@ -127,9 +127,6 @@ def again_if_replaced(
         path: The checkpoint.
         read: Function that communicates nothing.
         is_right: Whether a result needs no second look.
-
-    Raises:
-        CheckpointError: As `read` does.
     """
     for _ in range(READ_AGAIN):
         before = stamp(path)
@@ -170,11 +167,7 @@ def _check(path: Path) -> None:
 
 
 def noted_damage(path: Path) -> str:
-    """Return what `load` has found damaged in a checkpoint; empty if nothing is noted.
-
-    Raises:
-        CheckpointError: The note is no file of a size.
-    """
+    """Return what `load` has found damaged in a checkpoint; empty if nothing is noted."""
     try:
         noted = read_index(path / DAMAGED_FILE, _NOTE_NBYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -204,11 +197,7 @@ def note_damage(path: Path, found: str, which: Stamp) -> bool:
 
 
 def check_size(path: Path, nbytes: int) -> None:
-    """Compare the size of a file with what was written.
-
-    Raises:
-        CheckpointError: It is missing, or of another size.
-    """
+    """Raise unless a file has the size that was written."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -221,11 +210,7 @@ def check_size(path: Path, nbytes: int) -> None:
 
 
 def check_metadata(path: Path, manifest: Manifest) -> bytes:
-    """Return the content of `.metadata` if it is what was written.
-
-    Raises:
-        CheckpointError: It is missing or another.
-    """
+    """Return the content of `.metadata`; raise if it is not what was written."""
     file = path / METADATA_FILE
     check_size(file, manifest.metadata_nbytes)
     content = read_index(file)
@@ -325,9 +310,6 @@ def recover(path: Path) -> None:
     """Give a name that was lost on the way to another checkpoint the newest complete one.
 
     Any number of processes may call it, also beside those that save.
-
-    Raises:
-        OSError: It cannot be renamed.
     """
     if os.path.lexists(path):
         return

@@ -24,6 +24,7 @@ from shardkit.checkpoint._files.disk import (
     TensorInfo,
     bytes_of,
     copy_from_scratch,
+    info_nbytes,
     open_regular,
     without_memory,
 )
@@ -61,9 +62,6 @@ class FileStream:
             path: New file, which must not exist.
             report: Function that is called with the number of bytes whenever some have been
                 written.
-
-        Raises:
-            OSError: It cannot be made.
         """
         self._report = report
         self._fd = _create(path)
@@ -103,9 +101,6 @@ class FileStream:
 
         Returns:
             Place of it, and its checksums.
-
-        Raises:
-            OSError: The disk is full, or gone.
         """
         offset, crc32s, in_block = self.nbytes, [], 0
         crc32 = 0
@@ -262,9 +257,6 @@ class ItemFile:
             path: The file.
             block_nbytes: Size of the blocks that have a checksum.
             report: Function that is called with the numbers of bytes that have been read.
-
-        Raises:
-            OSError: It cannot be opened.
         """
         self.path = path
         self._block_nbytes = block_nbytes
@@ -280,11 +272,7 @@ class ItemFile:
         os.close(self._fd)
 
     def read(self, item: Item, name: str) -> bytearray:
-        """Return all bytes of an item.
-
-        Raises:
-            CheckpointError: The file ends before, or the bytes are not those written.
-        """
+        """Return all bytes of an item; raise if they are not those that were written."""
         content = bytearray(item.nbytes)
         self.read_into(item, 0, memoryview(content), name)
         return content
@@ -297,9 +285,6 @@ class ItemFile:
             start: Counted from the item's begin.
             target: Memory for the bytes.
             name: Name of the entry, for errors.
-
-        Raises:
-            CheckpointError: The file ends before, or the bytes are not those written.
         """
         stop = start + len(target)
         if not item.crc32s:
@@ -348,7 +333,7 @@ class ItemFile:
 
     # --- tensors --------------------------------------------------------------------------------
 
-    def located(self, item: Item, dtype: torch.dtype, shape: Sequence[int]) -> Item:
+    def located(self, item: Item, chunk: TensorInfo) -> Item:
         """Find where elements begin in an item of DCP, which says so nowhere.
 
         Returns:
@@ -365,49 +350,43 @@ class ItemFile:
             return item
         plain = (
             raw_bytes(described) is not None
-            and (described.dtype, tuple(described.shape)) == (dtype, tuple(shape))
+            and TensorInfo(tuple(described.shape), described.dtype) == chunk
             and described.storage_offset() == 0
             and record.compress_type == zipfile.ZIP_STORED
-            and record.file_size == math.prod(shape) * dtype.itemsize
+            and record.file_size == info_nbytes(chunk)
         )
         if not plain:
             return item
         skipped = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         return replace(item, data_offset=record.header_offset + _LOCAL_HEADER_NBYTES + skipped)
 
-    def check_frame(self, item: Item, dtype: torch.dtype, shape: Sequence[int], name: str) -> None:
-        """Look whether an item is a tensor of a dtype and a shape, if it has a `data_offset`.
-
-        Raises:
-            CheckpointError: It is something else.
+    def check_frame(self, item: Item, chunk: TensorInfo, name: str) -> None:
+        """Raise unless an item with a `data_offset` is such a tensor.
 
         Cost: a read of some hundred bytes.
         """
         if item.data_offset is None:
             return
         with contextlib.suppress(Exception):  # Not every dtype has such a frame.
-            before, _ = tensor_frame(dtype, tuple(shape))
+            before, _ = tensor_frame(chunk.dtype, chunk.shape)
             found = os.pread(self._fd, len(before), item.offset)
             if item.data_offset == len(before) and found == before:
                 return
         # Another release of torch frames it in another way.
-        if self.located(replace(item, data_offset=None), dtype, shape) != item:
+        if self.located(replace(item, data_offset=None), chunk) != item:
             msg = (
-                f"{self.path}: {name!r} is no tensor of {dtype} and shape {tuple(shape)}. {DAMAGED}"
+                f"{self.path}: {name!r} is no tensor of {chunk.dtype} and shape {chunk.shape}. "
+                f"{DAMAGED}"
             )
             raise CheckpointError(msg)
 
-    def check(self, item: Item, dtype: torch.dtype, shape: Sequence[int], name: str) -> None:
-        """Look whether an item is a tensor of a dtype and a shape, whatever it takes.
-
-        Raises:
-            CheckpointError: It is something else.
-        """
-        self.check_frame(item, dtype, shape, name)
+    def check(self, item: Item, chunk: TensorInfo, name: str) -> None:
+        """Raise unless an item is such a tensor, whatever it takes to know."""
+        self.check_frame(item, chunk, name)
         if item.data_offset is None:
-            self.load(item, dtype, shape, name)
+            self.load(item, chunk, name)
 
-    def load(self, item: Item, dtype: torch.dtype, shape: Sequence[int], name: str) -> Tensor:
+    def load(self, item: Item, chunk: TensorInfo, name: str) -> Tensor:
         """Return the tensor that torch.save wrote.
 
         Raises:
@@ -422,69 +401,50 @@ class ItemFile:
         if not isinstance(loaded, torch.Tensor):
             msg = f"{self.path}: {name!r}: expected a tensor, found {type(loaded).__name__}."
             raise CheckpointError(msg)
-        if (loaded.dtype, tuple(loaded.shape)) != (dtype, tuple(shape)):
+        if TensorInfo(tuple(loaded.shape), loaded.dtype) != chunk:
             msg = (
                 f"{self.path}: {name!r} has shape {tuple(loaded.shape)} and {loaded.dtype}, "
-                f"expected {tuple(shape)} and {dtype}. {DAMAGED}"
+                f"expected {chunk.shape} and {chunk.dtype}. {DAMAGED}"
             )
             raise CheckpointError(msg)
         return loaded
 
-    def read_box(self, item: Item, box: ChunkBox, target: Tensor, name: str) -> None:
+    def read_box(
+        self,
+        item: Item,
+        chunk: TensorInfo,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        target: Tensor,
+        name: str,
+    ) -> None:
         """Read a box of a saved chunk.
 
         Args:
             item: Item with a `data_offset`.
-            box: Range of elements, and their dtype.
-            target: Tensor for them: of the box's shape; any dtype, device and strides.
+            chunk: Shape and dtype of the chunk, which was saved row after row.
+            offsets: The place where the box begins in it.
+            lengths: Shape of the box.
+            target: Tensor for the box: of its shape; any dtype, device and strides.
             name: Name of the entry, for errors.
-
-        Raises:
-            CheckpointError: The file ends before, or the bytes are not those written.
 
         Cost: memory for the box's range of the chunk, unless its elements can go where they belong.
         """
         assert item.data_offset is not None
-        start, stop = box.flat_range
-        begin = item.data_offset + start * box.dtype.itemsize
-        memory = raw_bytes(target) if target.dtype == box.dtype else None
-        if memory is not None and stop - start == target.numel():
+        strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
+        start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        numel = 0  # From the box's first element to behind its last one.
+        if 0 not in lengths:
+            numel = 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
+        begin = item.data_offset + start * chunk.dtype.itemsize
+        memory = raw_bytes(target) if target.dtype == chunk.dtype else None
+        if memory is not None and numel == target.numel():
             self.read_into(item, begin, memory, name)
             torch.autograd.graph.increment_version(target)
             return
-        run = torch.empty(stop - start, dtype=box.dtype)
-        memory = raw_bytes(run)
-        assert memory is not None
-        self.read_into(item, begin, memory, name)
-        copy_from_scratch(target, run.as_strided(tuple(box.lengths), box.strides))
-
-
-class ChunkBox:
-    """A box of elements in a chunk that was saved row after row.
-
-    Attributes:
-        lengths: Shape of it.
-        strides: Strides of the chunk, in elements.
-        flat_range: Range from its first element to after its last one, in the flattened chunk.
-    """
-
-    def __init__(
-        self,
-        chunk: Sequence[int],
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        dtype: torch.dtype,
-    ) -> None:
-        """Take the chunk's shape, and where the box begins in it."""
-        self.lengths = tuple(lengths)
-        self.dtype = dtype
-        self.strides = tuple(math.prod(chunk[dim + 1 :]) for dim in range(len(chunk)))
-        start = sum(o * stride for o, stride in zip(offsets, self.strides, strict=True))
-        if 0 in self.lengths:
-            self.flat_range = (start, start)
-        else:
-            last = sum((n - 1) * s for n, s in zip(self.lengths, self.strides, strict=True))
-            self.flat_range = (start, start + last + 1)
+        run = torch.empty(numel, dtype=chunk.dtype)
+        self.read_into(item, begin, bytes_of(run), name)
+        copy_from_scratch(target, run.as_strided(tuple(lengths), strides))
 
 
 class Slice(io.RawIOBase):

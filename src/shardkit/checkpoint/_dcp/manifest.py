@@ -60,56 +60,36 @@ class Item:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the checkpoint.
+    """A file of the checkpoint."""
 
-    Attributes:
-        nbytes: Size of it.
-        items: Entries in it.
-    """
-
-    nbytes: int
-    items: tuple[Item, ...]
+    nbytes: int  # Size of it.
+    items: tuple[Item, ...]  # Entries in it.
 
 
 @dataclass(frozen=True)
 class Header:
-    """What orders checkpoints.
+    """What orders checkpoints."""
 
-    Attributes:
-        sequence: One more than the largest among the checkpoints beside it.
-        step: The `step` that was saved as an extra, if it was an integer.
-        world_size: Ranks that wrote it.
-        shardkit: Version that wrote it.
-    """
-
-    sequence: int
-    step: int | None
-    world_size: int
-    shardkit: str
+    sequence: int  # One more than the largest among the checkpoints beside it.
+    step: int | None  # The `step` that was saved as an extra, if it was an integer.
+    world_size: int  # Ranks that wrote it.
+    shardkit: str  # Version that wrote it.
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """What is in a checkpoint."""
 
-    Attributes:
-        header: Orders it among others.
-        files: Files by name, without `.metadata`.
-        metadata_nbytes: Size of `.metadata`.
-        metadata_crc32: Checksum of it.
-        layout: Text of how parameters were spread over ranks, for people to read.
-        block_nbytes: Value of `BLOCK_NBYTES` when it was written.
-        saved_by: The process that saved it, for people to read; empty if it was not recorded.
-        stages: Entries of each model, where ranks had different ones: stages of a pipeline.
-    """
-
-    header: Header
-    files: Mapping[str, StoredFile]
-    metadata_nbytes: int
-    metadata_crc32: int
+    header: Header  # Orders it among others.
+    files: Mapping[str, StoredFile]  # Files by name, without `.metadata`.
+    metadata_nbytes: int  # Size of `.metadata`.
+    metadata_crc32: int  # Checksum of it.
+    # Text of how parameters were spread over ranks, for people to read.
     layout: Mapping[str, Any] = field(default_factory=dict)
-    block_nbytes: int = BLOCK_NBYTES
+    block_nbytes: int = BLOCK_NBYTES  # Value of `BLOCK_NBYTES` when it was written.
+    # The process that saved it, for people to read; empty if it was not recorded.
     saved_by: str = ""
+    # Entries of each model, where ranks had different ones: stages of a pipeline.
     stages: Sequence[Sequence[str]] = ()
 
     def dump(self) -> bytes:

@@ -44,6 +44,8 @@ _CLASSES: tuple[type[Any], ...] = (
     _MEMORY_FORMAT,
     _STORAGE_INFO,
 )
+_BUILT = {*_CLASSES} - {_MEMORY_FORMAT}
+"""Classes whose instances have a state in a pickle."""
 _LIMIT = 1 << 62  # Of sizes and offsets: sums of a few of them fit the system's numbers.
 _PACKED = 64  # Values at most in the bytes of one: tensors of classes that pack them.
 _SMALL_NBYTES = 1 << 20
@@ -90,6 +92,9 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - its opcodes can be chosen
 
     def load_build(self) -> None:
         state, built = self.stack[-1], self.stack[-2]
+        if type(built) not in _BUILT:  # Classes are this process' own.
+            msg = f"it sets attributes of {getattr(built, '__name__', type(built).__name__)}"
+            raise ForeignPickleError(msg)
         is_index = isinstance(built, dcp.MetadataIndex)
         if len(state) > _MAX_LEN or (is_index and not _is_index(state)):  # Indices are hashed.
             msg = "it has a state that is none of a description"
@@ -213,19 +218,12 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
             describes no checkpoint.
     """
     remedy = "The file is damaged or foreign: load another checkpoint."
-    before = [dict(vars(cls)) for cls in _CLASSES]
     try:
         with _without_collections():
             found = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:
         msg = f"{Path(path)}: not a DCP metadata pickle: {error}. {remedy}"
         raise CheckpointError(msg) from error
-    finally:
-        # A pickle may also set attributes of the classes that it is given.
-        changed = _restore(before)
-    if changed:
-        msg = f"{Path(path)}: it sets attributes of {', '.join(changed)}. {remedy}"
-        raise CheckpointError(msg)
     with reading(path):
         problem = _problem(found)
     if problem:
@@ -236,11 +234,7 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
 
 
 def metadata_content(directory: Path) -> bytes:
-    """Return what is in `.metadata` of a checkpoint.
-
-    Raises:
-        CheckpointError: There is none, or it is no regular file.
-    """
+    """Return what is in `.metadata` of a checkpoint."""
     file = directory / METADATA_FILE
     try:
         return read_index(file)
@@ -262,23 +256,6 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _restore(before: list[dict[str, Any]]) -> list[str]:
-    """Give the known classes the attributes that they had; name those that had others."""
-    changed = []
-    for cls, attributes in zip(_CLASSES, before, strict=True):
-        now = dict(vars(cls))
-        # `is`: an attribute's own comparison is not to be trusted.
-        names = {n for n in now.keys() | attributes.keys() if now.get(n) is not attributes.get(n)}
-        for name in names:
-            if name in attributes:
-                setattr(cls, name, attributes[name])
-            else:
-                delattr(cls, name)
-        if names:
-            changed.append(cls.__name__)
-    return changed
 
 
 def _problem(found: Any) -> str:

@@ -34,11 +34,6 @@ class Whole:
     """
 
     def __init__(self, name: str, value: Any) -> None:
-        """Take the value as it is now.
-
-        Raises:
-            CheckpointError: It could not be loaded again without running code from the file.
-        """
         self.content = _dumped(f"extra {name!r}", value)
 
 
@@ -91,7 +86,6 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(
         self, collect: Callable[[], dict[str, Any]], expect: Callable[[int], None]
     ) -> None:
-        """Take what makes the state, and what is told how many bytes this rank will write."""
         super().__init__()
         self._collect = collect
         self._expect = expect
@@ -236,7 +230,6 @@ class LoadPlanner(DefaultLoadPlanner):
     """Loads by flat names; runs no code from the file."""
 
     def __init__(self, path: object, expect: Callable[[int], None]) -> None:
-        """Take the checkpoint's name for errors, and what is told how many bytes will be read."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._path = path
         self._expect = expect

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import ChunkBox, ItemFile
+from shardkit.checkpoint._dcp.item_file import ItemFile
 from shardkit.checkpoint._dcp.manifest import (
     BLOCK_NBYTES,
     DAMAGED,
@@ -25,13 +25,12 @@ from shardkit.checkpoint._dcp.manifest import (
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, metadata_content, parse_metadata
-from shardkit.checkpoint._files.disk import asides_in
+from shardkit.checkpoint._files.disk import TensorInfo, asides_in
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    import torch
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
@@ -65,8 +64,7 @@ class CheckpointReader(FileSystemReader):
         self.manifest: Manifest | None = None
         self.identity = 0
         self._items: dict[tuple[str, int], Item] = {}
-        self._chunk_sizes: dict[MetadataIndex, torch.Size] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._chunks: dict[MetadataIndex, TensorInfo] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's description, verified.
@@ -123,26 +121,22 @@ class CheckpointReader(FileSystemReader):
     ) -> None:
         """Take up where everything is."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        tensors = {
-            name: entry
+        self._chunks = {
+            MetadataIndex(name, chunk.offsets): TensorInfo(
+                tuple(chunk.sizes), entry.properties.dtype
+            )
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
-        }
-        self._dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
-        self._chunk_sizes = {
-            MetadataIndex(name, chunk.offsets): chunk.sizes
-            for name, entry in tensors.items()
             for chunk in entry.chunks
         }
 
-    def tensors_by_place(self) -> dict[tuple[str, int], tuple[torch.dtype, torch.Size, str]]:
-        """Return dtype, shape and name of each chunk, by its file and where it begins in it."""
-        found = {}
-        for index, size in self._chunk_sizes.items():
-            where = self.storage_data[index]
-            place = (where.relative_path, where.offset)
-            found[place] = (self._dtypes[index.fqn], size, index.fqn)
-        return found
+    def chunks_by_place(self) -> dict[tuple[str, int], tuple[TensorInfo, str]]:
+        """Return each chunk and its tensor's name, by its file and where it begins in it."""
+        places = {index: self.storage_data[index] for index in self._chunks}
+        return {
+            (where.relative_path, where.offset): (self._chunks[index], index.fqn)
+            for index, where in places.items()
+        }
 
     def check_files(self) -> None:
         """Compare the sizes of all files with what was written; called on one rank.
@@ -202,20 +196,20 @@ class CheckpointReader(FileSystemReader):
             planner.load_bytes(request, io.BytesIO(file.read(item, index.fqn)))
             return
         target = planner.resolve_tensor(request).detach()
-        dtype, shape = self._dtypes[index.fqn], self._chunk_sizes[index]
+        chunk = self._chunks[index]
         if self.manifest is None:
-            item = file.located(item, dtype, shape)
+            item = file.located(item, chunk)
         else:
-            file.check_frame(item, dtype, shape, index.fqn)
+            file.check_frame(item, chunk, index.fqn)
         if item.data_offset is None:
-            saved = file.load(item, dtype, shape, index.fqn)
+            saved = file.load(item, chunk, index.fqn)
             bounds = zip(request.storage_offsets, request.lengths, strict=True)
             for dim, (start, length) in enumerate(bounds):
                 saved = saved.narrow(dim, start, length)
             target.copy_(saved)
         else:
-            box = ChunkBox(shape, request.storage_offsets, request.lengths, dtype)
-            file.read_box(item, box, target, index.fqn)
+            offsets, lengths = request.storage_offsets, request.lengths
+            file.read_box(item, chunk, offsets, lengths, target, index.fqn)
         planner.commit_tensor(request, target)
 
     def _item_at(self, index: MetadataIndex) -> Item:
@@ -226,11 +220,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def check_is_checkpoint(path: Path) -> None:
-    """Raise if there is no complete checkpoint under a name.
-
-    Raises:
-        CheckpointError: Says what there is instead.
-    """
+    """Raise if there is no complete checkpoint under a name."""
     if (path / METADATA_FILE).is_file():
         return
     if not path.exists():

@@ -52,7 +52,6 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        """Take no memory yet."""
         self._buffer: Tensor | None = None
 
     def release(self) -> None:
@@ -162,15 +161,10 @@ class _Written:
 
 @dataclass(frozen=True)
 class _WrittenPlace:
-    """What the coordinator tells a rank.
+    """What the coordinator tells a rank."""
 
-    Attributes:
-        prefix: Begins the name of its file.
-        folder: Name of the directory in which it is written.
-    """
-
-    prefix: str
-    folder: str
+    prefix: str  # Begins the name of its file.
+    folder: str  # Name of the directory in which it is written.
 
 
 class CheckpointWriter(FileSystemWriter):

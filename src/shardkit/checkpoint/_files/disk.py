@@ -14,7 +14,9 @@ import re
 import secrets
 import socket
 import stat
+import struct
 import time
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, ShardkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -40,15 +42,10 @@ MAX_INDEX_NBYTES = 2**30
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a saved tensor before it is read.
+    """What is known of a saved tensor before it is read."""
 
-    Attributes:
-        shape: Shape of the whole.
-        dtype: Dtype of its elements.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...]  # Shape of the whole.
+    dtype: torch.dtype  # Dtype of its elements.
 
 
 class Source:
@@ -77,6 +74,13 @@ class Source:
         flat = torch.empty(stop - start, dtype=self.infos[name].dtype)
         self.read_into(name, start, flat)
         return flat
+
+    def whole(self, name: str, device: torch.device | None = None) -> Tensor:
+        """Return all of a tensor, on the host or another device."""
+        info = self.infos[name]
+        whole = torch.empty(info.shape, dtype=info.dtype, device=device)
+        self.copy_into(name, 0, whole.view(-1))
+        return whole
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, of the tensor's dtype, 1-D, contiguous, on the host, from `start` on."""
@@ -134,11 +138,7 @@ def bytes_of(flat: Tensor) -> memoryview:
 
 
 def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
-    """Fill a 1-D contiguous tensor on the host from a file.
-
-    Raises:
-        CheckpointError: The file ends before.
-    """
+    """Fill a 1-D contiguous tensor on the host from a file; raise where that ends before."""
     buffer = bytes_of(flat)
     while len(buffer):
         # One call moves 2 GiB at most.
@@ -152,20 +152,51 @@ def read_at(fd: int, offset: int, flat: Tensor, path: Path) -> None:
         buffer, offset = buffer[count:], offset + count
 
 
-def write_at(fd: int, offset: int, flat: Tensor) -> None:
-    """Write a 1-D contiguous tensor on the host into a file."""
-    buffer = bytes_of(flat)
-    while len(buffer):
-        count = os.pwrite(fd, buffer, offset)
-        buffer, offset = buffer[count:], offset + count
+@dataclass(slots=True)
+class Extent:
+    """Where the elements of a tensor that is being written lie in a file."""
+
+    begin: int  # Offset of its first byte.
+    nbytes: int  # Number of bytes.
+    crc_places: tuple[int, ...] = ()  # Offsets of checksums of them.
+    written: int = 0  # Number of bytes that have come.
+    crc: int = 0  # Checksum of these.
+
+
+class TensorWriter:
+    """A file whose tensors come one after another, in parts.
+
+    Args:
+        fd: The file, open; closed at the end.
+        extents: Place of each tensor.
+    """
+
+    def __init__(self, fd: int, extents: Mapping[str, Extent]) -> None:
+        self._fd = fd
+        self._extents = extents
+        self.close = weakref.finalize(self, os.close, fd)
+
+    def append(self, name: str, flat: Tensor) -> None:
+        """Write the next elements of a tensor: 1-D, contiguous, on the host."""
+        extent, buffer = self._extents[name], bytes_of(flat)
+        if extent.crc_places:
+            extent.crc = zlib.crc32(buffer, extent.crc)
+        while len(buffer):
+            count = os.pwrite(self._fd, buffer, extent.begin + extent.written)
+            extent.written += count
+            buffer = buffer[count:]
+
+    def finish(self) -> None:
+        """Write checksums, flush the file to the disk and close it."""
+        for extent in self._extents.values():
+            for place in extent.crc_places:
+                os.pwrite(self._fd, struct.pack("<I", extent.crc), place)
+        os.fsync(self._fd)
+        self.close()
 
 
 def check_saved_dtype(dtype: object) -> None:
-    """Refuse a dtype that parameters would be lost in; None is their own.
-
-    Raises:
-        CheckpointError: It is not one of floating-point numbers.
-    """
+    """Refuse a dtype that parameters would be lost in; None is their own."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
     msg = (
@@ -287,19 +318,12 @@ _OWNERLESS = re.compile(r"\.(?P<name>.+)(?P<kind>\.incomplete|\.replaced|\.delet
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that made a name: the first of the ranks that save.
+    """The process that made a name: the first of the ranks that save."""
 
-    Attributes:
-        host: Name of its host, maybe cut.
-        pid: Process id.
-        place: Checksum that tells apart hosts, their boots, and containers; empty if not known.
-        start: Time at which it began, in ticks of its host: process ids are used again.
-    """
-
-    host: str
-    pid: int
-    place: str
-    start: str
+    host: str  # Name of its host, maybe cut.
+    pid: int  # Process id.
+    place: str  # Checksum that tells apart hosts, their boots, and containers; empty if not known.
+    start: str  # Time at which it began, in ticks of its host: process ids are used again.
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host or 'an unnamed host'}"
@@ -314,18 +338,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class Aside:
-    """A directory or file under such a name.
+    """A directory or file under such a name."""
 
-    Attributes:
-        path: Place of it.
-        name: That of the checkpoint.
-        kind: ``".incomplete"``, ``".replaced"`` or ``".deleted"``.
-        owner: Process that made it; None in what a release wrote whose names had no owner.
-    """
-
-    path: Path
-    name: str
-    kind: str
+    path: Path  # Place of it.
+    name: str  # That of the checkpoint.
+    kind: str  # ``".incomplete"``, ``".replaced"`` or ``".deleted"``.
+    # Process that made it; None in what a release wrote whose names had no owner.
     owner: Owner | None
 
     @property

@@ -19,8 +19,10 @@ import torch
 from shardkit._errors import CheckpointError, listed
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
+    Extent,
     Source,
     TensorInfo,
+    TensorWriter,
     asides_in,
     fsync_directory,
     info_nbytes,
@@ -29,10 +31,9 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     read_at,
     read_index,
-    write_at,
     write_synced,
 )
-from shardkit.checkpoint._files.torch_zip import TorchFile, TorchWriter
+from shardkit.checkpoint._files.torch_zip import TorchFile, torch_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -76,9 +77,6 @@ class SafetensorsFile(Source):
 
     Args:
         path: The file.
-
-    Raises:
-        CheckpointError: It is not such a file, it was truncated, or has a dtype unknown here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,8 +149,10 @@ class SafetensorsFile(Source):
         raise CheckpointError(msg)
 
 
-class SafetensorsWriter:
-    """A file to write tensor after tensor; see `checkpoint._files.full.FullWriter` for the rules.
+def safetensors_writer(
+    path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+) -> TensorWriter:
+    """Make a file to write tensor after tensor.
 
     Args:
         path: The file, overwritten.
@@ -162,54 +162,38 @@ class SafetensorsWriter:
     Raises:
         CheckpointError: The format lacks a dtype, or this machine is big-endian.
     """
-
-    def __init__(
-        self, path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
-    ) -> None:
-        if sys.byteorder != "little":
-            msg = "safetensors files are little-endian, this machine is not. Use format='torch'."
+    if sys.byteorder != "little":
+        msg = "safetensors files are little-endian, this machine is not. Use format='torch'."
+        raise CheckpointError(msg)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    extents: dict[str, Extent] = {}
+    end = 0
+    # Wide dtypes first, so that every tensor is aligned, as the reference implementation does.
+    for name in sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name)):
+        info = infos[name]
+        if info.dtype not in _NAMES:
+            msg = (
+                f"{name!r} has dtype {info.dtype}, which safetensors files cannot hold. Use "
+                f"format='torch', or another dtype."
+            )
             raise CheckpointError(msg)
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        self._offsets: dict[str, int] = {}
-        end = 0
-        # Wide dtypes first, so that every tensor is aligned, as the reference implementation does.
-        for name in sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name)):
-            info = infos[name]
-            if info.dtype not in _NAMES:
-                msg = (
-                    f"{name!r} has dtype {info.dtype}, which safetensors files cannot hold. Use "
-                    f"format='torch', or another dtype."
-                )
-                raise CheckpointError(msg)
-            stop = end + math.prod(info.shape) * info.dtype.itemsize
-            header[name] = {
-                "dtype": _NAMES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [end, stop],
-            }
-            self._offsets[name], end = end, stop
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGN_NBYTES)
-        begin = _LENGTH_NBYTES + len(text)
-        self._offsets = {name: begin + offset for name, offset in self._offsets.items()}
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        os.pwrite(self._fd, len(text).to_bytes(_LENGTH_NBYTES, "little") + text, 0)
-        os.ftruncate(self._fd, begin + end)
-
-    def append(self, name: str, flat: Tensor) -> None:
-        """Write the next elements of a tensor: 1-D, contiguous, on the host."""
-        write_at(self._fd, self._offsets[name], flat)
-        self._offsets[name] += flat.nbytes
-
-    def finish(self) -> None:
-        """Flush the file to the disk and close it."""
-        os.fsync(self._fd)
-        self._close()
-
-    def abandon(self) -> None:
-        """Close the file."""
-        self._close()
+        extents[name] = extent = Extent(end, info_nbytes(info))
+        end += extent.nbytes
+        header[name] = {
+            "dtype": _NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [extent.begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN_NBYTES)
+    begin = _LENGTH_NBYTES + len(text)
+    for extent in extents.values():
+        extent.begin += begin
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    writer = TensorWriter(fd, extents)
+    os.pwrite(fd, len(text).to_bytes(_LENGTH_NBYTES, "little") + text, 0)
+    os.ftruncate(fd, begin + end)
+    return writer
 
 
 # --- files of whole tensors -----------------------------------------------------------------------
@@ -242,6 +226,9 @@ class FullFile(Source):
         CheckpointError: It is none of these, was damaged, or a file of the index is missing.
     """
 
+    kind = "whole tensors"
+    world_size = None
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.infos, self.tied = {}, {}
@@ -257,9 +244,18 @@ class FullFile(Source):
         else:
             self._add(_open(file))
 
+    @property
+    def files(self) -> list[Path]:
+        """All files that hold tensors."""
+        return sorted(set(self.parts.values()))
+
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on."""
         self._files[name].read_into(name, start, out)
+
+    def chunks(self, name: str) -> list[dict[str, Any]]:
+        """Return the file that holds a tensor."""
+        return [{"file": self.parts[name].name}]
 
     def _add(self, file: SafetensorsFile | TorchFile, names: Iterable[str] | None = None) -> None:
         names = file.infos if names is None else names
@@ -359,7 +355,7 @@ class FullWriter:
         self._tied = dict(tied or {})
         self._infos = {name: info for name, info in infos.items() if name not in self._tied}
         self._format = format
-        self._writers: dict[str, SafetensorsWriter | TorchWriter] = {}
+        self._writers: dict[str, TensorWriter] = {}
         self._missing = {name: math.prod(info.shape) for name, info in self._infos.items()}
         self._index: dict[str, Any] | None = None
         if format not in _STEMS:
@@ -446,18 +442,18 @@ class FullWriter:
         }
         return {self.path / file: names for file, names in zip(files, shards, strict=True)}
 
-    def _make_writer(self, path: Path, names: list[str]) -> SafetensorsWriter | TorchWriter:
+    def _make_writer(self, path: Path, names: list[str]) -> TensorWriter:
         infos = {name: self._infos[name] for name in names}
         tied = {name: first for name, first in self._tied.items() if first in infos}
         if self._format == "safetensors":
-            return SafetensorsWriter(path, infos, {"format": "pt", **tied})
+            return safetensors_writer(path, infos, {"format": "pt", **tied})
 
         def arrange(empties: dict[str, Tensor]) -> Any:
             places = {name: tied.get(name, name) for name in self._order}
             tensors = {name: empties[of] for name, of in places.items() if of in empties}
             return self._arrange(tensors) if self._arrange is not None else tensors
 
-        return TorchWriter(path, infos, arrange)
+        return torch_writer(path, infos, arrange)
 
     def _commit(self) -> None:
         unwritten = [name for name, numel in self._missing.items() if numel != 0]
@@ -476,11 +472,7 @@ class FullWriter:
         fsync_directory(next(iter(self._asides)).parent)
 
     def _give_names(self) -> None:
-        """Rename all files; of a directory none if another job has written one of them meanwhile.
-
-        Raises:
-            CheckpointError: It has.
-        """
+        """Rename all files; in a directory none if another job has written one meanwhile."""
         named: list[Path] = []
         try:
             for file, aside in self._asides.items():
@@ -499,7 +491,7 @@ class FullWriter:
 
     def _abandon(self) -> None:
         for writer in dict.fromkeys(self._writers.values()):
-            writer.abandon()
+            writer.close()
         for aside in self._asides.values():
             aside.unlink(missing_ok=True)
 
@@ -523,11 +515,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def parse_size(size: int | str) -> int:
-    """Return the bytes that ``"5GB"``, ``"512MiB"`` or a number means.
-
-    Raises:
-        CheckpointError: It is no size above 0.
-    """
+    """Return the bytes that ``"5GB"``, ``"512MiB"`` or a number means."""
     text = str(size).strip()
     digits = text.rstrip("BKMGibkmg ")
     unit = text[len(digits) :].strip().upper()

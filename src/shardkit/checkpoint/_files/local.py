@@ -29,11 +29,7 @@ _MAX_SHOWN = 16
 
 
 def metadata_of(state: Any, what: object) -> dict[str, Any]:
-    """Return the description in a local state dict: all of it makes sense, whoever wrote it.
-
-    Raises:
-        CheckpointError: It is none, of another version, or damaged.
-    """
+    """Return the description in a local state dict: all of it makes sense, whoever wrote it."""
     metadata = state.get(METADATA) if isinstance(state, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         msg = (
@@ -104,21 +100,13 @@ def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SavedRange:
-    """A range of a whole tensor that is in one file.
+    """A range of a whole tensor that is in one file."""
 
-    Attributes:
-        start: First element in the flattened whole.
-        stop: End of the range.
-        file: File that holds it.
-        saved: Name in the file.
-        first: First element of the range in what is saved under this name.
-    """
-
-    start: int
-    stop: int
-    file: TorchFile
-    saved: str
-    first: int = 0
+    start: int  # First element in the flattened whole.
+    stop: int  # End of the range.
+    file: TorchFile  # File that holds it.
+    saved: str  # Name in the file.
+    first: int = 0  # First element of the range in what is saved under this name.
 
 
 class RankFiles(Source):
@@ -126,19 +114,18 @@ class RankFiles(Source):
 
     Attributes:
         files: One per rank.
-        owners: Files that hold a tensor, with the range of each; None: all of it.
         world_size: Number of ranks that wrote them.
     """
 
+    kind = "per-rank files"
     files: list[Path]
     world_size: int
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self.infos, self.tied = {}, {}
         self.others: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.owners: dict[str, list[tuple[Path, list[int] | None]]] = {}
+        self._chunks: dict[str, list[dict[str, Any]]] = {}
         self._pieces: dict[str, list[SavedRange]] = {}
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
@@ -153,6 +140,31 @@ class RankFiles(Source):
                 piece.file.read_into(piece.saved, first, part)
             else:
                 part.copy_(piece.file.read(piece.saved, first, first + high - low))
+
+    def chunks(self, name: str) -> list[dict[str, Any]]:
+        """Return the files that hold a tensor, with the range of each; None: all of it."""
+        return self._chunks[name]
+
+    def _add_tensor(
+        self, path: tuple[str, ...], info: TensorInfo, ranges: Sequence[SavedRange], *, is_cut: bool
+    ) -> None:
+        """Note of which ranges a tensor consists; replicas of one are in several files."""
+        key = ".".join(path)
+        by_start: dict[int, SavedRange] = {}
+        for each in ranges:
+            by_start.setdefault(each.start, each)
+        pieces = [by_start[start] for start in sorted(by_start)]
+        ends = [0, *(piece.stop for piece in pieces)]
+        begins = [*(piece.start for piece in pieces), math.prod(info.shape)]
+        if begins != ends:
+            files = f"{self.files[0]} and others"
+            msg = f"the pieces of {'.'.join(path[1:])!r} in {files} do not make a whole."
+            raise CheckpointError(msg)
+        self.infos[key], self.paths[key], self._pieces[key] = info, path, pieces
+        self._chunks[key] = [
+            {"file": each.file.path.name, "range": [each.start, each.stop] if is_cut else None}
+            for each in ranges
+        ]
 
     def _add_other(self, path: tuple[str, ...], value: Any) -> None:
         key = ".".join(path)
@@ -177,8 +189,17 @@ class LocalFiles(RankFiles):
         self.files = list(files)
         opened = [TorchFile(file, MODEL) for file in files]
         found = [metadata_of(file.beside, file.path) for file in opened]
-        self.world_size = _check_complete(files, found)
         first = found[0]
+        for file, metadata in zip(files, found, strict=True):
+            if (metadata["save"], metadata["world_size"]) != (first["save"], first["world_size"]):
+                msg = (
+                    f"{file} (rank {metadata['rank']} of {metadata['world_size']}) was not written "
+                    f"together with {files[0]} (rank {first['rank']} of {first['world_size']}): "
+                    f"they are of different runs or steps. Keep the files of one save."
+                )
+                raise CheckpointError(msg)
+        self.world_size = first["world_size"]
+        _check_complete(files, [metadata["rank"] for metadata in found], self.world_size)
         self.tied = {f"model.{n}": f"model.{of}" for n, of in first["tied"].items()}
         for name in (*self.tied, *self.tied.values()):
             if name.removeprefix("model.") not in first[MODEL]:
@@ -215,56 +236,26 @@ class LocalFiles(RankFiles):
         described: list[dict[str, Any] | None],
     ) -> None:
         """Note of which pieces, in which files, a tensor consists."""
-        key = ".".join(path)
         if described[0] is None:
             msg = f"{opened[0].path} does not describe {saved!r}."
             raise CheckpointError(msg)
         info = info_of(described[0])
-        numel = torch.Size(info.shape).numel()
-        pieces: dict[int, SavedRange] = {}
-        owners: list[tuple[Path, list[int] | None]] = []
+        ranges = []
         for file, piece in zip(opened, described, strict=True):
             if piece is None or info_of(piece) != info:
                 msg = f"{file.path} describes {saved!r} in another way than {opened[0].path}."
                 raise CheckpointError(msg)
-            start, stop = piece["range"] or (0, numel)
             if file.infos.get(saved) != piece_info(piece):
                 msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
                 raise CheckpointError(msg)
+            start, stop = piece["range"] or (0, math.prod(info.shape))
             if start < stop:
-                pieces.setdefault(start, SavedRange(start, stop, file, saved))
-                owners.append((file.path, piece["range"]))
-        places = [pieces[start] for start in sorted(pieces)]
-        ends = [0, *(place.stop for place in places)]
-        if ends[-1] != numel or any(p.start != end for p, end in zip(places, ends, strict=False)):
-            msg = f"the pieces of {saved!r} in {opened[0].path} and others do not make a whole."
-            raise CheckpointError(msg)
-        self.infos[key], self.paths[key] = info, path
-        self._pieces[key], self.owners[key] = places, owners
+                ranges.append(SavedRange(start, stop, file, saved))
+        self._add_tensor(path, info, ranges, is_cut=described[0]["range"] is not None)
 
 
-def _check_complete(files: Sequence[Path], found: list[dict[str, Any]]) -> int:
-    """Return the number of ranks, if the files are those of one save, one of each."""
-    first = found[0]
-    for file, metadata in zip(files, found, strict=True):
-        if (metadata["save"], metadata["world_size"]) != (first["save"], first["world_size"]):
-            msg = (
-                f"{file} (rank {metadata['rank']} of {metadata['world_size']}) was not written "
-                f"together with {files[0]} (rank {first['rank']} of {first['world_size']}): they "
-                f"are of different runs or steps. Keep the files of one save."
-            )
-            raise CheckpointError(msg)
-    world_size: int = first["world_size"]
-    check_complete(files, [metadata["rank"] for metadata in found], world_size)
-    return world_size
-
-
-def check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int) -> None:
-    """Check that there is one file of each rank.
-
-    Raises:
-        CheckpointError: Some are missing, or two are of one rank.
-    """
+def _check_complete(files: Sequence[Path], ranks: Sequence[int], world_size: int) -> None:
+    """Raise unless there is one file of each rank."""
     by_rank: dict[int, Path] = {}
     for file, rank in zip(files, ranks, strict=True):
         other = by_rank.setdefault(rank, file)
@@ -385,23 +376,17 @@ class XlaFsdpFiles(RankFiles):
             start: Offset of its first element in what the files hold, end to end.
         """
         plain = _plain(name)
-        key = f"{MODEL}.{plain}"
-        if key in self.infos:
+        if f"{MODEL}.{plain}" in self.infos:
             msg = f"{self.files[0]} and others hold {plain!r} twice. Were modules wrapped twice?"
             raise CheckpointError(msg)
-        self.infos[key], self.paths[key], self._pieces[key] = info, (MODEL, plain), []
-        begin = -start
+        ranges, begin = [], -start
         for file in files:
             end = begin + math.prod(file.infos[saved].shape)
             low, high = max(begin, 0), min(end, math.prod(info.shape))
             if low < high:
-                self._pieces[key].append(SavedRange(low, high, file, saved, low - begin))
+                ranges.append(SavedRange(low, high, file, saved, low - begin))
             begin = end
-        self.owners[key] = (
-            [(files[0].path, None)]
-            if len(files) == 1
-            else [(piece.file.path, [piece.start, piece.stop]) for piece in self._pieces[key]]
-        )
+        self._add_tensor((MODEL, plain), info, ranges, is_cut=len(files) > 1)
 
 
 def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
@@ -425,7 +410,7 @@ def _in_order(opened: list[TorchFile]) -> list[TorchFile]:
         raise CheckpointError(msg)
     [world_size] = sizes
     ranks = [metadata["rank"] for metadata in described]
-    check_complete([file.path for file in opened], ranks, world_size)
+    _check_complete([file.path for file in opened], ranks, world_size)
     return [file for _, file in sorted(zip(ranks, opened, strict=True), key=itemgetter(0))]
 
 

@@ -15,7 +15,6 @@ import struct
 import sys
 import weakref
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +26,14 @@ from torch import Tensor
 from shardkit._errors import CheckpointError, MeshError, ShardedTensorError, listed
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._files.disk import (
+    Extent,
     Source,
     TensorInfo,
-    bytes_of,
+    TensorWriter,
     info_nbytes,
     open_regular,
     read_at,
     without_memory,
-    write_at,
 )
 
 if TYPE_CHECKING:
@@ -46,19 +45,12 @@ _NESTED_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 @dataclass(frozen=True, slots=True)
 class _ZipEntry:
-    """Where a tensor lies in a file.
+    """Where a tensor lies in a file."""
 
-    Attributes:
-        offset: Offset of its first element, in bytes.
-        strides: Strides in elements; None: contiguous.
-        is_conj: The numbers in the file are the conjugates of its own.
-        is_neg: The numbers in the file are the negatives of its own.
-    """
-
-    offset: int
-    strides: tuple[int, ...] | None
-    is_conj: bool
-    is_neg: bool
+    offset: int  # Offset of its first element, in bytes.
+    strides: tuple[int, ...] | None  # Strides in elements; None: contiguous.
+    is_conj: bool  # The numbers in the file are the conjugates of its own.
+    is_neg: bool  # The numbers in the file are the negatives of its own.
 
 
 class TorchFile(Source):
@@ -74,9 +66,6 @@ class TorchFile(Source):
 
     Attributes:
         beside: Entries of the file beside the state dict, if that is under a key.
-
-    Raises:
-        CheckpointError: It is no such file, or holds no state dict there.
     """
 
     def __init__(self, path: Path, key: str | None = None) -> None:
@@ -245,30 +234,15 @@ def _listed(loaded: Mapping[str, Any]) -> str:
 # --- writing --------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Entry:
-    """An entry of the archive that holds a storage.
-
-    Attributes:
-        begin: Offset of its bytes in the file.
-        nbytes: Number of them.
-        crc_places: Offsets of its checksum, behind the bytes and in the directory.
-        written: Bytes that have come.
-        crc: Checksum of them.
-    """
-
-    begin: int
-    nbytes: int
-    crc_places: tuple[int, ...]
-    written: int = 0
-    crc: int = 0
-
-
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
-class TorchWriter:
-    """A file to write tensor after tensor; see `checkpoint._files.full.FullWriter` for the rules.
+def torch_writer(
+    path: Path,
+    infos: Mapping[str, TensorInfo],
+    arrange: Callable[[dict[str, Tensor]], Any],
+) -> TensorWriter:
+    """Make a file to write tensor after tensor.
 
     Args:
         path: The file, overwritten.
@@ -278,52 +252,23 @@ class TorchWriter:
 
     Cost: a header's worth of writes, and address space for the tensors, but no memory.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        infos: Mapping[str, TensorInfo],
-        arrange: Callable[[dict[str, Tensor]], Any],
-    ) -> None:
-        for name, info in infos.items():
-            if info.dtype in _QUANTIZED:
-                msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
-                raise CheckpointError(msg)
-        path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
-        empties = {name: without_memory(info) for name, info in infos.items()}
-        tree = arrange(empties)
-        with torch.serialization.skip_data():
-            torch.save(tree, path)
-        # As pickle does: each storage when it is met for the first time.
-        storages = dict.fromkeys(_storage_address(tensor) for tensor in _leaves(tree))
-        position = {address: i for i, address in enumerate(storages)}
-        entries = _storage_entries(path)
-        assert len(entries) == len(position)
-        self._entries = {
-            name: entries[position[_storage_address(tensor)]] for name, tensor in empties.items()
-        }
-        assert all(self._entries[n].nbytes == info_nbytes(info) for n, info in infos.items())
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._fd)
-
-    def append(self, name: str, flat: Tensor) -> None:
-        """Write the next elements of a tensor: 1-D, contiguous, on the host."""
-        entry = self._entries[name]
-        write_at(self._fd, entry.begin + entry.written, flat)
-        entry.crc = zlib.crc32(bytes_of(flat), entry.crc)
-        entry.written += flat.nbytes
-
-    def finish(self) -> None:
-        """Write checksums, flush the file to the disk and close it."""
-        for entry in self._entries.values():
-            for place in entry.crc_places:
-                os.pwrite(self._fd, struct.pack("<I", entry.crc), place)
-        os.fsync(self._fd)
-        self._close()
-
-    def abandon(self) -> None:
-        """Close the file."""
-        self._close()
+    for name, info in infos.items():
+        if info.dtype in _QUANTIZED:
+            msg = f"{name!r} has dtype {info.dtype}, which is no dtype of plain elements."
+            raise CheckpointError(msg)
+    path.open("wb").close()  # If it cannot be made, torch says so without the file's name.
+    empties = {name: without_memory(info) for name, info in infos.items()}
+    tree = arrange(empties)
+    with torch.serialization.skip_data():
+        torch.save(tree, path)
+    # As pickle does: each storage when it is met for the first time.
+    storages = dict.fromkeys(_storage_address(tensor) for tensor in _leaves(tree))
+    position = {address: i for i, address in enumerate(storages)}
+    entries = _storage_entries(path)
+    assert len(entries) == len(position)
+    places = {n: entries[position[_storage_address(empty)]] for n, empty in empties.items()}
+    assert all(places[name].nbytes == info_nbytes(info) for name, info in infos.items())
+    return TensorWriter(os.open(path, os.O_RDWR | os.O_CLOEXEC), places)
 
 
 def _storage_address(tensor: Tensor) -> int:
@@ -352,12 +297,12 @@ _LOCAL_CRC = 14
 _HAS_DESCRIPTOR = 0x8
 
 
-def _storage_entries(path: Path) -> list[_Entry]:
+def _storage_entries(path: Path) -> list[Extent]:
     """Return the archive's entries of storages, in their order.
 
     Python's zipfile knows where entries begin; where their checksums lie it does not tell.
     """
-    found: dict[int, _Entry] = {}
+    found: dict[int, Extent] = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         place = archive.start_dir
         for item in archive.infolist():
@@ -377,5 +322,5 @@ def _storage_entries(path: Path) -> list[_Entry]:
                 crc_places.append(item.header_offset + _LOCAL_CRC)
             elif item.file_size:
                 crc_places.append(begin + item.file_size + _DESCRIPTOR_CRC)
-            found[int(name)] = _Entry(begin, item.file_size, tuple(crc_places))
+            found[int(name)] = Extent(begin, item.file_size, tuple(crc_places))
     return [found[i] for i in range(len(found))]

@@ -13,16 +13,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._errors import CheckpointError, listed
-from shardkit._params.memory import give_back
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import current_world_size, exchange, group_rank
-from shardkit.backends.watch.channel import channel_of
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.names import (
     as_optimizers,
@@ -32,89 +29,14 @@ from shardkit.checkpoint._state.names import (
     plain_name,
     split_at_name,
 )
+from shardkit.checkpoint._state.sources import from_rank0
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
     from torch.nn.modules.module import _IncompatibleKeys
-
-
-# --- what rank 0 alone has ------------------------------------------------------------------------
-
-
-class FromRank0:
-    """Entries that rank 0 has; made on all ranks of the default process group together.
-
-    Args:
-        entries: Values on rank 0, by any keys; not looked at on others. Tensors are plain and
-            whole.
-        device: Device on which tensors are sent.
-
-    Attributes:
-        infos: Shape and dtype of every tensor with dimensions, on every rank: may be checked before
-            any is sent.
-
-    Raises:
-        CheckpointError: On every rank: rank 0 has a tensor that is not plain.
-
-    Cost: one broadcast of what is not a tensor and of the tensors' descriptions, then one of each
-    tensor; memory for one tensor.
-    """
-
-    def __init__(self, entries: Mapping[Any, Any], *, device: torch.device) -> None:
-        self._entries = entries
-        self._device = device
-        described: list[Any] = [_describe(entries) if self.is_source else None]
-        if dist.is_initialized():
-            with channel_of(None).run("broadcast", "keys", 0):
-                dist.broadcast_object_list(described, src=0)
-        if isinstance(described[0], str):
-            raise CheckpointError(described[0])
-        self._described: list[tuple[Hashable, Any]] = described[0]
-        self.infos = {key: value for key, value in self._described if isinstance(value, TensorInfo)}
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this rank's entries are those that are sent."""
-        return not dist.is_initialized() or dist.get_rank() == 0
-
-    @torch.no_grad()
-    def receive(self) -> Iterator[tuple[Any, Any]]:
-        """Yield key and value of every entry, in rank 0's order. Collective: exhaust it."""
-        for key, value in self._described:
-            if not isinstance(value, TensorInfo):
-                yield key, value
-                continue
-            if self.is_source:
-                tensor = self._entries[key].detach().to(self._device).contiguous()
-            else:
-                tensor = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-            if dist.is_initialized() and tensor.numel() > 0:
-                with channel_of(None).run("broadcast", str(key), tensor.nbytes):
-                    dist.broadcast(tensor, src=0)
-            yield key, tensor
-            if not self.is_source and self._device.type == "cpu":
-                give_back(tensor.nbytes)  # The one before it, for this one is still referred to.
-
-
-def _describe(entries: Mapping[Any, Any]) -> list[tuple[Any, Any]] | str:
-    """Return entries with tensors described, those without dimensions as they are; or an error."""
-    described = []
-    for key, value in entries.items():
-        if isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter):
-            return (
-                f"rank 0 has {key!r} as a {type(value).__name__}: broadcast_from_rank0 sends whole "
-                f"plain tensors. Pass a full state dict, or leave broadcast_from_rank0 out."
-            )
-        if isinstance(value, Tensor):
-            plain = value.detach()
-            info = TensorInfo(tuple(plain.shape), plain.dtype)
-            described.append((key, info if plain.ndim else plain.cpu()))
-        else:
-            described.append((key, value))
-    return described
 
 
 # --- optimizer state by names ---------------------------------------------------------------------
@@ -128,9 +50,6 @@ def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
     Tensors are those of the optimizers, sharded as they are. Parameters that were never stepped
     have no state; an optimizer is not stepped for it.
-
-    Raises:
-        CheckpointError: An optimizer holds a parameter that the model does not.
     """
     names = names_of_parameters(model)
     state: dict[str, Any] = {}
@@ -257,11 +176,7 @@ def put_optimizer_state(
 def numbered_states(
     model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any], *, strict: bool = False
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-    """Yield each optimizer, and of a state by names what its ``load_state_dict`` takes.
-
-    Raises:
-        CheckpointError: See `put_optimizer_state`.
-    """
+    """Yield each optimizer, and of a state by names what its ``load_state_dict`` takes."""
     names = names_of_parameters(model)
     for optimizer in as_optimizers(optimizers):
         in_groups = names_in_groups(names, optimizer)
@@ -373,8 +288,6 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
     return {"state": found["state"], "param_groups": groups}
 
 
-# --- state dicts ----------------------------------------------------------------------------------
-
 # --- get ------------------------------------------------------------------------------------------
 
 
@@ -474,7 +387,8 @@ def set_model_state_dict(
         CheckpointError: With ``broadcast_from_rank0``, on all ranks: a shape differs.
         RuntimeError: As `nn.Module.load_state_dict` does.
 
-    Cost: with ``broadcast_from_rank0`` one broadcast for each tensor, and memory for the largest.
+    Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
+    for the largest.
     """
     options = options or StateDictOptions()
     own = model.state_dict(keep_vars=True)
@@ -587,7 +501,7 @@ def _placed(
 
 def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rank 0 has of a model: sharded parameters in place, others whole."""
-    sent = FromRank0(state, device=device_of(own.values()))
+    sent = from_rank0(state, device_of(own.values()))
     for name, info in sent.infos.items():
         if isinstance(own.get(name), ShardedTensor):
             check_shape(name, info.shape, tuple(own[name].shape))
@@ -614,9 +528,10 @@ def _received_optimizer(
     named = {
         alias: param for names, param in parameters_by_name(model, optimizers) for alias in names
     }
-    sent = FromRank0(entries, device=device_of(named.values()))
+    sent = from_rank0(entries, device_of(named.values()))
     saved: dict[str, dict[str, TensorInfo | None]] = {}
-    for (name, key), info in sent.infos.items():
+    infos: Mapping[Any, TensorInfo] = sent.infos
+    for (name, key), info in infos.items():
         saved.setdefault(name, {})[key] = info
     received: dict[str, Any] = {"state": {}, "param_groups": []}
     for (name, *keys), value in sent.receive():
@@ -702,7 +617,8 @@ def scatter_optimizer_state(
             has been changed then. State of another shape than the parameter's is the optimizer's
             own affair, and stays whole.
 
-    Cost: with `from_rank0` one broadcast for each tensor; memory for the largest. Else none.
+    Cost: with `from_rank0` a broadcast of every 16 MiB of each tensor; memory for the largest. Else
+    none.
     """
     error, named = None, {}
     if not from_rank0 or group_rank(None) == 0:

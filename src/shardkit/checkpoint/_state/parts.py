@@ -6,17 +6,16 @@ its objects. Nothing is changed before all parts have been looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardkit._errors import listed_lines
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp.writer import memory_of
-from shardkit.checkpoint._files.disk import TensorInfo, kind_of
+from shardkit.checkpoint._files.disk import TensorInfo
+from shardkit.checkpoint._state.misfits import described
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -45,82 +44,12 @@ from shardkit.checkpoint._state.sections import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
 
-    from shardkit.checkpoint._state.sections import DistributedCheckpoint, Path
+    from shardkit.checkpoint._state.misfits import Misfits
+    from shardkit.checkpoint._state.sections import Path
+    from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
-
-# --- what does not fit ----------------------------------------------------------------------------
-
-
-@dataclass
-class Findings:
-    """What does not fit.
-
-    Attributes:
-        missing: Entries that are wanted, and not there.
-        unexpected: Entries that are there, and not wanted.
-        misfits: Entries of another shape or kind.
-        of_others: Part of `unexpected` that another stage of a pipeline has saved.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)
-    of_others: set[str] = field(default_factory=set)
-
-    def left_over(self, line: str, *, is_of_others: bool) -> None:
-        """Note what is there and not wanted; what another stage has saved is no fault here."""
-        self.unexpected.append(line)
-        if is_of_others:
-            self.of_others.add(line)
-
-    def problem(self, of_all_ranks: Sequence[Findings], *, strict: bool) -> str | None:
-        """Return what is wrong; None if nothing is.
-
-        Args:
-            of_all_ranks: Findings of all ranks, these among them. What one of them wants is not
-                unexpected: stages of a pipeline have different entries.
-            strict: Report more than entries that do not fit.
-        """
-        kinds = [("expected another shape or kind", self.misfits)]
-        if strict:
-            of_nobody = set(self.unexpected).intersection(*(f.unexpected for f in of_all_ranks))
-            of_nobody -= self.of_others
-            unexpected = [line for line in self.unexpected if line in of_nobody]
-            kinds += [("missing", self.missing), ("unexpected", unexpected)]
-        lines = [
-            f"  {line}"
-            for kind, found in kinds
-            for line in listed_lines([f"{kind}: {each}" for each in found], f"{kind}: {{}} more")
-        ]
-        if not lines:
-            return None
-        remedy = "Make the model and the optimizer as they were when it was saved"
-        if not self.misfits:
-            remedy += ", or pass strict=False to leave these as they are"
-        return "\n".join(["entries do not fit", *lines, f"{remedy}."])
-
-    def fits(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
-        """Note an entry of another shape or kind of dtype, or a tensor on one side only."""
-        if isinstance(wanted, Tensor) and found is not None:
-            is_lossless = kind_of(found.dtype) <= kind_of(wanted.dtype)
-            if tuple(wanted.shape) == found.shape and is_lossless:
-                return True
-        elif not isinstance(wanted, Tensor) and found is None:
-            return True
-        self.misfits.append(f"{name}: expected {described(wanted)}, found {described(found)}")
-        return False
-
-
-def described(value: Any) -> str:
-    """Describe a tensor, or what was saved of one."""
-    if isinstance(value, Tensor | TensorInfo):
-        return f"shape {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return "no tensor"
-
-
-# --- parts ----------------------------------------------------------------------------------------
 
 _HOST = torch.device("cpu")
 _NOT_STRICT = StateDictOptions(strict=False)  # What is missing has been looked for before.
@@ -141,8 +70,7 @@ class ModelPart:
         of_others: Names of what a pipeline's other stages saved, which are no fault.
     """
 
-    def __init__(self, source: DistributedCheckpoint, model: nn.Module, findings: Findings) -> None:
-        """Find the model's entries."""
+    def __init__(self, source: DistributedCheckpoint, model: nn.Module, misfits: Misfits) -> None:
         self._model = model
         self._state = get_model_state_dict(model)
         self._in_place: set[str] = set()
@@ -158,8 +86,8 @@ class ModelPart:
             if name.rpartition(".")[2] == EXTRA_STATE and self._find_extra_state(source, name):
                 continue
             if entry not in infos:
-                findings.missing.append(f"model: {name!r}: expected {described(value)}")
-            elif findings.fits(f"model: {name!r}", value, infos[entry]):
+                misfits.missing.append(f"model: {name!r}: expected {described(value)}")
+            elif misfits.compare(f"model: {name!r}", value, infos[entry]):
                 target = _with_memory(value, device)
                 # What hooks made of the model's tensors must go back through `load_state_dict`.
                 if target is value and value is not None and _storage_of(value) in storages:
@@ -173,7 +101,7 @@ class ModelPart:
         for entry in infos:
             if entry in self.claimed and entry not in own:
                 line = f"model: {entry.removeprefix(prefix)!r}: found {described(infos[entry])}"
-                findings.left_over(line, is_of_others=entry in of_others)
+                misfits.left_over(line, is_of_others=entry in of_others)
 
     def _find_extra_state(self, source: DistributedCheckpoint, name: str) -> bool:
         """Find a module's extra state, of whatever shape: as one entry, or as DCP flattens dicts.
@@ -251,9 +179,8 @@ class OptimizerPart:
         source: DistributedCheckpoint,
         model_part: ModelPart,
         optimizers: Any,
-        findings: Findings,
+        misfits: Misfits,
     ) -> None:
-        """Find the optimizers' entries; reads the saved groups, which say what else to expect."""
         self._model = model = model_part._model  # noqa: SLF001 - of the same file
         self._optimizers = optimizers
         self.targets: dict[str, Any] = {}
@@ -265,7 +192,7 @@ class OptimizerPart:
         self._state: dict[str, Any] = {}
         prefix = optimizer_prefix(source.entries)
         if prefix is None:
-            findings.missing.append("optimizer: all of its state")
+            misfits.missing.append("optimizer: all of its state")
             return
         self.claimed = entries_of_optimizers(source.entries) - set(model_part.entries.values())
         first_name = {
@@ -279,18 +206,18 @@ class OptimizerPart:
             if name not in first_name:
                 where = ".".join(map(str, (name, *keys)))
                 line = f"optimizer: {where!r}: found {described(info)}"
-                findings.left_over(line, is_of_others=name in model_part.of_others)
+                misfits.left_over(line, is_of_others=name in model_part.of_others)
                 continue
             self._places[found.entry] = (name, keys)
             of_parameter = saved.setdefault(name, {})
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
-        _compare_names(first_name, saved, groups, model_part.of_others, findings)
-        _compare_classes(model, optimizers, saved, findings)
+        _compare_names(first_name, saved, groups, model_part.of_others, misfits)
+        _compare_classes(model, optimizers, saved, misfits)
         self._saved, self._groups = saved, groups
-        self._check_shapes(model_part, findings)
+        self._check_shapes(model_part, misfits)
 
-    def _check_shapes(self, model_part: ModelPart, findings: Findings) -> None:
+    def _check_shapes(self, model_part: ModelPart, misfits: Misfits) -> None:
         """Note state of the saved parameter's shape, if the parameter has another."""
         params = {
             alias: param
@@ -302,7 +229,7 @@ class OptimizerPart:
             of_model = self._infos.get(model_part.entries.get(name, ""))
             if info is not None and of_model is not None and info.shape == of_model.shape:
                 where = ".".join(map(str, (name, *keys)))
-                findings.fits(f"optimizer: {where!r}", params[name], info)
+                misfits.compare(f"optimizer: {where!r}", params[name], info)
 
     def make_room(self) -> dict[str, Any]:
         """Return what is read where, by entry; called when the model's parameters have memory."""
@@ -374,19 +301,19 @@ def _compare_names(
     saved: Collection[str],
     groups: list[dict[str, Any]],
     of_others: Collection[str],
-    findings: Findings,
+    misfits: Misfits,
 ) -> None:
     """Note parameters of which nothing was saved; those never stepped stand in groups only."""
     in_groups = {name for group in groups for name in group.get("params", ())}
     found = {first_name[alias] for alias in (*saved, *in_groups) if alias in first_name}
-    findings.missing += [
+    misfits.missing += [
         f"optimizer: all state of {name!r}"
         for name in dict.fromkeys(first_name.values())
         if name not in found
     ]
     for name in sorted(in_groups - first_name.keys() - set(saved)):
         line = f"optimizer: {name!r} in a parameter group"
-        findings.left_over(line, is_of_others=name in of_others)
+        misfits.left_over(line, is_of_others=name in of_others)
 
 
 _KEPT = {
@@ -410,7 +337,7 @@ def _compare_classes(
     model: nn.Module,
     optimizers: Any,
     saved: Mapping[str, Mapping[str, TensorInfo | None]],
-    findings: Findings,
+    misfits: Misfits,
 ) -> None:
     """Note state that an optimizer never uses: it was saved by one of another class."""
     for optimizer in as_optimizers(optimizers):
@@ -428,7 +355,7 @@ def _compare_classes(
                 # An unknown class may have more at other settings, but not nothing in common.
                 if kept and (is_known or keys.isdisjoint(kept)):
                     found |= dict.fromkeys(sorted(keys.difference(kept, found)), name)
-        findings.unexpected += [
+        misfits.unexpected += [
             f"optimizer: {key!r} of {name!r} and others, which {kind.__name__} does not keep: "
             f"another class of optimizer was saved"
             for key, name in found.items()
@@ -443,7 +370,7 @@ class ExtrasPart:
         source: DistributedCheckpoint,
         claimed: Collection[str],
         objects: Mapping[str, Any],
-        findings: Findings,
+        misfits: Misfits,
     ) -> None:
         """Find the extras.
 
@@ -451,14 +378,14 @@ class ExtrasPart:
             source: The saved state.
             claimed: Entries of model and optimizers.
             objects: Objects to be loaded in place.
-            findings: List of what does not fit.
+            misfits: List of what does not fit.
         """
         self._objects = objects
         self._paths = {
             entry: extra_path(path) for entry, path in source.paths.items() if entry not in claimed
         }
         names = {path[0] for path in self._paths.values()}
-        findings.missing += [
+        misfits.missing += [
             f"extra: {name!r} ({type(value).__name__})"
             for name, value in objects.items()
             if name not in names

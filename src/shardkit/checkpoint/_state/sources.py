@@ -1,0 +1,236 @@
+"""What is loaded from, beside files: directories of DCP, state dicts, what one rank has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from shardkit._errors import CheckpointError
+from shardkit._params.memory import give_back
+from shardkit._progress import Meter
+from shardkit._tensor.sharded import ShardedTensor
+from shardkit.backends.process_group import ProcessGroupAxis
+from shardkit.checkpoint._agreement import FirstRank
+from shardkit.checkpoint._dcp.planners import LoadPlanner
+from shardkit.checkpoint._dcp.reader import CheckpointReader
+from shardkit.checkpoint._files import disk
+from shardkit.checkpoint._files.disk import Source, TensorInfo, copy_from_scratch
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardkit.backends.base import AxisComm
+
+
+class DistributedCheckpoint(Source):
+    """A checkpoint directory: shardkit's, or another one of DCP.
+
+    What is read is verified by the checksums of the manifest, if there is one.
+
+    Attributes:
+        path: The directory.
+        world_size: Number of ranks that wrote it; None where that is not recorded.
+        reader: Storage that knows the files.
+        entries: Shape and dtype of every tensor; None for what is not a tensor.
+        paths: Keys that led to each entry in the nested state; one key if that is not known.
+        stages: Entries of each model, where the ranks that saved had different ones.
+        identity: Number that tells the checkpoint from others.
+    """
+
+    kind = "checkpoint directory"
+
+    def __init__(self, path: pathlib.Path, meter: Meter | None = None) -> None:
+        self.path = path
+        meter = meter or Meter(progress=False, what="", rank=0)
+        self._expect = meter.expect
+        self.reader = CheckpointReader(path, report=meter.add)
+        self._metadata = self.reader.read_metadata()
+        self.identity = self.reader.identity
+        self.entries = {
+            name: TensorInfo(tuple(entry.size), entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for name, entry in self._metadata.state_dict_metadata.items()
+        }
+        self.infos = {name: info for name, info in self.entries.items() if info is not None}
+        self.others = [name for name, info in self.entries.items() if info is None]
+        self.tied = {}
+        manifest = self.reader.manifest
+        self.world_size = None if manifest is None else manifest.header.world_size
+        self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
+        known = self._metadata.planner_data
+        known = known if isinstance(known, dict) else {}
+        self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
+
+    @property
+    def files(self) -> list[pathlib.Path]:
+        """All files in it."""
+        return [path for path in sorted(self.path.iterdir()) if path.is_file()]
+
+    def fill(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill tensors, whole or sharded; return what is not a tensor. Communicates nothing.
+
+        Args:
+            targets: Tensor of the saved shape by name; None for what is not a tensor.
+        """
+        planner = LoadPlanner(self.path, self._expect)
+        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=False)
+        plan = planner.finish_plan(planner.create_local_plan())
+        self.reader.read_data(plan, planner).wait()
+        for target in targets.values():
+            if isinstance(target, ShardedTensor):
+                target.spec.annotate_sharding(target.local_piece)
+        return planner.loaded
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on; of a tensor's part the whole is read."""
+        info = self.infos[name]
+        if out.numel() < math.prod(info.shape):
+            out.copy_(self.read(name, 0, math.prod(info.shape))[start : start + out.numel()])
+        else:
+            self.fill({name: out.view(info.shape)})
+
+    def read_other(self, key: str) -> Any:
+        """Return an entry that is no tensor: plain values only, nothing is executed."""
+        return self.fill({key: None})[key]
+
+    def chunks(self, key: str) -> list[dict[str, Any]]:
+        """Return offsets, sizes and file of each chunk that a tensor was saved in."""
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return [
+            {
+                "file": self.reader.storage_data[MetadataIndex(key, chunk.offsets)].relative_path,
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+            }
+            for chunk in entry.chunks
+        ]
+
+
+class StateInMemory(Source):
+    """A state dict.
+
+    Args:
+        state: Whole, plain tensors by name, on any device.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None) -> None:
+        if not isinstance(state, Mapping):
+            msg = (
+                f"expected a file or a state dict of whole tensors, got {state!r}. Ranks that have "
+                f"none may pass None or {{}} with broadcast_from_rank0=True; the first rank must "
+                f"have it."
+            )
+            raise CheckpointError(msg)
+        self._tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
+        self.others: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Tensor)}
+        self.infos, self.tied = {}, {}
+        for name, tensor in self._tensors.items():
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+                kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+                msg = (
+                    f"{name!r} in the state dict is {kind}; expected whole, plain tensors. Pass a "
+                    f"full state dict (get_model_state_dict with full_state_dict=True)."
+                )
+                raise CheckpointError(msg)
+            self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        self._flat: tuple[str, Tensor] | None = None
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of the flattened tensor: 1-D, not copied if it can be."""
+        if self._flat is None or self._flat[0] != name:  # Flattening may copy.
+            self._flat = (name, self._tensors[name].detach().reshape(-1))
+        return self._flat[1][start:stop]
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on."""
+        out.copy_(self.read(name, start, start + out.numel()))
+
+
+class FromFirstRank(Source):
+    """What only the first of some ranks has; all get all of it, part after part.
+
+    Args:
+        open_source: Function that opens it; called on the first rank.
+        what: Name in errors.
+        axes: Axes over the ranks, which all make this object, and read the same tensors in the same
+            order.
+        device: Device on which parts are sent.
+
+    Raises:
+        CheckpointError: On all ranks, if the first one cannot open it.
+
+    Cost: an exchange per axis, of what is not a tensor and of descriptions; then a broadcast per
+    axis of every 16 MiB of each tensor. Memory: 16 MiB.
+    """
+
+    def __init__(
+        self,
+        open_source: Callable[[], Source],
+        what: str,
+        axes: Sequence[AxisComm],
+        device: torch.device,
+    ) -> None:
+        self._axes = axes
+        self._source: Source | None = None
+        self.first = FirstRank(axes, f"could not read {what}")
+        if self.first.is_this:
+            with self.first.trying():
+                self._source = open_source()
+        self.first.raise_error()
+        found: Any = self._source and (self._source.infos, self._source.others)
+        for axis in axes:
+            found = axis.exchange(found)[0]
+        self.infos, self.others = found
+        self.tied = {}
+        self._parts = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=device)
+
+    def copy_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on. Collective: all ranks get all parts of the tensor."""
+        info, stop = self.infos[name], start + out.numel()
+        numel, room = math.prod(info.shape), self._parts.view(info.dtype)
+        for begin in range(0, numel, room.numel()):
+            part = room[: min(room.numel(), numel - begin)]
+            if self._source is not None and self.first.error is None:
+                with self.first.trying():
+                    part.copy_(self._source.read(name, begin, begin + part.numel()))
+            for axis in self._axes:
+                axis.broadcast(part.view(torch.uint8), src=0)
+            low, high = max(begin, start), min(begin + part.numel(), stop)
+            if low < high:
+                copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
+
+    def receive(self) -> Iterator[tuple[Any, Any]]:
+        """Yield key and value of every entry, tensors whole. Collective: exhaust it.
+
+        Tensors without dimensions stay on the host: optimizers want numbers of steps there.
+        """
+        for key, info in self.infos.items():
+            tensor = self.whole(key, self._parts.device if info.shape else torch.device("cpu"))
+            yield key, tensor
+            if tensor.device.type == "cpu":
+                give_back(tensor.nbytes)  # The one before it, for this one is still referred to.
+        self.first.raise_error()
+        others: Any = self.others
+        yield from others.items()
+
+
+def from_rank0(entries: Mapping[Any, Any] | None, device: torch.device) -> FromFirstRank:
+    """Return what rank 0 of the default process group has; see `FromFirstRank`.
+
+    Args:
+        entries: Values on rank 0, by any keys; not looked at on others. Tensors are plain and
+            whole.
+        device: Device on which tensors are sent.
+    """
+    world = dist.group.WORLD
+    axes = [ProcessGroupAxis(world)] if world is not None else []
+    return FromFirstRank(lambda: StateInMemory(entries), "the state dict", axes, device)
