@@ -136,7 +136,8 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     if cls not in _sharded_classes:
         meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
-        _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        bases = (FSDPModule, cls, _compat.stage_class())
+        _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", bases, {})
     module.__class__ = _sharded_classes[cls]
 
 
@@ -275,7 +276,8 @@ class FSDPModule(_Base):
         if state.runtime is None:
             state.make_runtime()
         if state.group is not None and state.runtime is not None:
-            state.runtime.unshard(state.group)
+            is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
+            state.runtime.unshard(state.group, until_reshard=is_lent)
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -449,6 +451,9 @@ class FSDPModule(_Base):
             requires_gradient_sync: The flag.
             recurse: Whether sharded modules inside are meant, too.
         """
+        runtime = state_of(self).runtime
+        if runtime is not None and runtime.schedule.lends:
+            runtime.backward.take_left()
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
 
