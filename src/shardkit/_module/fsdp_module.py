@@ -275,9 +275,11 @@ class FSDPModule(_Base):
         refuse_summoned(groups_in(self, recurse=False), "unshard() was called")
         if state.runtime is None:
             state.make_runtime()
-        if state.group is not None and state.runtime is not None:
+        if state.runtime is not None:
+            # The pipelines of torch 2.9 ask the stage for all of it, newer ones each module in it.
             is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
-            state.runtime.unshard(state.group, until_reshard=is_lent)
+            for group in groups_in(self, recurse=is_lent):
+                state.runtime.unshard(group, until_reshard=is_lent)
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -286,9 +288,11 @@ class FSDPModule(_Base):
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters and show the sharded ones. Not recursive."""
-        state = state_of(self)
-        if state.group is not None and state.runtime is not None:
-            state.runtime.reshard(state.group)
+        runtime = state_of(self).runtime
+        if runtime is not None:
+            is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
+            for group in groups_in(self, recurse=is_lent):
+                runtime.reshard(group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

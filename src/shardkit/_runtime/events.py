@@ -223,9 +223,10 @@ class GradHooks:
                 _take_grad(self._taker, weakref.ref(gradients), index, param)
 
     def discard(self) -> None:
-        """Forget them."""
-        for param in self._noted:
-            param.grad = None
+        """Forget all that have not been taken."""
+        for gradients in self._buckets:
+            for param in gradients.bucket.store.unsharded:
+                param.grad = None
         self._noted.clear()
 
 
