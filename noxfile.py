@@ -76,6 +76,7 @@ EXAMPLES = [
     (4, "tensor_parallel"),
     (4, "pipeline"),
     (4, "pipeline", "--schedule", "interleaved"),
+    (4, "pipeline", "--schedule", "zbv"),
     (2, "distill"),
     (2, "lora"),
     (2, "muon"),

@@ -4,10 +4,11 @@ Use it where a model has more layers than data parallelism alone can hold, and t
 groups of ranks is slow: only activations cross it. The batch of a rank is cut into micro-batches,
 so that all stages work at once.
 
-Two stages on two ranks each; `interleaved` gives each rank two smaller stages:
+Two stages on two ranks each. The other schedules give each rank two smaller stages; `zero-bubble`,
+`zbv` and `dual-pipe-v` compute the gradients of weights where a rank would wait:
 
     torchrun --standalone --nproc-per-node 4 examples/pipeline.py
-    torchrun --standalone --nproc-per-node 4 examples/pipeline.py --schedule interleaved
+    torchrun --standalone --nproc-per-node 4 examples/pipeline.py --schedule zbv
     torchrun --standalone --nproc-per-node gpu examples/pipeline.py --device cuda
 
 Each rank also trains the plain model with all data. The exit status is 1 where losses or trained
@@ -20,7 +21,6 @@ import argparse
 import copy
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from shardkit import DeviceMesh, fully_shard, init_device_mesh
@@ -40,7 +43,11 @@ SCHEDULES = {  # With the number of stages. Two ranks form a pipeline.
     "gpipe": (ScheduleGPipe, 2),
     "1f1b": (Schedule1F1B, 2),
     "interleaved": (ScheduleInterleaved1F1B, 4),
+    "zero-bubble": (ScheduleInterleavedZeroBubble, 4),
+    "zbv": (ScheduleZBVZeroBubble, 4),
+    "dual-pipe-v": (ScheduleDualPipeV, 4),
 }
+V_SHAPED = ("zbv", "dual-pipe-v")  # The first rank has the first stage and the last one.
 # Gradients are added in another order. One fp32 rounding is 6e-8; this bounds all of a training,
 # as a part of a loss, or of the largest element of a parameter.
 ROUNDING = 1e-4
@@ -57,30 +64,17 @@ class Residual(nn.Module):
         return x + self.layers(x)
 
 
-class ShardedStage(PipelineStage):
-    """A stage that reduces its gradients once a step, after its last micro-batch.
-
-    torch's class does so for its own FSDP. For other modules it leaves gradients alone, and the
-    ranks of a stage would reduce them after each micro-batch: the same sums, more communication.
-    """
-
-    def backward_maybe_with_nosync(
-        self,
-        backward_type: str,
-        bwd_kwargs: dict[str, Any],
-        last_backward: bool = False,  # noqa: FBT001, FBT002 - as torch's
-    ) -> Any:
-        self.submod.set_requires_gradient_sync(last_backward)
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-
 def make_stages(
-    plain: nn.Sequential, num_stages: int, mesh: DeviceMesh, device: str
+    plain: nn.Sequential, num_stages: int, mesh: DeviceMesh, options: argparse.Namespace
 ) -> tuple[list[PipelineStage], list[nn.Sequential]]:
     """Return this rank's stages, sharded over `dp`, and the parts of `plain` that they copy."""
     depth = len(plain) // num_stages
+    rank, device = mesh.get_local_rank("pp"), torch.device(options.device)
+    indices = [*range(rank, num_stages, mesh.size("pp"))]
+    if options.schedule in V_SHAPED:
+        indices = [rank, num_stages - 1 - rank]
     stages, parts = [], []
-    for index in range(mesh.get_local_rank("pp"), num_stages, mesh.size("pp")):
+    for index in indices:
         part = plain[index * depth : (index + 1) * depth]
         model = copy.deepcopy(part)
         # Each micro-batch runs the stage. Between them its parameters stay gathered.
@@ -88,7 +82,7 @@ def make_stages(
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
         group = mesh.get_group("pp")
-        stages.append(ShardedStage(model, index, num_stages, torch.device(device), group=group))
+        stages.append(PipelineStage(model, index, num_stages, device, group=group))
         parts.append(part)
     return stages, parts
 
@@ -126,7 +120,7 @@ def differences(options: argparse.Namespace) -> tuple[float, float]:
     torch.manual_seed(0)  # All ranks make the same model.
     plain = nn.Sequential(*(Residual() for _ in range(DEPTH))).to(options.device)
     make_schedule, num_stages = SCHEDULES[options.schedule]
-    stages, parts = make_stages(plain, num_stages, mesh, options.device)
+    stages, parts = make_stages(plain, num_stages, mesh, options)
     schedule = make_schedule(
         stages if len(stages) > 1 else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=F.mse_loss
     )

@@ -674,10 +674,14 @@ def lambda_of_custom_policy(policy: object) -> Any:
     return getattr(policy, "_lambda_fn", None)
 
 
-def _registry_key() -> str:
+def _contract() -> Any:
     # From the list of modules: the package has a function of this module's name as well.
     importlib.import_module("torch.distributed._composable.contract")
-    key: str = sys.modules["torch.distributed._composable.contract"].REGISTRY_KEY
+    return sys.modules["torch.distributed._composable.contract"]
+
+
+def _registry_key() -> str:
+    key: str = _contract().REGISTRY_KEY
     return key
 
 
@@ -694,6 +698,70 @@ def note_fully_sharded(cls: type) -> None:
         return {**module.__dict__.get(key, {}), "fully_shard": None}
 
     setattr(cls, key, property(noted))
+
+
+# --- FSDP2 as torch's pipelines know it -----------------------------------------------------------
+#
+# Tried on torch 2.9.0 and 2.13.0 (CPU).
+
+
+class StageState:
+    """Stands for FSDP2's state of a module, which torch's `PipelineStage` asks for one thing.
+
+    At the end of a step it has each group of the state reduce, and then the state end a backward.
+    Here the end does all of it.
+
+    Args:
+        finish_step: Bound method to be called at the end of a step.
+    """
+
+    def __init__(self, finish_step: Callable[[], None]) -> None:
+        self.__self__ = finish_step.__self__  # type: ignore[attr-defined]
+        self._state_ctx = types.SimpleNamespace(all_states=())
+        self._root_post_backward_final_callback = finish_step
+
+
+def _fsdp2() -> Any:
+    # Not the package, whose names `install` replaces.
+    return importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+
+
+@functools.cache
+def stage_class() -> type:
+    """Return a class whose modules torch's pipelines unshard, reshard and reduce as FSDP2's.
+
+    The import costs nothing where there is an optimizer: torch makes it with the first one.
+    """
+    fsdp2_class: Any = _fsdp2().FSDPModule
+
+    class Stage(fsdp2_class):  # type: ignore[misc]
+        """What torch's pipelines and other packages take for FSDP2's; the methods are shardkit's.
+
+        It is the last base of a sharded module's class.
+        """
+
+        def _get_fsdp_state(self) -> Any:
+            msg = (
+                f"a method of torch's FSDPModule was called on {type(self).__name__} that "
+                f"shardkit has not. shardkit.FSDPModule lists those it has."
+            )
+            raise StateError(msg)
+
+    return Stage
+
+
+def note_stage(module: torch.nn.Module, finish_step: Callable[[], None]) -> None:
+    """Have torch's pipelines call a bound method at the end of a step of a sharded stage."""
+    contract = _contract()
+    states = module.__dict__.setdefault(contract.STATE_KEY, {})
+    states[_fsdp2().fully_shard.__wrapped__] = StageState(finish_step)
+
+
+def is_called_by_pipeline(frame: types.FrameType | None) -> bool:
+    """Whether a method's `frame` was entered by a schedule of torch's pipelines."""
+    caller = frame.f_back if frame is not None else None
+    schedules = "torch.distributed.pipelining.schedules"
+    return caller is not None and caller.f_globals.get("__name__") == schedules
 
 
 # --- checkpoints and state dicts ------------------------------------------------------------------

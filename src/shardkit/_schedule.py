@@ -120,6 +120,7 @@ class GroupState:
         in_recompute: Whether a forward runs again inside backward.
         in_backward: Whether backward is inside one of its forwards.
         is_user_held: Whether the user called `unshard`.
+        is_lent: Whether it stays user-held until `reshard`, through forwards and backwards.
         has_unseen_backward: Whether a forward ended whose backward nobody will report.
         awaits_other_modules: Whether others of its modules have not run in this pass.
         rests_after_backward: Whether it stays after backward, as the user chose.
@@ -136,6 +137,7 @@ class GroupState:
     in_recompute: bool = False
     in_backward: bool = False
     is_user_held: bool = False
+    is_lent: bool = False
     has_unseen_backward: bool = False
     awaits_other_modules: bool = False
     rests_after_backward: bool = False
@@ -184,15 +186,17 @@ class GroupState:
         """A forward ends; with the last one what the user held goes."""
         self.num_forwards = max(self.num_forwards - 1, 0)
         if not self.num_forwards:
-            self.is_user_held = False
+            self.is_user_held = self.is_lent
 
     def leave_backward(self) -> None:
         """Backward is done with the forwards that it was inside of."""
-        self.in_backward = self.in_recompute = self.is_user_held = False
+        self.in_backward = self.in_recompute = False
+        self.is_user_held = self.is_lent
 
     def release(self) -> None:
         """The user gives the memory back."""
-        self.is_user_held = self.has_unseen_backward = self.awaits_other_modules = False
+        self.is_user_held = self.is_lent = False
+        self.has_unseen_backward = self.awaits_other_modules = False
         self.rests_after_backward = self.in_backward = False
 
     def begin_pass(self) -> None:
@@ -551,6 +555,11 @@ class UnshardSchedule:
         """Whether a forward, a backward or the user needs the group's memory now."""
         return self.states[group].in_use
 
+    @property
+    def lends(self) -> bool:
+        """Whether any group is unsharded until `reshard`."""
+        return any(state.is_lent for state in self._live.values())
+
     def in_forward(self, group: int) -> bool:
         """Whether a forward of the group is under way; another may have been called within it."""
         return self.states[group].num_forwards > 0
@@ -696,7 +705,7 @@ class UnshardSchedule:
         self, state: GroupState, in_pass: int | None, *, is_last: bool
     ) -> list[Action]:
         group = state.number
-        if self._hold or state.num_forwards or group not in self._live:
+        if self._hold or state.num_forwards or state.is_lent or group not in self._live:
             return []
         has_modules_left = group in self.options.several_modules and self._pending.awaits_in(
             group, in_pass
@@ -728,13 +737,19 @@ class UnshardSchedule:
 
     # --- by hand ---
 
-    def unshard(self, group: int) -> list[Action]:
-        """The user asks for a group's memory; its next exit or `reshard` gives it back."""
+    def unshard(self, group: int, *, until_reshard: bool = False) -> list[Action]:
+        """The user asks for a group's memory; its next exit or `reshard` gives it back.
+
+        Args:
+            group: The group.
+            until_reshard: Whether only `reshard` does.
+        """
         state = self.states[group]
         actions = [] if group in self._live else self._gather(state)
         if state.memory is Memory.PREFETCHED:
             state.memory = Memory.LIVE
         state.is_user_held = True
+        state.is_lent |= until_reshard
         return actions
 
     def refresh(self, group: int) -> list[Action]:

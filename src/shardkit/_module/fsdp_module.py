@@ -137,7 +137,8 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     if cls not in _sharded_classes:
         meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
-        _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        bases = (FSDPModule, cls, _compat.stage_class())
+        _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", bases, {})
     module.__class__ = _sharded_classes[cls]
 
 
@@ -275,8 +276,11 @@ class FSDPModule(_Base):
         refuse_summoned(groups_in(self, recurse=False), "unshard() was called")
         if state.runtime is None:
             state.make_runtime()
-        if state.group is not None and state.runtime is not None:
-            state.runtime.unshard(state.group)
+        if state.runtime is not None:
+            # The pipelines of torch 2.9 ask the stage for all of it, newer ones each module in it.
+            is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
+            for group in groups_in(self, recurse=is_lent):
+                state.runtime.unshard(group, until_reshard=is_lent)
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -285,9 +289,11 @@ class FSDPModule(_Base):
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters and show the sharded ones. Not recursive."""
-        state = state_of(self)
-        if state.group is not None and state.runtime is not None:
-            state.runtime.reshard(state.group)
+        runtime = state_of(self).runtime
+        if runtime is not None:
+            is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
+            for group in groups_in(self, recurse=is_lent):
+                runtime.reshard(group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -450,6 +456,9 @@ class FSDPModule(_Base):
             requires_gradient_sync: The flag.
             recurse: Whether sharded modules inside are meant, too.
         """
+        runtime = state_of(self).runtime
+        if runtime is not None and runtime.schedule.lends:
+            runtime.backward.take_left()
         for group in groups_in(self, recurse=recurse):
             group.settings.sync = requires_gradient_sync
 

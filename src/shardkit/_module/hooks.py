@@ -110,11 +110,17 @@ class ModuleState:
         global _num_installed  # noqa: PLW0603 - tells roots that there may be new modules in them
         _num_installed += 1
         self.module.__dict__[STATE_ATTRIBUTE] = self
+        _compat.note_stage(self.module, self.finish_step)
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)
 
+    def finish_step(self) -> None:
+        """A pipeline whose stage this is has run the last backward of a step."""
+        if self.runtime is not None:
+            self.runtime.finish_step()
+
     def owns_hook(self, hook: Any) -> bool:
-        """Whether a forward hook is one of this state's."""
+        """Whether a forward hook, or what a pipeline calls, is one of this state's."""
         return getattr(hook, "__self__", None) is self
 
     def without_own_hooks(self, attributes: dict[str, Any]) -> dict[str, Any]:

@@ -311,6 +311,39 @@ class Backward:
         self._gathers.trim()
         self._gathers.settle_host_reads()  # order: after a backward the host waits for copies
 
+    # --- backwards of a pipeline's schedule, which do not sync ---
+
+    def take_left(self) -> None:
+        """Take gradients that came by ``autograd.grad`` and were put on unsharded parameters.
+
+        So do schedules that compute those of inputs first, and those of weights later.
+        """
+        groups = [group for group in self._groups if group.grad_hooks.has_left]
+        if not groups:
+            return
+        self.is_running = True  # The engine is not: nothing is to be queued.
+        self._reductions.begin_backward()
+        for group in groups:
+            group.grad_hooks.take_left()
+        self.end_backward()
+
+    def finish_step(self) -> None:
+        """Reduce what backwards have left unsynced; no other follows in this step.
+
+        Raises:
+            StateError: Forwards wanted gradients, and none has come for any parameter.
+        """
+        self.take_left()
+        if self._reductions.order.entered and not any(g.gradients.has_fired for g in self._groups):
+            msg = (
+                "a pipeline's step is over, and no gradient has come for any parameter of its "
+                "stage. A schedule that computes gradients of inputs and of weights apart must "
+                "call unshard() on all sharded modules of the stage before its first forward, and "
+                "reshard() after its last backward, as torch's schedules do."
+            )
+            raise StateError(msg)
+        self._reductions.finish_step()
+
     def _forget(self) -> None:
         """Nothing of a backward is left."""
         self.is_running = False

@@ -207,10 +207,26 @@ class GradHooks:
             _take_grad(self._taker, *self._positions[id(param)], param)
         self._noted.clear()
 
+    @property
+    def has_left(self) -> bool:
+        """Whether a parameter has a gradient that no hook told of."""
+        return any(
+            param.grad is not None
+            for gradients in self._buckets
+            for param in gradients.bucket.store.unsharded
+        )
+
+    def take_left(self) -> None:
+        """Take the gradients that no hook told of."""
+        for gradients in self._buckets:
+            for index, param in enumerate(gradients.bucket.store.unsharded):
+                _take_grad(self._taker, weakref.ref(gradients), index, param)
+
     def discard(self) -> None:
-        """Forget them."""
-        for param in self._noted:
-            param.grad = None
+        """Forget all that have not been taken."""
+        for gradients in self._buckets:
+            for param in gradients.bucket.store.unsharded:
+                param.grad = None
         self._noted.clear()
 
 

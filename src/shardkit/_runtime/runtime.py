@@ -475,7 +475,7 @@ class Runtime:
         )
         is_kept = needs_backward and group.index in self.schedule.options.no_reshard_after_forward
         if not self.schedule.in_forward(group.index):
-            if is_kept:
+            if is_kept or self.schedule.states[group.index].is_lent:
                 group.return_given()
             else:
                 group.show(unsharded=False)
@@ -563,11 +563,11 @@ class Runtime:
 
     # --- by hand ---
 
-    def unshard(self, group: ParamGroup) -> None:
-        """Start to unshard a group for the user."""
+    def unshard(self, group: ParamGroup, *, until_reshard: bool = False) -> None:
+        """Start to unshard a group for the user, or for a pipeline that reshards it itself."""
         if group.is_stale:
             self.gathers.refresh(group)
-        self.gathers.carry_out(self.schedule.unshard(group.index))
+        self.gathers.carry_out(self.schedule.unshard(group.index, until_reshard=until_reshard))
 
     def wait_unshard(self, group: ParamGroup) -> None:
         """Finish `unshard` and show the unsharded parameters."""
@@ -584,6 +584,13 @@ class Runtime:
         group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.reshard(group.index))
         self.gathers.settle_host_reads()  # order: after a reshard the host waits for copies
+
+    def finish_step(self) -> None:
+        """A pipeline's step has had its last backward: reduce what was not synced, free memory."""
+        self.backward.finish_step()
+        for group in self.groups:
+            self.reshard(group)
+        self.gathers.trim()
 
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""

@@ -566,6 +566,15 @@ class Reductions:
         if self._is_host_synchronous:
             self._used.check_alike()
 
+    def finish_step(self) -> None:
+        """Reduce what several backwards have collected: all groups, whichever this rank used."""
+        self.order.reset()
+        for group in self._groups:
+            if group.is_trainable:
+                self.order.enter_forward(group.index)
+        self.order.begin_backward()
+        self.finish_backward()
+
     def reset(self) -> None:
         """Forget everything after an exception; unsynced gradients are dropped."""
         self.order.reset()

@@ -1,0 +1,178 @@
+"""A sharded module as a stage of torch's pipelines: what those ask of FSDP2's, on each torch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import types
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import shardkit
+from recording import recording_mesh
+from shardkit import FSDPModule, StateError, fully_shard
+
+SCHEDULES = "torch.distributed.pipelining.schedules"
+# What a schedule does, called from its module: by the caller shardkit knows it.
+unshard, reshard = (
+    eval(code, {"__name__": SCHEDULES})
+    for code in ("lambda module: module.unshard(async_op=True)", "lambda module: module.reshard()")
+)
+
+
+def make_stage(*, reshard_after_forward: bool = True) -> tuple[typing.Any, list[tuple[str, int]]]:
+    mesh, log = recording_mesh((2,))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    for layer in model:
+        fully_shard(layer, mesh, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, mesh, reshard_after_forward=reshard_after_forward), log
+
+
+def go_backward(model: nn.Module, kind: str, **given: typing.Any) -> typing.Any:
+    """Run torch's backward of a stage."""
+    stage: typing.Any = types.SimpleNamespace(submod=model)
+    return PipelineStage.backward_maybe_with_nosync(stage, kind, given)
+
+
+def reduce(model: nn.Module) -> None:
+    """Run what torch runs after the last backward of a step."""
+    stage: typing.Any = types.SimpleNamespace(submod=model, is_first=False)
+    if hasattr(PipelineStage, "perform_reduce_grad"):
+        PipelineStage.perform_reduce_grad(stage, 1)
+    else:  # Torch 2.9 does so with the last one.
+        given = {"stage_output": torch.zeros(1, requires_grad=True) * 1, "output_grads": None}
+        given["input_values"] = []
+        PipelineStage.backward_maybe_with_nosync(stage, "full", given, last_backward=True)
+
+
+def count(log: list[tuple[str, int]], what: str) -> int:
+    return sum(entry == f"start {what}" for entry, _ in log)
+
+
+def unsharded_nbytes(model: typing.Any) -> int:
+    return int(model.memory_stats()["unsharded_nbytes"])
+
+
+def forward(model: nn.Module) -> tuple[Tensor, Tensor]:
+    x = torch.ones(3, 4, requires_grad=True)
+    return x, model(x)
+
+
+def go_apart(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Go backward to the inputs, then to the weights."""
+    grads, groups = go_backward(
+        model, "input", stage_output=[y], output_grads=[torch.ones_like(y)], input_values=[x]
+    )
+    assert grads[0].shape == x.shape
+    go_backward(model, "weight", stage_output=[y], param_groups=groups)
+
+
+def test_it_is_an_instance_of_fsdp2s_class_whose_methods_are_shardkits() -> None:
+    model, _ = make_stage()
+    assert isinstance(model, fsdp.FSDPModule)
+    assert isinstance(model[0], fsdp.FSDPModule)
+    for name, function in inspect.getmembers(fsdp.FSDPModule, inspect.isfunction):
+        if not name.startswith("_") and hasattr(FSDPModule, name):
+            assert getattr(type(model), name) is getattr(FSDPModule, name) is not function
+    assert type(model[:1]) is nn.Sequential
+
+
+def test_under_install_it_is_one_as_well() -> None:
+    theirs = fsdp.FSDPModule
+    with shardkit.install():
+        model, _ = make_stage()
+    assert isinstance(model, theirs)
+
+
+def test_a_method_that_only_fsdp2_has_is_refused() -> None:
+    model, _ = make_stage()
+    with pytest.raises(StateError, match="a method of torch's FSDPModule was called on FSDPSequen"):
+        model._set_unshard_async_op(True)  # noqa: SLF001 - torch's, which shardkit has not
+
+
+def test_copies_and_pickles_are_stages_of_their_own() -> None:
+    model, _ = make_stage()
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    state_of: typing.Any = fsdp.fully_shard.state
+    for each in (model, twin, read):
+        assert state_of(each).__self__.module is each
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_what_a_schedule_unshards_stays_until_it_reshards(reshard_after_forward: bool) -> None:
+    model, log = make_stage(reshard_after_forward=reshard_after_forward)
+    names = {name: param.shape for name, param in model.named_parameters()}
+    unshard(model).wait()
+    whole = unsharded_nbytes(model)
+    assert whole > 0
+    assert count(log, "all_gather") == 2
+    for _ in range(2):
+        x, y = forward(model)
+        go_apart(model, x, y)
+        assert unsharded_nbytes(model) == whole
+        assert not any(isinstance(p, shardkit.ShardedTensor) for p in model.parameters())
+    assert count(log, "all_gather") == 2
+    reshard(model)
+    assert unsharded_nbytes(model) == 0
+    assert {name: param.shape for name, param in model.named_parameters()} == names
+    assert all(isinstance(param, shardkit.ShardedTensor) for param in model.parameters())
+
+
+def test_what_the_user_unshards_goes_with_the_next_forward() -> None:
+    model, _ = make_stage()
+    for module in model.modules():
+        module.unshard()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    assert unsharded_nbytes(model) == 0
+
+
+def test_gradients_are_reduced_once_for_all_micro_batches() -> None:
+    model, log = make_stage()
+    for module in model.modules():
+        unshard(module).wait()
+    outputs = [forward(model) for _ in range(3)]
+    log.clear()
+    for x, y in outputs:
+        go_apart(model, x, y)
+    assert log == []
+    reduce(model)
+    assert count(log, "reduce_scatter") == 1  # Both groups together: they are small.
+    assert unsharded_nbytes(model) == 0
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_gradients_of_weights_are_kept_where_full_backwards_keep_theirs() -> None:
+    """In one buffer of `reduce_dtype` for each group, not in `param_dtype` on the parameters."""
+    model, _ = make_stage()
+    unshard(model).wait()
+    for _ in range(2):
+        x, y = forward(model)
+        go_apart(model, x, y)
+    model.set_requires_gradient_sync(False)
+    assert all(param.grad is None for param in model.parameters())
+    assert model.memory_stats()["unsynced_grad_nbytes"] > 0
+
+
+def test_a_step_that_brings_no_gradient_is_an_error() -> None:
+    """A schedule of the user's own that goes to inputs and weights apart, and unshards nothing."""
+    model, _ = make_stage()
+    x, y = forward(model)
+    go_apart(model, x, y)
+    with pytest.raises(StateError, match=r"no gradient has come for any parameter.*unshard\(\)"):
+        reduce(model)
+
+
+def test_torchs_schedules_unshard_in_the_module_by_which_they_are_known() -> None:
+    assert schedules.__name__ == SCHEDULES
+    assert ".unshard(async_op=True)" in inspect.getsource(schedules)
