@@ -14,8 +14,12 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"  # unlike venv it needs no ensurepip
@@ -35,6 +39,10 @@ TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch
     "not gpu and not models and not frameworks and not xla and not parting and not hosts"
 )
+
+# Ranks that wait for each other leave a core idle, and so do tests of one process. The tests of a
+# file stay together: they share what takes long to make.
+IN_PARALLEL = ("-n", "2", "--dist", "loadfile")
 
 # Tests of CPU ranks that also run on the simulated accelerator.
 SIMULATED = [
@@ -107,6 +115,19 @@ def install(session: nox.Session, *extras: str, torch: str = TORCH) -> None:
     session.install("--editable", f".[{','.join(extras)}]")
 
 
+def run_tests(session: nox.Session, marks: str, paths: Sequence[str] = (), **options: Any) -> None:
+    """Run the tests of these marks in parallel; what is asked after `--` in one process.
+
+    Args:
+        session: Session that runs them.
+        marks: Expression over markers.
+        paths: Files and folders where they are; none are all.
+        options: Options of `session.run`.
+    """
+    wanted = session.posargs or (*IN_PARALLEL, *paths)
+    session.run("pytest", "-m", marks, *wanted, **options)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and which module imports which."""
@@ -142,18 +163,18 @@ def tests(session: nox.Session) -> None:
     Where ``CI`` is set property tests run again, with a seed that was never tried.
     """
     install(session, "test")
-    session.run("pytest", "-m", f"{NEED_NOTHING} and not streams and not helpers", *session.posargs)
+    run_tests(session, f"{NEED_NOTHING} and not streams and not helpers")
     if os.environ.get("CI"):
         seed = secrets.randbelow(2**32)
         fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", str(seed))
-        session.run("pytest", "-q", *fresh, "tests/property")
+        session.run("pytest", "-q", *IN_PARALLEL, *fresh, "tests/property")
 
 
 @nox.session
 def helpers(session: nox.Session) -> None:
     """Test what is built over `fully_shard`: wrapping, whole parameters, compression, and so on."""
     install(session, "test")
-    session.run("pytest", "-m", f"helpers and {NEED_NOTHING}", *session.posargs)
+    run_tests(session, f"helpers and {NEED_NOTHING}")
 
 
 @nox.session
@@ -193,8 +214,7 @@ def fuzz(session: nox.Session) -> None:
 def versions(session: nox.Session, torch: str) -> None:
     """Run unit, property and parity tests on every version of torch that is supported."""
     install(session, "test", torch=f"torch=={torch}")
-    wanted = session.posargs or ON_EVERY_TORCH
-    session.run("pytest", "-m", f"{NEED_NOTHING} and not streams", *wanted)
+    run_tests(session, f"{NEED_NOTHING} and not streams", ON_EVERY_TORCH)
 
 
 @nox.session
@@ -277,14 +297,13 @@ def xla(session: nox.Session) -> None:
     # In processes of their own, for torch_xla replaces functions of torch where it is imported.
     # Arguments may select tests of one kind only: then the other run finds none, which is 5.
     codes = [0, 5] if session.posargs else [0]
-    session.run("pytest", "-m", "xla", *session.posargs, success_codes=codes)
+    run_tests(session, "xla", success_codes=codes)
     on_xla = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     folder = tempfile.mkdtemp(dir=session.create_tmp())
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
     session.run("python", "examples/resnet.py", "--device", "xla", env=on_xla)
     session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
-    plain = f"{NEED_NOTHING} and not streams"
-    session.run("pytest", "-m", plain, *(session.posargs or ON_EVERY_TORCH), success_codes=codes)
+    run_tests(session, f"{NEED_NOTHING} and not streams", ON_EVERY_TORCH, success_codes=codes)
 
 
 @nox.session(venv_backend="none")

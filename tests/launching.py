@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import typing
+
+from script_server import Forked, Scripts
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +55,12 @@ def environment_of(rank: int, world_size: int, port: int, **more: str) -> dict[s
     }
 
 
+@functools.cache
+def scripts() -> Scripts:
+    """Return the one server of these tests."""
+    return Scripts()
+
+
 def start_ranks(
     program: Sequence[str],
     world_size: int,
@@ -62,7 +73,8 @@ def start_ranks(
     """Run a program as ranks; those that do not end in time are killed.
 
     Args:
-        program: Its file, and arguments.
+        program: Its file, and arguments. It is run in a fork of a process that has imported torch,
+            or by a Python of its own where it is run below a command or has a PYTHONPATH.
         world_size: How many.
         limit_s: For all of them.
         by_rank: What a rank has in its environment.
@@ -70,31 +82,34 @@ def start_ranks(
         more: What all have in it.
     """
     port = free_port()
-    pipes: dict[str, typing.Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    processes = [
-        subprocess.Popen(
-            [*below(rank), sys.executable, *program],
-            env=environment_of(rank, world_size, port, **more, **by_rank(rank)),
-            text=True,
-            **pipes,
-        )
-        for rank in range(world_size)
-    ]
-    started = time.monotonic()
-    ended: dict[int, float] = {}
-    while len(ended) < world_size and time.monotonic() - started < limit_s:
+    with tempfile.TemporaryDirectory(prefix="shardkit-ranks-") as folder:
+        outputs = [pathlib.Path(folder, str(rank)) for rank in range(world_size)]
+        processes: list[Forked | subprocess.Popen[bytes]] = []
+        for rank, output in enumerate(outputs):
+            environment = environment_of(rank, world_size, port, **more, **by_rank(rank))
+            if below(rank) or "PYTHONPATH" in more:
+                command = [*below(rank), sys.executable, *program]
+                with output.open("wb") as file:
+                    streams: typing.Any = {"stdout": file, "stderr": subprocess.STDOUT}
+                    processes.append(subprocess.Popen(command, env=environment, **streams))
+            else:
+                processes.append(scripts().start(program, environment, output))
+        started = time.monotonic()
+        ended: dict[int, float] = {}
+        while len(ended) < world_size and time.monotonic() - started < limit_s:
+            for rank, process in enumerate(processes):
+                if below(rank):  # Such commands stop themselves when what they run is stopped.
+                    process.send_signal(signal.SIGCONT)
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = time.monotonic() - started
+            time.sleep(0.1)
+        result = []
         for rank, process in enumerate(processes):
-            if below(rank):  # Such commands stop themselves when what they run is stopped.
+            code = process.poll()
+            if code is None:
                 process.send_signal(signal.SIGCONT)
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic() - started
-        time.sleep(0.1)
-    result = []
-    for rank, process in enumerate(processes):
-        code = process.poll()
-        if code is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        output = process.communicate()[0]
-        result.append(Ended(code, output, ended.get(rank, math.inf)))
-    return result
+                process.kill()
+                process.wait()
+            said = outputs[rank].read_text(errors="replace")
+            result.append(Ended(code, said, ended.get(rank, math.inf)))
+        return result

@@ -41,7 +41,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session if there are files that were not there."""
+    """Fail the session if there are files that were not there: at last, when nothing runs."""
+    if hasattr(session.config, "workerinput"):  # Of pytest-xdist, beside others.
+        return
     root = session.config.rootpath
     left = sorted(files_under(root) - session.config.stash.get(_BEFORE, files_under(root)))
     if left:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import shardkit
 from models import Batch, Case
+from waiting import until
 
 BLOCK = 8  # Neighbouring elements with one scale.
 TABLE = torch.linspace(-1, 1, 16)
@@ -348,3 +349,19 @@ def live_nbytes() -> int:
                 storage = each.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
+
+
+def nbytes_at_rest(expected: int) -> int:
+    """Return the bytes of all tensors once they are no more than `expected`, or will not be.
+
+    A thread of gloo lets go of a collective's buffers a moment after the wait for it has ended.
+    """
+    found = 0
+
+    def at_rest() -> bool:
+        nonlocal found
+        found = live_nbytes()
+        return found <= expected
+
+    until(at_rest)
+    return found

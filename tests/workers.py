@@ -29,14 +29,16 @@ import typing
 import torch
 import torch.distributed as dist
 
+from script_server import TAKE_LONG
+
 if typing.TYPE_CHECKING:
     import types
     from collections.abc import Callable, Sequence
 
-# Workers are forked from a process that has imported torch once: four start in 3 s on two cores,
-# not in 12.
+# Workers are forked from a process that has imported once what takes seconds: torch, and what
+# shardkit and the first step of an optimizer import.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+_context.set_forkserver_preload(["torch", *TAKE_LONG, "shardkit"])
 
 Spawn = typing.Callable[..., list[typing.Any]]
 """What the fixtures ``spawn`` and ``spawn_errors`` are: see `Pools`, whose methods they call."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardkit import DeviceMesh, fully_shard, init_device_mesh, materialize
 
-WIDTH, LAYERS = 1024, 47
+WIDTH, LAYERS = 1024, 31
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import typing
 import weakref
 from unittest import mock
@@ -26,6 +25,7 @@ from checkpoints import (
     whole_state,
 )
 from shardkit import ShardedTensor
+from waiting import until
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,13 +188,14 @@ def most_received_at_once() -> int:
     most = 0
     broadcast = dist.broadcast
 
+    def alive() -> int:
+        return sum(ref() is not None for ref in received)
+
     def note(tensor: torch.Tensor, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         nonlocal most
-        for _ in range(100):  # A thread of gloo may let go of the last one a moment later.
-            if (alive := sum(ref() is not None for ref in received)) <= 1:
-                break
-            time.sleep(0.01)
-        most = max(most, alive)
+        # A thread of gloo lets go of the last one a moment later.
+        until(lambda: alive() <= 1)
+        most = max(most, alive())
         if tensor.dtype.is_floating_point and dist.get_rank() > 0:
             received.append(weakref.ref(tensor))
         return broadcast(tensor, *args, **kwargs)

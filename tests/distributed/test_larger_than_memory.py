@@ -14,9 +14,9 @@ from launching import start_ranks
 pytestmark = pytest.mark.helpers
 
 SCRIPT = str(pathlib.Path(__file__).with_name("larger_than_memory.py"))
-WHOLE_MIB = 188
+WHOLE_MIB = 124
 LAYER_MIB = 4
-LIMIT_MIB = 150
+LIMIT_MIB = 100
 SLACK_MIB = 8
 """The allocator's and Python's own."""
 

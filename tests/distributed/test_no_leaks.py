@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import typing
 import weakref
 
@@ -14,6 +13,7 @@ from torch import nn
 from shardkit import fully_shard, init_device_mesh
 from shardkit._tensor.spec import ShardSpec
 from shardkit.backends.process_group import ProcessGroupAxis
+from waiting import until
 from worlds import begin_new_world
 
 if typing.TYPE_CHECKING:
@@ -31,7 +31,7 @@ def train_and_drop(num_models: int) -> tuple[int, int]:
         modules.append(weakref.ref(model))
     del model
     gc.collect()
-    time.sleep(1.5)  # The watching threads notice within a period.
+    until(lambda: threading.active_count() <= before)  # The watching threads notice in a period.
     alive = sum(reference() is not None for reference in modules)
     return threading.active_count() - before, alive
 

@@ -19,7 +19,7 @@ if typing.TYPE_CHECKING:
 
 from models import Case
 from parity import compare_training
-from quantized import live_nbytes
+from quantized import live_nbytes, nbytes_at_rest
 from reference import Differences, assert_within, make_mesh, my_batch, shard
 from shardkit import ShardedTensor, checkpoint, fully_shard, summon_full_params
 
@@ -184,6 +184,8 @@ def test_adapters_train_on_a_hybrid_mesh(spawn: Spawn, kind: str) -> None:
 
 # --- memory ---------------------------------------------------------------------------------------
 
+SLACK = 4096  # Bytes of small tensors that steps make.
+
 
 def measure_memory(kind: str) -> tuple[int, int, int]:
     """Return the bytes of all tensors: of the whole model, sharded, and after two steps."""
@@ -197,7 +199,7 @@ def measure_memory(kind: str) -> tuple[int, int, int]:
     for step in range(2):
         case.loss(model, my_batch(case, step)).backward()
         model.zero_grad()
-    return whole, cut, live_nbytes() - empty
+    return whole, cut, nbytes_at_rest(empty + cut + SLACK) - empty
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -210,7 +212,7 @@ def test_each_rank_holds_its_part_of_the_bits(spawn: Spawn, kind: str, world_siz
         whole_everywhere = 4 * 2 * (1024 * 2 + 256 * 5) if kind == "bnb int8" else 0
         allowed = 1.02 * (whole - whole_everywhere) / world_size + whole_everywhere + 8192
         assert cut <= allowed
-        assert later <= allowed
+        assert later <= cut + SLACK
 
 
 # --- saved, loaded, merged ------------------------------------------------------------------------

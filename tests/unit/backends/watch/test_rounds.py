@@ -169,7 +169,9 @@ def test_a_rank_that_is_stopped_or_traced_is_said_to_be(store: RunStore) -> None
         process.wait()
 
 
-@pytest.mark.parametrize(("pid", "state"), [(NO_PROCESS, "gone"), (os.getpid(), "busy")])
+@pytest.mark.parametrize(
+    ("pid", "state"), [(NO_PROCESS, "gone"), (os.getpid(), "busy")], ids=["gone", "busy"]
+)
 def test_others_of_a_machine_look_at_who_is_silent_there(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, pid: int, state: str
 ) -> None:
