@@ -114,11 +114,13 @@ def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
 
 
 def as_offload(policy: Any) -> OffloadPolicy:
-    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is.
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is; a class as its defaults.
 
     Raises:
         WrapError: It is neither.
     """
+    if isinstance(policy, type) and policy.__name__ in ("OffloadPolicy", "CPUOffloadPolicy"):
+        policy = policy()  # The class means its defaults.
     if isinstance(policy, OffloadPolicy):
         return policy
     kinds = {each.__name__ for each in type(policy).__mro__}

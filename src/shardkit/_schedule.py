@@ -237,6 +237,15 @@ class GroupState:
             raise RuntimeError(msg)
 
 
+class _States(dict[int, GroupState]):
+    """Records of groups by number, each made when it is first asked for."""
+
+    def __missing__(self, group: int) -> GroupState:
+        """Make the record of a group."""
+        state = self[group] = GroupState(group)
+        return state
+
+
 # --- forwards that wait for a backward ------------------------------------------------------------
 #
 # Ranks prefetch, keep and reduce by what stands here, so it holds only what all ranks see alike:
@@ -509,6 +518,7 @@ class UnshardSchedule:
 
     Attributes:
         options: Options that users chose.
+        states: Records of the groups; only the schedule changes what is said of memory.
     """
 
     def __init__(
@@ -519,7 +529,7 @@ class UnshardSchedule:
         self.options = ScheduleOptions()
         self._nbytes = nbytes
         self._is_idle = is_idle
-        self._states: dict[int, GroupState] = {}
+        self.states = _States()
         self._live: dict[int, GroupState] = {}
         self._order = ForwardOrder()
         self._pending = PendingBackwards()
@@ -532,13 +542,6 @@ class UnshardSchedule:
 
     # --- state ---
 
-    def state(self, group: int) -> GroupState:
-        """Return the record of a group; only the schedule changes what is said of memory."""
-        state = self._states.get(group)
-        if state is None:
-            state = self._states[group] = GroupState(group)
-        return state
-
     @property
     def live(self) -> tuple[int, ...]:
         """Groups that have unsharded memory, in the order they got it."""
@@ -546,11 +549,11 @@ class UnshardSchedule:
 
     def in_use(self, group: int) -> bool:
         """Whether a forward, a backward or the user needs the group's memory now."""
-        return self.state(group).in_use
+        return self.states[group].in_use
 
     def in_forward(self, group: int) -> bool:
         """Whether a forward of the group is under way; another may have been called within it."""
-        return self.state(group).num_forwards > 0
+        return self.states[group].num_forwards > 0
 
     def last_order(self, root: Hashable) -> Sequence[int]:
         """Return the groups that the last pass of a root entered; none if it made none."""
@@ -570,13 +573,13 @@ class UnshardSchedule:
             root: Key of the root module: what comes next is taken from its last pass.
         """
         self._order.begin_pass(root)
-        for state in self._states.values():
+        for state in self.states.values():
             state.begin_pass()
         self._pending.begin_pass(has_changed=has_changed)
 
     def enter_forward(self, group: int) -> list[Action]:
         """A group's forward starts: gather it if need be, then the one expected next."""
-        state = self.state(group)
+        state = self.states[group]
         actions = self._use(state)
         state.num_forwards += 1
         if self._is_idle:
@@ -606,7 +609,7 @@ class UnshardSchedule:
             is_unfinished: Whether other modules of the group have not run in this pass; keep it for
                 them.
         """
-        state = self.state(group)
+        state = self.states[group]
         state.leave_forward()
         state.has_unseen_backward |= not is_watched
         state.awaits_other_modules = is_unfinished
@@ -620,7 +623,7 @@ class UnshardSchedule:
         # In `functional_call` outputs may want gradients of given values alone.
         needs_backward = needs_backward and self._pending.expects_last
         self._pending.end_pass()
-        for state in self._states.values():
+        for state in self.states.values():
             state.end_pass()
         if self._hold:
             return []
@@ -629,14 +632,14 @@ class UnshardSchedule:
 
     def enter_recompute(self, group: int) -> list[Action]:
         """A forward runs again inside backward (activation checkpointing)."""
-        state = self.state(group)
+        state = self.states[group]
         actions = self._use(state)
         state.in_recompute = True
         return actions
 
     def exit_recompute(self, group: int) -> list[Action]:
         """The repeated forward ends; its backward follows at once, as a rule."""
-        self.state(group).in_recompute = False
+        self.states[group].in_recompute = False
         return self._trim_spare()
 
     # --- backward ---
@@ -658,7 +661,7 @@ class UnshardSchedule:
             in_pass: Pass of its forward. None: not known, the last one that it is on.
         """
         self._pending.reach(group, in_pass)
-        state = self.state(group)
+        state = self.states[group]
         actions = [] if group in self.options.no_unshard_in_backward else self._use(state)
         state.in_backward = True
         if self._is_idle:
@@ -680,7 +683,7 @@ class UnshardSchedule:
             is_last: Whether no other forward of it has its backward in this run of the engine.
                 False: not known; one that may have stays if there is room.
         """
-        state = self.state(group)
+        state = self.states[group]
         state.leave_backward()
         is_late = self.options.prefetch_in_backward is BackwardPrefetch.POST and not self._is_idle
         before = self._before(group, in_pass) if is_late else []
@@ -711,7 +714,7 @@ class UnshardSchedule:
     def end_backward(self) -> list[Action]:
         """The engine is done: free all that no forward is using."""
         self._pending.end_backward()
-        for state in self._states.values():
+        for state in self.states.values():
             state.end_backward()
         if self._hold:
             return []
@@ -727,7 +730,7 @@ class UnshardSchedule:
 
     def unshard(self, group: int) -> list[Action]:
         """The user asks for a group's memory; its next exit or `reshard` gives it back."""
-        state = self.state(group)
+        state = self.states[group]
         actions = [] if group in self._live else self._gather(state)
         if state.memory is Memory.PREFETCHED:
             state.memory = Memory.LIVE
@@ -736,7 +739,7 @@ class UnshardSchedule:
 
     def refresh(self, group: int) -> list[Action]:
         """A shard changed since the group was gathered: free it if nothing computes with it."""
-        state = self.state(group)
+        state = self.states[group]
         if group not in self._live or state.num_forwards or state.in_backward:
             return []
         actions = self._free_all([state])
@@ -744,14 +747,14 @@ class UnshardSchedule:
 
     def reshard(self, group: int) -> list[Action]:
         """The user gives a group's memory back."""
-        state = self.state(group)
+        state = self.states[group]
         state.release()
         return self._free_all([state]) if group in self._live else []
 
     def reset(self) -> list[Action]:
         """Forget everything after an exception; all memory goes back."""
         actions = self._free_all(list(self._live.values()))
-        self._states.clear()
+        self.states.clear()
         self._pending.clear()
         self._order.clear()
         self._hold = False
@@ -793,7 +796,7 @@ class UnshardSchedule:
         actions = []
         for group in groups:
             if group not in self._live:
-                actions += self._gather(self.state(group), ahead=True)
+                actions += self._gather(self.states[group], ahead=True)
         return actions
 
     def _batch(self, candidates: Sequence[int]) -> list[int]:

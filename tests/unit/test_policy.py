@@ -89,6 +89,13 @@ def test_policies_of_fsdp2_are_understood() -> None:
         assert convert(ours) is ours
 
 
+def test_a_class_of_offload_policies_means_its_defaults() -> None:
+    """Scripts for FSDP2 pass ``offload_policy=CPUOffloadPolicy``, and it raises nothing."""
+    assert as_offload(CPUOffloadPolicy) == CPUOffloadPolicy()
+    assert as_offload(TorchOffload) == CPUOffloadPolicy()
+    assert type(as_offload(OffloadPolicy)) is OffloadPolicy
+
+
 @pytest.mark.parametrize("policy", [None, torch.bfloat16, MixedPrecision(param_dtype=BF16)])
 def test_other_policies_are_refused(policy: object) -> None:
     """FSDP1's has other fields."""

@@ -25,6 +25,7 @@ from shardkit._runtime.backward import check_gradients
 from shardkit._runtime.group import refuse_summoned
 from shardkit._settings import RootSettings, as_number
 from shardkit._tensor.ops import total_norm
+from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from shardkit._policy import MixedPrecisionPolicy
@@ -257,7 +258,7 @@ class FSDPModule(_Base):
         named = own_class(self).named_parameters(module, *args, **kwargs)
         if runtime is None or runtime.pass_root is not None or runtime.backward.is_running:
             return named
-        return ((name, settled(param)) for name, param in named)
+        return _settled_parameters(named)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
         """Gather this module's parameters now; the next `reshard`, forward or backward frees them.
@@ -844,6 +845,15 @@ class FSDPModule(_Base):
 
 
 _compat.note_fully_sharded(FSDPModule)
+
+
+def _settled_parameters(
+    named: Iterator[tuple[str, Any]],
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the user's parameters, also where a forward has left unsharded ones."""
+    for name, param in named:
+        is_sharded = type(param) is ShardedTensor  # As nearly always.
+        yield name, param if is_sharded else settled(param)
 
 
 def _restore(module: Any, written: Written) -> None:

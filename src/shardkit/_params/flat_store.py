@@ -213,7 +213,8 @@ class SendBuffer:
 
     def write(self, index: int, grad: Tensor, streams: CommStreams, pool: SlotPool) -> None:
         """Copy a gradient into its slot, or add it to what is there."""
-        self.open(streams, pool)
+        if self._send.slot is None:  # Here, too: a call less for each gradient.
+            self.open(streams, pool)
         slot = self.slots[index]
         if index in self.written:
             slot.add_(grad)
@@ -660,7 +661,7 @@ class FlatStore(Store):
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized tensor that belongs to parameter `index`."""
-        start, stop = self.layout.shard_range(index, self.plan.axis.rank)
+        start, stop = self.specs[index].piece_range
         return reduced[start:stop]
 
     @property

@@ -146,7 +146,8 @@ class BucketGradients:
         if hold:
             self._held[index] = self._held[index] + grad if index in self._held else grad
         else:
-            self.buffer.write(index, grad, streams, pool)
+            buffer = self.buffer if self._buffer is None else self._buffer
+            buffer.write(index, grad, streams, pool)
 
     def assign_local(self, index: int, grad: Tensor, divide_factor: float | None) -> None:
         """Take the gradient of one parameter and assign it at once: nobody else has a part."""
@@ -315,6 +316,7 @@ class GroupGradients:
 
     Attributes:
         buckets: Gradients of the buckets.
+        may_be_local: Whether they are assigned at once, unless the user has a hook on buffers.
     """
 
     def __init__(
@@ -334,7 +336,7 @@ class GroupGradients:
         self._receive_chunks = receive_chunks
         self._num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
         self._weight = weight
-        self._may_be_local = self._num_ranks == 1 and all(
+        self.may_be_local = self._num_ranks == 1 and all(
             bucket.store.keeps_flats and not bucket.plan.is_offloaded for bucket in buckets
         )
         self._started: list[_Started] = []
@@ -344,7 +346,7 @@ class GroupGradients:
     @property
     def is_local(self) -> bool:
         """Whether gradients are assigned at once: one rank, and no hook on reduced buffers."""
-        return self._may_be_local and self._comm.all_reduce_hook is None
+        return self.may_be_local and self._comm.all_reduce_hook is None
 
     @property
     def _scale(self) -> float:

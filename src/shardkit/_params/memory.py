@@ -87,12 +87,15 @@ class Buffer:
     Args:
         nbytes: Size of the memory in bytes while there is any.
         device: Device of the memory.
+
+    Attributes:
+        slot: Memory of now; None: the views must not be used.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.storage = torch.UntypedStorage(nbytes, device=device)
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
 
     def close(self) -> None:
         """Give the first memory back, after the views were made."""
@@ -101,19 +104,19 @@ class Buffer:
     @property
     def has_memory(self) -> bool:
         """Whether the views may be used."""
-        return self._slot is not None
+        return self.slot is not None
 
     def acquire(self, pool: SlotPool) -> Event | None:
         """Get memory from a pool; return the fence after which it may be written."""
-        assert self._slot is None
-        self._slot = pool.acquire(self.storage, self.nbytes)
-        return self._slot.free_after  # order: whoever writes a buffer waits for its slot
+        assert self.slot is None
+        self.slot = pool.acquire(self.storage, self.nbytes)
+        return self.slot.free_after  # order: whoever writes a buffer waits for its slot
 
     def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
         """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
-        assert self._slot is not None
-        pool.release(self.storage, self._slot, fence, by_compute=by_compute)
-        self._slot = None
+        assert self.slot is not None
+        pool.release(self.storage, self.slot, fence, by_compute=by_compute)
+        self.slot = None
 
 
 class SlotPool:
@@ -176,13 +179,16 @@ class SlotPool:
         may still use only if another such one is there: of two the older is probably done, while
         to wait for the last one would let compute and communication take turns.
         """
-        fitting = [s for s in self._free if nbytes <= s.nbytes <= nbytes * _LARGEST_WASTE]
-        passed = [slot for slot in fitting if slot.is_passed]
-        if passed:
-            best = min(passed, key=lambda slot: slot.nbytes)
-        elif len(fitting) > 1:
-            best = fitting[0]
-        else:
+        best, oldest, num_fitting = None, None, 0
+        for slot in self._free:
+            if nbytes <= slot.nbytes <= nbytes * _LARGEST_WASTE:
+                num_fitting += 1
+                oldest = oldest or slot
+                if slot.is_passed and (best is None or slot.nbytes < best.nbytes):
+                    best = slot
+        if best is None and num_fitting > 1:
+            best = oldest
+        if best is None:
             # order: whoever writes new memory waits for its allocation
             return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())
         self._free.remove(best)

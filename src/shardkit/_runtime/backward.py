@@ -188,7 +188,7 @@ class Backward:
 
     def is_user_held(self, group: int) -> bool:
         """Whether the user has unsharded a group, and no forward or backward has used it since."""
-        return self._schedule.state(group).is_user_held
+        return self._schedule.states[group].is_user_held
 
     def enter_backward(self, record: ForwardRecord, grad: Tensor) -> None:
         """A gradient of a group's outputs came."""
@@ -210,10 +210,10 @@ class Backward:
             raise StateError(msg)
         record.active = True
         self._inside[group.index].append(record)
-        self._schedule.state(group.index).num_watched += record.has_input_grads
-        wants_order = group.grad_hooks.has_user_hooks or watch_settings.check_gradients
-        if wants_order and not group.grad_hooks.at_once:
-            group.grad_hooks.collect_at_once()
+        self._schedule.states[group.index].num_watched += record.has_input_grads
+        hooks = group.grad_hooks
+        if not hooks.at_once and (watch_settings.check_gradients or hooks.has_user_hooks):
+            hooks.collect_at_once()
         self._gathers.in_trained_layer = record.has_input_grads and group.is_trainable
         self._gathers.carry_out(self._schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
@@ -225,7 +225,7 @@ class Backward:
             return
         record.active = False
         group = self._groups[record.group.index]
-        records, state = self._inside[group.index], self._schedule.state(group.index)
+        records, state = self._inside[group.index], self._schedule.states[group.index]
         records.remove(record)
         state.num_watched -= record.has_input_grads
         if records:
@@ -248,21 +248,22 @@ class Backward:
             group.show(unsharded=False)
 
     def _complete(self, group: ParamGroup) -> None:
-        self._schedule.state(group.index).is_complete = True
+        self._schedule.states[group.index].is_complete = True
         self._reductions.complete(group)
 
     def on_grad(
         self, group_index: int, gradients: BucketGradients, index: int, grad: Tensor
     ) -> None:
         """An unsharded gradient came."""
-        self.begin_backward()
+        if not self.is_running:
+            self.begin_backward()
         self._any_fired = True
-        group, state = self._groups[group_index], self._schedule.state(group_index)
+        group, state = self._groups[group_index], self._schedule.states[group_index]
         grad = self._passes.enter_gradient(group, gradients.bucket, grad)
         is_layer = state.num_watched > 0
         if watch_settings.check_gradients:
             self.finite_notes.note(group.name, gradients.bucket.entries[index].name, grad)
-        if group.gradients.is_local:
+        if group.gradients.may_be_local and group.gradients.is_local:
             group.gradients.assign(gradients, index, grad)
         else:
             self._reductions.collect(group, gradients, index, grad, is_layer=is_layer)
@@ -316,7 +317,7 @@ class Backward:
         self._gathers.in_trained_layer = False
         for group in self._groups:
             self._close_records(group.index)
-            self._schedule.state(group.index).forget_gradients()
+            self._schedule.states[group.index].forget_gradients()
 
     def reset(self) -> None:
         """Forget a backward after an exception."""

@@ -494,7 +494,7 @@ class Runtime:
         """Note that one of the group's modules ran; return whether others have not in this pass."""
         if len(group.modules) == 1:
             return False
-        modules_run = self.schedule.state(group.index).modules_run
+        modules_run = self.schedule.states[group.index].modules_run
         modules_run.add(group.modules.index(module))
         return len(modules_run) < len(group.modules)
 

@@ -420,6 +420,7 @@ class Reductions:
         self._before_start = before_start
         self._queued: list[ParamGroup] = []
         self._under_way: list[ParamGroup] = []
+        self._num_sent = 0  # Of these, the first ones, whose send buffers are free.
 
     def use_streams(self, streams: Any) -> None:
         """Reduce on other streams from now on, see `set_debug`."""
@@ -444,14 +445,16 @@ class Reductions:
         writes = is_layer and not self._holds_layers
         if writes and self._under_way and self._is_host_synchronous:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
-        if writes and group.gradients.is_reducing:
+        if writes and self._under_way and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is on the wire.
         gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
 
     def _free_sent(self, group: ParamGroup) -> None:
         """Wait for send buffers, but as many as the group may have on the wire beside its own."""
-        for reducing in self._under_way[: 1 - group.settings.max_send_buffers or None]:
-            reducing.gradients.wait_sent(self._slots)
+        allowed = len(self._under_way) + 1 - group.settings.max_send_buffers
+        while self._num_sent < allowed:
+            self._under_way[self._num_sent].gradients.wait_sent(self._slots)
+            self._num_sent += 1
 
     def complete(self, group: ParamGroup) -> None:
         """All gradients of a group have come."""
@@ -515,6 +518,7 @@ class Reductions:
         may have come to different groups.
         """
         group = self._under_way.pop(0)
+        self._num_sent = max(self._num_sent - 1, 0)
         with named_range("await reduce", group):
             group.gradients.finish_reduce(self._slots)
 
@@ -568,4 +572,5 @@ class Reductions:
         for group in dict.fromkeys((*self._under_way, *self._groups)):
             group.gradients.reset(self._slots)
         self._under_way.clear()
+        self._num_sent = 0
         self._queued.clear()
