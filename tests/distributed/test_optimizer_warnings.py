@@ -8,8 +8,12 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from models import CASES
 from reference import make_mesh, my_batch
@@ -138,6 +142,60 @@ def train_on_an_axis(names: tuple[str, ...], used: tuple[str, ...], maker: str) 
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
     return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in caught]
+
+
+def train_on_meshes_by_hand(case: str) -> list[str]:
+    """Train two steps on a mesh of two ranks of four; return what is warned of."""
+    rank = dist.get_rank()
+    ranks = [[0, 1], [2, 3]]
+    meshes = [TorchDeviceMesh("cpu", each) for each in ranks]
+    mesh = meshes[rank // 2]
+    torch.manual_seed(rank // 2 if case == "other values" else 0)
+    width = 3 + rank // 2 if case == "other shapes" else 4
+    if case == "experts":
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=TorchDeviceMesh("cpu", [0, 1, 2, 3]))
+        params = model[1].parameters()
+    elif case == "tensor parallel":
+        # Model copies along the rows (0, 2), (1, 3); each row of `ranks` splits matrices.
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+        columns = [TorchDeviceMesh("cpu", each) for each in ([0, 2], [1, 3])]
+        model, params = fully_shard(model, mesh=columns[rank % 2]), model.parameters()
+    else:
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        params = model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = torch.ones(1, 4, requires_grad=case == "a pipeline" and rank >= 2)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in caught]
+
+
+@pytest.mark.helpers
+def test_copies_on_meshes_by_hand_are_told_once(spawn: Spawn) -> None:
+    found = spawn(train_on_meshes_by_hand, 4, "copies")
+    [said] = [each for of_rank in found for each in of_rank]
+    assert said.startswith("test_optimizer_warnings.py: '0.weight' is sharded over ranks [")
+    assert "Nobody averages gradients over both" in said
+    assert "It is right where" in said
+
+
+@pytest.mark.helpers
+@pytest.mark.parametrize(
+    "case", ["other values", "other shapes", "a pipeline", "experts", "tensor parallel"]
+)
+def test_meshes_by_hand_that_are_right_are_not_warned_of(spawn: Spawn, case: str) -> None:
+    assert spawn(train_on_meshes_by_hand, 4, case) == [[]] * 4
 
 
 @pytest.mark.helpers

@@ -250,6 +250,8 @@ class ModuleState:
             if not self._has_values:
                 self._check_has_values(runtime.groups)
             runtime.begin_pass(self)
+            if runtime.is_on_part:
+                runtime.note_inputs((args, kwargs))
             args, kwargs = runtime.passes.enter(self.module, args, kwargs)
         elif runtime is not None and not is_recompute:
             runtime.passes.progress((args, kwargs))

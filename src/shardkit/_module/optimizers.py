@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from shardkit._errors import OptimizerError, StateError, listed
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, map_leaves
-from shardkit._runtime.agreement import note_step
+from shardkit._runtime.agreement import note_step, rank_of_copy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -191,6 +191,7 @@ def _look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         _looked_at[optimizer] = number
         _warn_of_plain(params)
         _warn_of_left_out(params)
+        _warn_of_copies(params)
     elif len(args) < 2 and not kwargs:  # noqa: PLR2004 - no closure, which would make gradients
         _warn_of_unsynced(optimizer)
         name = _trained_elsewhere()
@@ -353,6 +354,27 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
             stacklevel=4,
         )
         return
+
+
+def _warn_of_copies(params: Sequence[Any]) -> None:
+    """Warn where ranks on a mesh made by hand train a model that other ranks train as well."""
+    known = {id(e.param): g for g in _groups for bucket in g.buckets for e in bucket.entries}
+    param = next((param for param in params if id(param) in known), None)
+    if param is None or param.device_mesh.left_out or _averaged_by_ddp():
+        return
+    group = known[id(param)]
+    of_root = [each for each in _groups if each.listener is group.listener]
+    other = rank_of_copy(sorted(of_root, key=lambda each: each.index))
+    if other is not None:
+        warnings.warn(
+            f"{param.spec.name!r} is sharded over ranks {group.mesh.describe_ranks()} only, and "
+            f"rank {other} trains a copy of the same model, with the same first values, on a mesh "
+            f"of other ranks. Nobody averages gradients over both, so the copies drift apart. Pass "
+            f"one mesh of all ranks to fully_shard, by init_device_mesh with the axes "
+            f"(replicate, shard). It is right where your code averages over the copies itself, or "
+            f"where each is to be trained on its own.",
+            stacklevel=4,
+        )
 
 
 def _has_copies(axis: str) -> bool:

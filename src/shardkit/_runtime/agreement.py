@@ -18,7 +18,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.base import first_of_all
-from shardkit.backends.watch.watchdog import at_end
+from shardkit.backends.watch.watchdog import at_end, current_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -184,6 +184,45 @@ def _compare_at_end(store: RunStore, world_size: int) -> None:
 
 
 at_end.append(_compare_at_end)
+
+
+# --- copies of a model on other parts of the world ------------------------------------------------
+
+
+def is_on_part(groups: Sequence[ParamGroup]) -> bool:
+    """Whether ranks of the world are in no mesh of these groups."""
+    if groups[0].mesh.backend.is_traced:
+        return False
+    ranks = {rank for group in groups for rank in group.mesh.ranks}
+    return len(ranks) < current_watchdog().world_size
+
+
+def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:
+    """Return a rank that trains a copy of the same model on another part of the world, or None.
+
+    The first rank of the largest mesh asks for all, at the first step. Of two copies the one that
+    comes later is told of the other. Those that are cut otherwise are not found, nor are later
+    stages of pipelines, which may look alike.
+
+    Args:
+        groups: Groups of one root.
+
+    Cost: one or two requests to the store on one rank of a mesh that is a part of the world;
+    nothing on others.
+    """
+    mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
+    if not is_on_part(groups) or not mesh.is_first_rank or groups[0].is_fed:
+        return None
+    pieces = [
+        (entry.name, tuple(entry.param.shape), int(fingerprint(entry.param.to_local())))  # type: ignore[attr-defined]
+        for group in groups
+        if group.mesh == mesh
+        for bucket in group.buckets
+        for entry in bucket.entries
+    ]
+    key = f"copies/{_digest(repr((mesh.shape, pieces)).encode())}"
+    found = current_watchdog().claim(key, str(mesh.rank))
+    return int(found) if found.isdecimal() and int(found) != mesh.rank else None
 
 
 # --- what ranks tell each other -------------------------------------------------------------------

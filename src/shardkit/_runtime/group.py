@@ -80,10 +80,13 @@ class ParamGroup:
         is_root: Whether the module is the root: with `reshard_after_forward=None` it is not
             resharded.
         is_innermost: Whether no other group's modules are inside this one's.
+        is_fed: Whether a forward of the root had inputs that require gradients, as those of a later
+            stage of a pipeline do. Looked at where the mesh is a part of the world.
         summoned: Whether the user has the whole parameters, as `_module.full_params` shows them.
         settings: Settings that the user chose.
     """
 
+    is_fed = False
     summoned: Any = None
 
     def __init__(

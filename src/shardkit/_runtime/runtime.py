@@ -16,12 +16,13 @@ import torch
 from shardkit import _compat
 from shardkit._errors import StateError, listed, warn_user
 from shardkit._params.memory import SlotPool
-from shardkit._runtime.agreement import UsedParameters, check_same_model
+from shardkit._runtime.agreement import UsedParameters, check_same_model, is_on_part
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.passes import make_passes
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
 from shardkit._schedule import UnshardSchedule
+from shardkit._tree import iter_tensors
 from shardkit.backends.base import InGraph
 
 if TYPE_CHECKING:
@@ -207,6 +208,7 @@ class Runtime:
         passes: Passes: what else is to be done where operators are traced.
         used: Record of the parameters that any rank used.
         pass_root: Module whose forward is under way as a root; None: there is none.
+        is_on_part: Whether other ranks of the world are in none of its meshes.
     """
 
     def __init__(
@@ -219,6 +221,7 @@ class Runtime:
             group.index = index
         # A process that holds all ranks has nobody to compare with.
         self.axes = axes = [] if backend.is_spmd else _distinct_axes(self.groups)
+        self.is_on_part = not backend.is_spmd and is_on_part(self.groups)
         check_same_model(self.groups, axes)
         for group in self.groups:
             group.check_materialized()
@@ -374,6 +377,12 @@ class Runtime:
         self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.pass_root = root
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
+
+    def note_inputs(self, inputs: Any) -> None:
+        """Know whether a forward's inputs require gradients: then others compute what they are."""
+        if not self.groups[0].is_fed and any(t.requires_grad for t in iter_tensors(inputs)):
+            for group in self.groups:
+                group.is_fed = True
 
     def _gathers_like_the_last(self, root: object) -> bool:
         """Whether a pass gathers anything if it is like the last one of this root.

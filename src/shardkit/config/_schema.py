@@ -519,11 +519,13 @@ def num_processes_of(found: Found) -> int | None:
     return None if number == -1 else number
 
 
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size")
+
+
 def parallelism_of(found: Found) -> Parallelism | None:
     """Return the sizes of axes, if any is said."""
     prefix = PREFIXES["parallelism_config"]
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size")
-    given = {name: found.value(prefix + name) for name in names}
+    given = {name: found.value(prefix + name) for name in _SIZES}
     given = {name: size for name, size in given.items() if size is not None}
     return Parallelism(**given) if given else None
 
@@ -638,12 +640,14 @@ def _check_version_1(found: Found) -> None:
             "fsdp_sharding_strategy",
             f"is {other}, but fsdp_reshard_after_forward is {name}. Keep one of them.",
         )
-    if found.document.entries.get("parallelism_config") and parallelism_of(found):
-        found.complain(
-            "parallelism_config",
-            "needs fsdp_version: 2. In version 1 HYBRID_SHARD replicates over machines, and "
-            "NO_SHARD over all ranks.",
-        )
+    for size in _SIZES:
+        size_name = PREFIXES["parallelism_config"] + size
+        if found.value(size_name) is not None:
+            found.complain(
+                size_name,
+                "needs fsdp_version: 2. In version 1 HYBRID_SHARD replicates over machines, and "
+                "NO_SHARD over all ranks.",
+            )
 
 
 def _check_version_2(found: Found) -> None:

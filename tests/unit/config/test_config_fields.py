@@ -360,7 +360,7 @@ CONTRADICTIONS: dict[str, tuple[Fields, str]] = {
     ),
     "sizes in version 1": (
         fields_of(sizes={"dp_shard_size": 2}),
-        "parallelism_config needs fsdp_version: 2",
+        "parallelism_config_dp_shard_size needs fsdp_version: 2",
     ),
     "classes without their policy": (
         fields_of(fsdp={"fsdp_transformer_layer_cls_to_wrap": "Block"}),

@@ -326,6 +326,15 @@ class Watchdog:
         self.step += 1
         self._begun.append(lines_of(sys._getframe(1)))  # noqa: SLF001 - documented for this use
 
+    def claim(self, key: str, value: str) -> str:
+        """Write a key that is not there; return what it holds then, "" where nobody is to ask."""
+        if self.world_size == 1 or self._closed.is_set() or self._store.silent_s >= _STUCK_S:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            is_own = self._store.claim(key, value)
+            return value if is_own else self._store.get(key).decode(errors="replace")
+        return ""
+
     # --- waits of threads that compute ---
 
     @contextlib.contextmanager
