@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit._layout import FlatLayout
-from shardkit.optim._team import (
+from shardkit.optim._owners import (
     HeldPart,
     Spread,
     Traffic,

@@ -15,14 +15,14 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import Mark, writing_only
 from shardkit.backends.watch.watchdog import current_watchdog
 from shardkit.optim._delegating import DelegatingOptimizer, State
-from shardkit.optim._team import Gathering, Scattering, make_teams, matrix_cost
+from shardkit.optim._owners import Gathering, Scattering, make_owner_groups, matrix_cost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
-    from shardkit.optim._team import Team
+    from shardkit.optim._owners import OwnerGroup
 
 
 # --- state as all ranks see it --------------------------------------------------------------------
@@ -50,36 +50,36 @@ def _form_of(leaf: Any) -> Any:
 # --- the part of one rank -------------------------------------------------------------------------
 
 
-class Share:
-    """A rank's share of a team's parameters.
+class OwnedParams:
+    """The parameters of an owner group that belong to this rank.
 
     Args:
-        team: The ranks of a mesh and their parameters.
+        group: The ranks of a mesh and their parameters.
 
     Attributes:
-        team: The team.
+        group: The group.
         wholes: The parameters that belong to this rank, whole, by index; the inner optimizer's.
         stepped: Parameters that have been stepped, on any rank: those have state.
     """
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, group: OwnerGroup) -> None:
+        self.group = group
         self.stepped: set[int] = set()
         # Memory of its own, with a version counter of its own, until values are brought.
         self.wholes = {
-            index: nn.Parameter(team.piece_of(index).new_empty(tuple(team.params[index].shape)))
-            for index, owner in enumerate(team.owners)
-            if owner == team.me
+            index: nn.Parameter(group.piece_of(index).new_empty(tuple(group.params[index].shape)))
+            for index, owner in enumerate(group.owners)
+            if owner == group.me
         }
         self._forms: dict[int, Entries] = {}
         self._copies: list[tuple[Tensor, int]] = []
         # When the whole was made of the piece; None: never, or a step has raised since.
-        self.marks: list[Mark | None] = [None] * len(team.params)
+        self.marks: list[Mark | None] = [None] * len(group.params)
 
     def is_anywhere(self, here: bool) -> bool:  # noqa: FBT001 - the only argument
         """Whether something is so on any rank. Collective: an all-reduce of one byte."""
         flag = torch.tensor([here], dtype=torch.uint8)
-        self.team.axis.all_reduce_flags(flag)
+        self.group.axis.all_reduce_flags(flag)
         return bool(flag.item())
 
     def agree(self, batch_nbytes: int) -> list[int]:
@@ -91,21 +91,21 @@ class Share:
         Cost: one all-reduce of 3 bytes for each parameter; and the exchange of values that others
         have written.
         """
-        params, number = self.team.params, len(self.team.params)
+        params, number = self.group.params, len(self.group.params)
         has_grad = [param.grad is not None for param in params]
         stale = [self._is_stale(index) for index in range(number)]
         flags = torch.tensor([*has_grad, *(not has for has in has_grad), *stale]).to(torch.uint8)
-        self.team.axis.all_reduce_flags(flags)
+        self.group.axis.all_reduce_flags(flags)
         somewhere, missing, is_stale = flags.view(3, number).tolist()
         mixed = [i for i in range(number) if somewhere[i] and missing[i]]
         if mixed:
             self._raise_mixed(mixed[0], len(mixed))
         active = [index for index in range(number) if somewhere[index]]
         # Make wholes of the pieces as they are now, where others have written them.
-        for batch in self.team.batches([i for i in active if is_stale[i]], batch_nbytes):
-            pieces = {index: self.team.piece_of(index) for index in batch}
-            for index, whole in Gathering(self.team, batch, pieces, "values").finish().items():
-                if self.team.is_whole_here(index):
+        for batch in self.group.batches([i for i in active if is_stale[i]], batch_nbytes):
+            pieces = {index: self.group.piece_of(index) for index in batch}
+            for index, whole in Gathering(self.group, batch, pieces, "values").finish().items():
+                if self.group.is_whole_here(index):
                     self.wholes[index].data = whole
                 else:
                     self.wholes[index].data.copy_(whole)
@@ -113,18 +113,18 @@ class Share:
 
     def _is_stale(self, index: int) -> bool:
         """Whether this rank's piece was written by others since the whole was made of it."""
-        mark, param = self.marks[index], self.team.params[index]
+        mark, param = self.marks[index], self.group.params[index]
         assert isinstance(param, ShardedTensor)
         return mark is None or (param.local_piece.numel() > 0 and mark.is_past(param))
 
     def _raise_mixed(self, index: int, number: int) -> None:
         """Name the ranks on which a parameter has no gradient, though others have one."""
-        team = self.team
-        has = team.axis.exchange(team.params[index].grad is not None)
-        ranks = [rank for rank, there in zip(team.axis.members, has, strict=True) if not there]
+        group = self.group
+        has = group.axis.exchange(group.params[index].grad is not None)
+        ranks = [rank for rank, there in zip(group.axis.members, has, strict=True) if not there]
         more = f" (and {number - 1} more parameters)" if number > 1 else ""
         msg = (
-            f"parameter {team.spec_of(index).name!r}{more} has no gradient on ranks {ranks}, and "
+            f"parameter {group.spec_of(index).name!r}{more} has no gradient on ranks {ranks}, and "
             f"one on the others. Set gradients to None, or call zero_grad(), on all ranks or none."
         )
         raise RankMismatchError(msg)
@@ -141,7 +141,7 @@ class Share:
         own = self._state_in(inner)
         forms = {index: map_leaves(entries, _form_of) for index, entries in own.items()}
         self._forms = {}
-        for each in self.team.axis.exchange(forms):
+        for each in self.group.axis.exchange(forms):
             self._forms.update(each)
 
     def show(self, inner: Optimizer) -> State:
@@ -149,9 +149,9 @@ class Share:
         self._copies = []
         own, result = self._state_in(inner), {}
         for index, form in self._forms.items():
-            entries = own.get(index) if self.team.owners[index] == self.team.me else form
+            entries = own.get(index) if self.group.owners[index] == self.group.me else form
             if entries:
-                result[self.team.params[index]] = self._shown(index, entries)
+                result[self.group.params[index]] = self._shown(index, entries)
         return result
 
     @property
@@ -169,7 +169,7 @@ class Share:
         Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
         that is sharded otherwise.
         """
-        given = {i: state[param] for i, param in enumerate(self.team.params) if state.get(param)}
+        given = {i: state[param] for i, param in enumerate(self.group.params) if state.get(param)}
         for index, shown in given.items():
             entries = map_leaves(shown, functools.partial(self._whole, index))
             if index in self.wholes:
@@ -178,18 +178,18 @@ class Share:
         self.exchange_forms(inner)
 
     def _shown(self, index: int, entries: Entries) -> Any:
-        spec, team = self.team.spec_of(index), self.team
+        spec, group = self.group.spec_of(index), self.group
 
         def show(leaf: Any) -> Any:
             if isinstance(leaf, _Form):
                 nothing = torch.empty(0, dtype=leaf.dtype, device=spec.device)
-                return ShardedTensor(nothing, team.owned_spec(index, leaf.shape))
+                return ShardedTensor(nothing, group.owned_spec(index, leaf.shape))
             if not isinstance(leaf, Tensor) or leaf.ndim == 0:
                 return leaf
             flat = leaf.detach().reshape(-1)
             if not leaf.is_contiguous():
                 self._copies.append((flat, _compat.version_of(flat)))
-            return ShardedTensor(flat, team.owned_spec(index, leaf.shape))
+            return ShardedTensor(flat, group.owned_spec(index, leaf.shape))
 
         return map_leaves(entries, show)
 
@@ -197,16 +197,16 @@ class Share:
         """Return what an owner keeps of a leaf; others get something of no use."""
         if not isinstance(leaf, Tensor):
             return leaf
-        team, spec = self.team, self.team.spec_of(index)
+        group, spec = self.group, self.group.spec_of(index)
         if not isinstance(leaf, ShardedTensor):
             return leaf.detach().clone() if leaf.ndim == 0 else leaf.detach().to(spec.device)
         leaf = leaf.detach()
         assert isinstance(leaf, ShardedTensor)
         if leaf.spec.same_cut(spec):
-            gathered = Gathering(team, [index], {index: leaf.local_piece}, "state").finish()
+            gathered = Gathering(group, [index], {index: leaf.local_piece}, "state").finish()
             return gathered.get(index)
-        if leaf.spec.same_cut(team.owned_spec(index, leaf.shape)):
-            is_mine = team.owners[index] == team.me
+        if leaf.spec.same_cut(group.owned_spec(index, leaf.shape)):
+            is_mine = group.owners[index] == group.me
             return leaf.local_piece.view(tuple(leaf.shape)) if is_mine else None
         return leaf.full_tensor()
 
@@ -220,15 +220,15 @@ class Batch:
     """Parameters that travel together: gradients to their owners, new values back.
 
     Args:
-        share: This rank's share of a team.
-        indices: Parameters of the team.
+        owned: Parameters of an owner group that belong to this rank.
+        indices: Parameters of the group.
     """
 
     _gradients: Gathering
     _values: Scattering
 
-    def __init__(self, share: Share, indices: list[int]) -> None:
-        self._share = share
+    def __init__(self, owned: OwnedParams, indices: list[int]) -> None:
+        self._owned = owned
         self._indices = indices
 
     def start_gradients(self) -> None:
@@ -238,13 +238,13 @@ class Batch:
             OptimizerError: A gradient is not sharded as its parameter.
         """
         pieces = {index: self._piece_of_gradient(index) for index in self._indices}
-        self._gradients = Gathering(self._share.team, self._indices, pieces, "gradients")
+        self._gradients = Gathering(self._owned.group, self._indices, pieces, "gradients")
 
     def finish_gradients(self) -> list[nn.Parameter]:
         """Return the whole parameters of this rank, with their gradients."""
         mine = []
         for index, gradient in self._gradients.finish().items():
-            whole = self._share.wholes[index]
+            whole = self._owned.wholes[index]
             whole.grad = gradient
             mine.append(whole)
         del self._gradients  # And what was received.
@@ -252,26 +252,26 @@ class Batch:
 
     def start_values(self) -> None:
         """Send whole parameters, as they are now, to those who hold pieces of them."""
-        wholes = self._share.wholes
+        wholes = self._owned.wholes
         mine = {i: wholes[i].detach().contiguous() for i in self._indices if i in wholes}
-        self._values = Scattering(self._share.team, self._indices, mine, "values")
+        self._values = Scattering(self._owned.group, self._indices, mine, "values")
 
     def finish_values(self) -> None:
         """Write what has come to the parameters' pieces."""
-        team = self._share.team
-        params: list[Any] = [team.params[index] for index in self._indices]
+        group = self._owned.group
+        params: list[Any] = [group.params[index] for index in self._indices]
         with writing_only(params):
-            self._values.finish({index: team.piece_of(index) for index in self._indices})
+            self._values.finish({index: group.piece_of(index) for index in self._indices})
             # Where the whole is the piece, nobody has raised its version counter.
-            here = [team.piece_of(i) for i in self._indices if team.is_whole_here(i)]
+            here = [group.piece_of(i) for i in self._indices if group.is_whole_here(i)]
             torch.autograd.graph.increment_version(here)
         del self._values
         for index, param in zip(self._indices, params, strict=True):
-            self._share.marks[index] = Mark(param)
+            self._owned.marks[index] = Mark(param)
 
     def _piece_of_gradient(self, index: int) -> Tensor:
-        team = self._share.team
-        spec, grad = team.spec_of(index), team.params[index].grad
+        group = self._owned.group
+        spec, grad = group.spec_of(index), group.params[index].grad
         if not isinstance(grad, ShardedTensor) or not grad.spec.same_cut(spec):
             msg = (
                 f"the gradient of {spec.name!r}, shape {tuple(spec.shape)}, is a "
@@ -356,7 +356,7 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._shares: list[Share] = []
+        self._owned: list[OwnedParams] = []
         self._loads: dict[int, float] = {}
         self._known: list[list[tuple[Any, ...]]] = []
         self._plain: list[nn.Parameter] = []
@@ -395,10 +395,10 @@ class MatrixOptimizer(DelegatingOptimizer):
         Raises:
             OptimizerError: It is not one of this optimizer's, or there was no step yet.
         """
-        for share in self._shares:
-            for index, own in enumerate(share.team.params):
+        for owned in self._owned:
+            for index, own in enumerate(owned.group.params):
                 if own is param:
-                    return share.team.axis.members[share.team.owners[index]]
+                    return owned.group.axis.members[owned.group.owners[index]]
         if any(own is param for own in self._plain):
             return None
         msg = (
@@ -423,8 +423,8 @@ class MatrixOptimizer(DelegatingOptimizer):
         if self._is_outdated():
             self._give_out()
         inner: dict[int, nn.Parameter] = {id(param): param for param in self._plain}
-        for share in self._shares:
-            inner |= {id(share.team.params[index]): whole for index, whole in share.wholes.items()}
+        for owned in self._owned:
+            inner |= {id(owned.group.params[index]): whole for index, whole in owned.wholes.items()}
         return [
             [inner[id(param)] for param in group["params"] if id(param) in inner]
             for group in self.param_groups
@@ -436,10 +436,10 @@ class MatrixOptimizer(DelegatingOptimizer):
         sharded: list[Any] = [param for param in params if isinstance(param, ShardedTensor)]
         self._plain = [param for param in params if not isinstance(param, ShardedTensor)]
         about = f"{self.optimizer_class.__qualname__}, batch_bytes={self._batch_nbytes}"
-        teams, loads = make_teams(sharded, self._cost or matrix_cost, about)
-        self._shares = [Share(team) for team in teams]
+        groups, loads = make_owner_groups(sharded, self._cost or matrix_cost, about)
+        self._owned = [OwnedParams(group) for group in groups]
         self._known = self._describe()
-        ranks = teams[0].axis.members if teams else ()
+        ranks = groups[0].axis.members if groups else ()
         self._loads = dict(zip(ranks, loads, strict=True))
 
     # --- steps ----------------------------------------------------------------------------------
@@ -454,16 +454,16 @@ class MatrixOptimizer(DelegatingOptimizer):
             self._step_all(inner)
         except BaseException as error:
             current_watchdog().note_error(error)  # Others wait for what this rank does not send.
-            for share in self._shares:  # The wholes may be ahead of the pieces.
-                share.marks = [None] * len(share.marks)
+            for owned in self._owned:  # The wholes may be ahead of the pieces.
+                owned.marks = [None] * len(owned.marks)
             raise
 
     def _step_all(self, inner: Optimizer) -> None:
-        active = [(share, share.agree(self._batch_nbytes)) for share in self._shares]
+        active = [(owned, owned.agree(self._batch_nbytes)) for owned in self._owned]
         batches = [
-            Batch(share, batch)
-            for share, indices in active
-            for batch in share.team.batches(indices, self._batch_nbytes)
+            Batch(owned, batch)
+            for owned, indices in active
+            for batch in owned.group.batches(indices, self._batch_nbytes)
         ]
         settings = (value for group in inner.param_groups for value in group.values())
         before = [(value, value.clone()) for value in settings if isinstance(value, Tensor)]
@@ -489,16 +489,18 @@ class MatrixOptimizer(DelegatingOptimizer):
             batches[-1].finish_values()
         self._note_stepped(inner, active)
 
-    def _note_stepped(self, inner: Optimizer, active: Sequence[tuple[Share, list[int]]]) -> None:
+    def _note_stepped(
+        self, inner: Optimizer, active: Sequence[tuple[OwnedParams, list[int]]]
+    ) -> None:
         """Tell the others the form of state that the step has made."""
-        for share, indices in active:
-            if not share.stepped.issuperset(indices):
-                share.stepped.update(indices)
-                share.exchange_forms(inner)
+        for owned, indices in active:
+            if not owned.stepped.issuperset(indices):
+                owned.stepped.update(indices)
+                owned.exchange_forms(inner)
 
     def _drop(self) -> None:
-        for share in self._shares:
-            for whole in share.wholes.values():
+        for owned in self._owned:
+            for whole in owned.wholes.values():
                 whole.grad = None
 
     # --- state ----------------------------------------------------------------------------------
@@ -506,8 +508,8 @@ class MatrixOptimizer(DelegatingOptimizer):
     def _show_state(self) -> State:
         assert self.inner is not None
         inner, shown = self.inner, State()
-        for share in self._shares:
-            shown |= share.show(inner)
+        for owned in self._owned:
+            shown |= owned.show(inner)
         for param in self._plain:
             if inner.state.get(param):
                 shown[param] = inner.state[param]
@@ -521,24 +523,24 @@ class MatrixOptimizer(DelegatingOptimizer):
         for param in self._plain:
             if state.get(param):
                 inner.state[param] = state[param]
-        for share in self._shares:
-            share.put(state, inner)
+        for owned in self._owned:
+            owned.put(state, inner)
 
     def _is_written(self) -> bool:
-        return any(share.is_written for share in self._shares)
+        return any(owned.is_written for owned in self._owned)
 
     def _is_state_written(self) -> bool:
         """Whether somebody wrote to `state` on any rank: copies are the owner's alone."""
         is_written = super()._is_state_written()
-        for share in self._shares:
-            is_written = share.is_anywhere(is_written)
+        for owned in self._owned:
+            is_written = owned.is_anywhere(is_written)
         return is_written
 
     def _learn_numbers(self) -> None:
         """Make what this rank shows of others' state that of the last step. Collective."""
         assert self.inner is not None
-        for share in self._shares:
-            share.exchange_forms(self.inner)
+        for owned in self._owned:
+            owned.exchange_forms(self.inner)
         self._shown = self._as_shown = None
 
     def state_dict(self) -> dict[str, Any]:

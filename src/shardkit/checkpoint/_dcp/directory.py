@@ -249,18 +249,17 @@ def next_sequence(directory: Path) -> int:
 
 def complete_in(directory: Path) -> Iterator[Path]:
     """Yield the checkpoints of a directory that have valid headers, the newest first."""
-    found = headers(directory, _warn_passed_over)
-    yield from (entry for entry, _ in _newest_first(found))
+
+    def pass_over(path: Path, found: CheckpointError) -> None:
+        if parse_aside(path) is None:
+            warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=6)
+
+    yield from (entry for entry, _ in _newest_first(headers(directory, pass_over)))
 
 
 def _newest_first(found: Iterable[tuple[Path, Header]]) -> list[tuple[Path, Header]]:
     named = [each for each in found if parse_aside(each[0]) is None]
     return sorted(named, key=lambda each: (each[1].sequence, each[0]), reverse=True)
-
-
-def _warn_passed_over(path: Path, found: object) -> None:
-    if parse_aside(path) is None:
-        warnings.warn(f"checkpoint {path} is passed over: {found}", stacklevel=6)
 
 
 def latest(directory: os.PathLike[str] | str) -> Path | None:

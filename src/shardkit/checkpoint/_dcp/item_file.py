@@ -230,10 +230,15 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, byt
     return bytes(frame.before), bytes(frame.after or b"")
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of no subclass, and its elements have places in a storage."""
+    is_exact = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+    return is_exact and tensor.layout is torch.strided
+
+
 def raw_bytes(tensor: Tensor) -> memoryview | None:
     """Return the memory of a contiguous tensor on the host; None if it has none of this kind."""
-    plain = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-    if not (plain and tensor.layout is torch.strided and tensor.device.type == "cpu"):
+    if not is_plain(tensor) or tensor.device.type != "cpu":
         return None
     if tensor.is_quantized or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None

@@ -121,6 +121,11 @@ class CheckpointReader(FileSystemReader):
     ) -> None:
         """Take up where everything is."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        if self.manifest is None:
+            self._items = {
+                (where.relative_path, where.offset): Item(where.offset, where.length, None, ())
+                for where in self.storage_data.values()
+            }
         self._chunks = {
             MetadataIndex(name, chunk.offsets): TensorInfo(
                 tuple(chunk.sizes), entry.properties.dtype
@@ -191,7 +196,8 @@ class CheckpointReader(FileSystemReader):
 
     def _read(self, file: ItemFile, request: ReadItem, planner: LoadPlanner) -> None:
         index = request.storage_index
-        item = self._item_at(index)
+        where = self.storage_data[index]
+        item = self._items[where.relative_path, where.offset]
         if request.type is LoadItemType.BYTE_IO:
             planner.load_bytes(request, io.BytesIO(file.read(item, index.fqn)))
             return
@@ -211,12 +217,6 @@ class CheckpointReader(FileSystemReader):
             offsets, lengths = request.storage_offsets, request.lengths
             file.read_box(item, chunk, offsets, lengths, target, index.fqn)
         planner.commit_tensor(request, target)
-
-    def _item_at(self, index: MetadataIndex) -> Item:
-        where = self.storage_data[index]
-        if self.manifest is None:
-            return Item(where.offset, where.length, None, ())
-        return self._items[where.relative_path, where.offset]
 
 
 def check_is_checkpoint(path: Path) -> None:

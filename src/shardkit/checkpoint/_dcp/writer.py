@@ -23,7 +23,7 @@ from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import FileStream, raw_bytes, tensor_frame
+from shardkit.checkpoint._dcp.item_file import FileStream, is_plain, raw_bytes, tensor_frame
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
@@ -83,7 +83,7 @@ class Staging:
     def _copy_all(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         starts, total = {}, 0
         for key, tensor in tensors.items():
-            if _can_be_staged(tensor):
+            if is_plain(tensor) and not tensor.is_quantized:
                 starts[key] = total
                 total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         on_accelerator = {t.device for t in tensors.values()} - {torch.device("cpu")}
@@ -124,11 +124,6 @@ def memory_of(tensor: Any) -> Tensor:
         return local
     detached: Tensor = tensor.detach()
     return detached
-
-
-def _can_be_staged(tensor: Tensor) -> bool:
-    plain = type(tensor) in {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-    return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _like(tensor: Any, memory: Tensor) -> Any:

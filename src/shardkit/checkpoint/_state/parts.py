@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.writer import memory_of
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.misfits import described
@@ -138,8 +139,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 def _storage_of(tensor: Tensor) -> int | None:
     """Return what tells memory from other memory; None of tensors that have none of their own."""
     memory = memory_of(tensor)
-    plain = type(memory) in {Tensor, nn.Parameter, nn.Buffer} and memory.layout is torch.strided
-    if not plain:
+    if not is_plain(memory):
         return None
     try:
         return memory.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""A team: the ranks of one mesh, and the matrices that they give out among themselves.
+"""An owner group: the ranks of one mesh, and the matrices that they give out among themselves.
 
 Who owns which matrix is balanced by cost, without communication.
 """
@@ -261,7 +261,7 @@ class Gathering:
     """Pieces of parameters (values, gradients, state) that become whole ones at their owners.
 
     Args:
-        team: Ranks and their parameters.
+        group: Ranks and their parameters.
         indices: Indices of the parameters, one or more.
         pieces: This rank's, by index; of one dtype.
         of: Word for the pieces, for messages.
@@ -270,38 +270,38 @@ class Gathering:
     """
 
     def __init__(
-        self, team: Team, indices: Sequence[int], pieces: Mapping[int, Tensor], of: str
+        self, group: OwnerGroup, indices: Sequence[int], pieces: Mapping[int, Tensor], of: str
     ) -> None:
-        self._team = team
+        self._group = group
         self._pieces = pieces
         self._indices = indices
-        traffic = team.traffic(indices, of_values=False)
+        traffic = group.traffic(indices, of_values=False)
         send = [[pieces[index] for index in to_one] for to_one in traffic.sends]
         gets = [
-            [(index, team.spreads[index].numel_of(member)) for index in from_one]
+            [(index, group.spreads[index].numel_of(member)) for index in from_one]
             for member, from_one in enumerate(traffic.gets)
         ]
-        self._exchange = _Exchange(team, pieces[indices[0]], indices, send, gets, of)
+        self._exchange = _Exchange(group, pieces[indices[0]], indices, send, gets, of)
 
     def finish(self) -> dict[int, Tensor]:
         """Return the whole tensors of what belongs to this rank.
 
         Where its piece is all there is, the piece itself, viewed; else memory of their own.
         """
-        team, wholes = self._team, {}
+        group, wholes = self._group, {}
         copies: list[tuple[Tensor, Tensor]] = []
         for index in self._indices:
-            if team.owners[index] != team.me:
+            if group.owners[index] != group.me:
                 continue
-            piece, shape = self._pieces[index], tuple(team.params[index].shape)
-            if team.is_whole_here(index):
+            piece, shape = self._pieces[index], tuple(group.params[index].shape)
+            if group.is_whole_here(index):
                 wholes[index] = piece.view(shape)
                 continue
             wholes[index] = piece.new_empty(shape)
-            for view, part in boxes_in(team, index, team.me, wholes[index]):
+            for view, part in boxes_in(group, index, group.me, wholes[index]):
                 copies.append((view, piece[part].view(view.shape)))
         for member, index, segment in self._exchange.received():
-            for view, part in boxes_in(team, index, member, wholes[index]):
+            for view, part in boxes_in(group, index, member, wholes[index]):
                 copies.append((view, segment[part].view(view.shape)))
         _copy_all(copies)
         return wholes
@@ -311,7 +311,7 @@ class Scattering:
     """Whole parameters at their owners, of which every member gets its piece.
 
     Args:
-        team: Ranks and their parameters.
+        group: Ranks and their parameters.
         indices: Indices of the parameters, one or more.
         wholes: Full parameters of this rank, by index; of one dtype.
         of: Word for the wholes, for messages.
@@ -320,34 +320,34 @@ class Scattering:
     """
 
     def __init__(
-        self, team: Team, indices: Sequence[int], wholes: Mapping[int, Tensor], of: str
+        self, group: OwnerGroup, indices: Sequence[int], wholes: Mapping[int, Tensor], of: str
     ) -> None:
-        self._team = team
+        self._group = group
         self._indices = indices
         self._wholes = wholes
-        traffic = team.traffic(indices, of_values=True)
+        traffic = group.traffic(indices, of_values=True)
         send = [
             [
                 view.reshape(-1)
                 for index in to_one
-                for view, _ in boxes_in(team, index, member, wholes[index])
+                for view, _ in boxes_in(group, index, member, wholes[index])
             ]
             for member, to_one in enumerate(traffic.sends)
         ]
         gets = [
-            [(index, team.spreads[index].numel_of(team.me)) for index in from_one]
+            [(index, group.spreads[index].numel_of(group.me)) for index in from_one]
             for from_one in traffic.gets
         ]
-        self._exchange = _Exchange(team, team.piece_of(indices[0]), indices, send, gets, of)
+        self._exchange = _Exchange(group, group.piece_of(indices[0]), indices, send, gets, of)
 
     def finish(self, pieces: Mapping[int, Tensor]) -> None:
         """Write this rank's pieces."""
-        team = self._team
+        group = self._group
         copies: list[tuple[Tensor, Tensor]] = []
         for index in self._indices:
-            if team.owners[index] != team.me:
+            if group.owners[index] != group.me:
                 continue
-            for view, part in boxes_in(team, index, team.me, self._wholes[index]):
+            for view, part in boxes_in(group, index, group.me, self._wholes[index]):
                 target = pieces[index][part].view(view.shape)
                 if target.data_ptr() != view.data_ptr():  # Else the whole is the piece.
                     copies.append((target, view))
@@ -365,7 +365,7 @@ class _Exchange:
     """One all-to-all; where a rank is alone, none.
 
     Args:
-        team: Ranks and their parameters.
+        group: Ranks and their parameters.
         like: A tensor of the dtype and device of all elements.
         indices: Parameters that travel; equal on all members.
         send: Tensors for each member, 1-D.
@@ -375,14 +375,14 @@ class _Exchange:
 
     def __init__(
         self,
-        team: Team,
+        group: OwnerGroup,
         like: Tensor,
         indices: Sequence[int],
         send: Sequence[Sequence[Tensor]],
         gets: Sequence[Sequence[tuple[int, int]]],
         of: str,
     ) -> None:
-        self._gets = gets if team.axis.size > 1 else ()
+        self._gets = gets if group.axis.size > 1 else ()
         if not self._gets:
             return
         itemsize = like.dtype.itemsize
@@ -390,10 +390,10 @@ class _Exchange:
         buffer = torch.cat(parts) if parts else like.new_empty(0, dtype=torch.uint8)
         send_nbytes = [sum(part.nbytes for part in to_one) for to_one in send]
         receive_nbytes = [sum(numel for _, numel in from_one) * itemsize for from_one in gets]
-        total_nbytes = itemsize * sum(team.params[index].numel() for index in indices)
+        total_nbytes = itemsize * sum(group.params[index].numel() for index in indices)
         self._dtype = like.dtype
         self._receive = like.new_empty(sum(receive_nbytes), dtype=torch.uint8)
-        self._handle = team.axis.start_all_to_all(
+        self._handle = group.axis.start_all_to_all(
             AllToAll(buffer, self._receive, send_nbytes, receive_nbytes, total_nbytes, of)
         )
 
@@ -409,9 +409,11 @@ class _Exchange:
                 at += numel
 
 
-def boxes_in(team: Team, index: int, member: int, whole: Tensor) -> Iterator[tuple[Tensor, slice]]:
+def boxes_in(
+    group: OwnerGroup, index: int, member: int, whole: Tensor
+) -> Iterator[tuple[Tensor, slice]]:
     """Yield views of a whole that make up a member's piece, and where each lies in the piece."""
-    shape, boxes = team.spreads[index].boxes_of(member)
+    shape, boxes = group.spreads[index].boxes_of(member)
     if not boxes:
         return
     viewed = whole.view(shape)
@@ -423,11 +425,11 @@ def boxes_in(team: Team, index: int, member: int, whole: Tensor) -> Iterator[tup
         yield view, slice(box.start, box.stop)
 
 
-# --- the team -------------------------------------------------------------------------------------
+# --- owner groups ---------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Team:
+class OwnerGroup:
     """Members, and which of the parameters belongs to which of them."""
 
     axis: PeerAxis  # Communicator of all members.
@@ -498,12 +500,12 @@ class Team:
         )
 
 
-def make_teams(
+def make_owner_groups(
     params: Sequence[ShardedTensor], cost: Cost, about: str
-) -> tuple[list[Team], list[float]]:
+) -> tuple[list[OwnerGroup], list[float]]:
     """Give out parameters among the ranks of their meshes.
 
-    Parameters on the same ranks make a team. Teams that lie inside of others come after them, and
+    Parameters on the same ranks make a group. Groups that lie inside of others come after them, and
     go on with the loads that those left.
 
     Args:
@@ -512,12 +514,12 @@ def make_teams(
         about: Text that the ranks must agree on besides.
 
     Returns:
-        The teams, in one order on all ranks, and what each rank of the largest one has to do.
+        The groups, in one order on all ranks, and what each rank of the largest one has to do.
 
     Raises:
         OptimizerError: Operators are traced, or ranks have different parameters or settings.
 
-    Cost: one exchange for each team.
+    Cost: one exchange for each group.
     """
     by_ranks: dict[tuple[int, ...], list[Any]] = {}
     for param in params:
@@ -529,21 +531,23 @@ def make_teams(
             )
             raise OptimizerError(msg)
         by_ranks.setdefault(tuple(sorted(param.spec.mesh.ranks)), []).append(param)
-    teams: list[Team] = []
+    groups: list[OwnerGroup] = []
     loads: dict[tuple[int, ...], dict[int, float]] = {}
     largest: list[float] = []
     for ranks in sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks)):
         around = [known for outer, known in loads.items() if set(ranks) < set(outer)]
         start = [sum(known[rank] for known in around) for rank in ranks]
-        team = _make_team(by_ranks[ranks], cost, start, about)
-        teams.append(team)
-        done = loads_of(team.costs, team.owners, len(ranks))
+        group = _make_owner_group(by_ranks[ranks], cost, start, about)
+        groups.append(group)
+        done = loads_of(group.costs, group.owners, len(ranks))
         loads[ranks] = dict(zip(ranks, done, strict=True))
         largest = largest or done
-    return teams, largest
+    return groups, largest
 
 
-def _make_team(params: list[Any], cost: Cost, loads: Sequence[float], about: str) -> Team:
+def _make_owner_group(
+    params: list[Any], cost: Cost, loads: Sequence[float], about: str
+) -> OwnerGroup:
     spec = params[0].spec
     axis = _joint_axis(spec.mesh)
     costs = [cost(tuple(param.shape)) for param in params]
@@ -567,7 +571,7 @@ def _make_team(params: list[Any], cost: Cost, loads: Sequence[float], about: str
         mesh = DeviceMesh(
             mesh.device_type, (axis.size,), tuple(axis.members), None, mesh.rank, backend
         )
-    return Team(axis, params, spreads, costs, owners, mesh)
+    return OwnerGroup(axis, params, spreads, costs, owners, mesh)
 
 
 def _joint_axis(mesh: DeviceMesh) -> PeerAxis:
