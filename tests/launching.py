@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import pathlib
@@ -19,6 +18,7 @@ from script_server import Forked, Scripts
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+SCRIPTS = Scripts()
 ASK_SOON = {"SHARDKIT_ASK_AFTER_S": "2"}
 
 
@@ -55,12 +55,6 @@ def environment_of(rank: int, world_size: int, port: int, **more: str) -> dict[s
     }
 
 
-@functools.cache
-def scripts() -> Scripts:
-    """Return the one server of these tests."""
-    return Scripts()
-
-
 def start_ranks(
     program: Sequence[str],
     world_size: int,
@@ -93,7 +87,7 @@ def start_ranks(
                     streams: typing.Any = {"stdout": file, "stderr": subprocess.STDOUT}
                     processes.append(subprocess.Popen(command, env=environment, **streams))
             else:
-                processes.append(scripts().start(program, environment, output))
+                processes.append(SCRIPTS.start(program, environment, output))
         started = time.monotonic()
         ended: dict[int, float] = {}
         while len(ended) < world_size and time.monotonic() - started < limit_s:

@@ -15,6 +15,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import types
 import typing
 
@@ -49,25 +50,29 @@ class Forked:
 
 
 class Scripts:
-    """The server, seen from the tests; it ends with them."""
+    """The server, seen from the tests and their threads; it ends with them."""
 
     def __init__(self) -> None:
-        """Start it."""
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        """Start nothing yet."""
+        self._server: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
 
     def ask(self, *question: object) -> typing.Any:
         """Send a question, and return its answer."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(question) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
+        with self._lock:
+            if self._server is None:
+                self._server = subprocess.Popen(
+                    [sys.executable, __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            assert self._server.stdin is not None
+            assert self._server.stdout is not None
+            self._server.stdin.write(json.dumps(question) + "\n")
+            self._server.stdin.flush()
+            return json.loads(self._server.stdout.readline())
 
     def start(
         self, program: typing.Sequence[str], environment: dict[str, str], output: pathlib.Path
