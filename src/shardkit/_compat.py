@@ -757,6 +757,19 @@ def note_stage(module: torch.nn.Module, finish_step: Callable[[], None]) -> None
     states[_fsdp2().fully_shard.__wrapped__] = StageState(finish_step)
 
 
+def goes_to_inputs_of_stage(frame: types.FrameType | None) -> bool:
+    """Whether torch's pipelines run the engine for a stage's inputs, and for its weights later.
+
+    Args:
+        frame: Frame of what `wrap_engine` calls.
+    """
+    for _ in range(4):  # The wrapper, `autograd.grad` and, in newer torch, one more lie between.
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_name == "stage_backward_input":
+            return True
+    return False
+
+
 def is_called_by_pipeline(frame: types.FrameType | None) -> bool:
     """Whether a method's `frame` was entered by a schedule of torch's pipelines."""
     caller = frame.f_back if frame is not None else None

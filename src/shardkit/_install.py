@@ -85,7 +85,8 @@ def install() -> Installed:
     Modules outside of torch that have imported these names before get shardkit's as well, under
     the names that they gave them. What they keep elsewhere, such as in a class or as a default
     argument, stays torch's: policies of torch are understood, its `fully_shard` shards as FSDP2
-    does. So call this first. Torch's own modules go on to use FSDP2.
+    does. So call this first. Torch's own modules go on to use FSDP2; its
+    pipelines know shardkit's modules by what they inherit.
 
     Rank 0 says so once, through the logger ``shardkit``. A second call changes nothing.
 

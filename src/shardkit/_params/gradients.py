@@ -402,11 +402,6 @@ class GroupGradients:
         return self.has_collected or self.has_partials
 
     @property
-    def has_fired(self) -> bool:
-        """Whether a gradient came since the last synced backward."""
-        return any(any(each.fired) for each in self.buckets)
-
-    @property
     def needs_settling(self) -> bool:
         """Whether a reduced gradient waits to know if any rank used the parameter."""
         return any(each.needs_settling for each in self.buckets)

@@ -6,6 +6,7 @@ With what belongs to an end: gradients that are not finite, and backwards for ch
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,6 +202,14 @@ class Backward:
             self._schedule.hold(on=True)
         if record.active:
             return
+        if _apart and group.is_trainable and not self._schedule.state(group.index).is_lent:
+            msg = (
+                f"a pipeline computes the gradients of inputs and of weights apart, and its "
+                f"schedule has not unsharded {group.name!r}, whose parameters would get no "
+                f"gradients. Call fully_shard on the module that PipelineStage gets, and not only "
+                f"on layers in it, and run it by a schedule of torch or a class derived from one."
+            )
+            raise StateError(msg)
         if record.versions != group.shard_versions:
             msg = (
                 f"parameters of {group.name!r} were changed between a forward and its backward, so "
@@ -328,20 +337,8 @@ class Backward:
         self.end_backward()
 
     def finish_step(self) -> None:
-        """Reduce what backwards have left unsynced; no other follows in this step.
-
-        Raises:
-            StateError: Forwards wanted gradients, and none has come for any parameter.
-        """
+        """Reduce what backwards have left unsynced; no other follows in this step."""
         self.take_left()
-        if self._reductions.order.entered and not any(g.gradients.has_fired for g in self._groups):
-            msg = (
-                "a pipeline's step is over, and no gradient has come for any parameter of its "
-                "stage. A schedule that computes gradients of inputs and of weights apart must "
-                "call unshard() on all sharded modules of the stage before its first forward, and "
-                "reshard() after its last backward, as torch's schedules do."
-            )
-            raise StateError(msg)
         self._reductions.finish_step()
 
     def _forget(self) -> None:
@@ -365,6 +362,13 @@ class Backward:
 # unsharded ones, so the engine is asked for these.
 
 
+_apart: list[None] = []
+"""Not empty while the gradients of a stage's inputs are computed, for those of weights to follow.
+
+Of the process, not of a thread: the engine of an accelerator runs in threads of its own.
+"""
+
+
 def watch_engine() -> None:
     """See to backwards for chosen tensors from now on."""
     _compat.wrap_engine(run_backward)
@@ -383,6 +387,12 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     Cost: nothing but the backward where they accumulate in ``.grad``. For ``autograd.grad`` an
     all-reduce of each gradient, and one of a flag for each.
     """
+    if not options["accumulate_grad"] and _compat.goes_to_inputs_of_stage(inspect.currentframe()):
+        _apart.append(None)
+        try:
+            return engine(*args, **options)
+        finally:
+            _apart.pop()
     outputs, grads, keep_graph, create_graph, inputs, *more = args
     found = [_pair(tensor) for tensor in inputs]
     if all(whole is None for _, whole in found):

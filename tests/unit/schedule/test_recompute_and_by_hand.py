@@ -147,3 +147,20 @@ def test_backward_gives_back_what_was_unsharded_by_hand() -> None:
     schedule.unshard(1)
     backward(schedule)
     assert schedule.live == ()
+
+
+def test_a_group_that_is_lent_stays_until_reshard() -> None:
+    """Through forwards and backwards of several micro-batches, as a pipeline's schedule wants."""
+    schedule = UnshardSchedule()
+    schedule.unshard(1, until_reshard=True)
+    for _ in range(2):
+        forward(schedule)
+        assert schedule.state(1).is_user_held
+        assert "enter 1: wait 1" in backward(schedule)
+        assert schedule.live == (1,)
+        assert schedule.lends
+    assert line("reshard 1", schedule.reshard(1)) == "reshard 1: free 1"
+    assert not schedule.lends
+    forward(schedule)
+    backward(schedule)
+    assert schedule.live == ()
