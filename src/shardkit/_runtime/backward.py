@@ -202,7 +202,7 @@ class Backward:
             self._schedule.hold(on=True)
         if record.active:
             return
-        if _apart and group.is_trainable and not self._schedule.state(group.index).is_lent:
+        if _apart and group.is_trainable and not self._schedule.states[group.index].is_lent:
             msg = (
                 f"a pipeline computes the gradients of inputs and of weights apart, and its "
                 f"schedule has not unsharded {group.name!r}, whose parameters would get no "

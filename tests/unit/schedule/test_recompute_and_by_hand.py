@@ -155,7 +155,7 @@ def test_a_group_that_is_lent_stays_until_reshard() -> None:
     schedule.unshard(1, until_reshard=True)
     for _ in range(2):
         forward(schedule)
-        assert schedule.state(1).is_user_held
+        assert schedule.states[1].is_user_held
         assert "enter 1: wait 1" in backward(schedule)
         assert schedule.live == (1,)
         assert schedule.lends
