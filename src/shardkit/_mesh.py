@@ -40,6 +40,7 @@ class DeviceMesh:
         rank: Global rank of this process.
         backend: Backend that communicates along the axes (`shardkit.backends.Backend`).
         left_out: Names of the axes of several ranks of the mesh that this is a submesh of.
+        world_size: Number of ranks that there are; 0: those of this mesh.
     """
 
     device_type: str
@@ -49,6 +50,7 @@ class DeviceMesh:
     rank: int
     backend: Any = field(default=None, compare=False, repr=False)
     left_out: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    world_size: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check that shape, ranks and names fit each other."""
@@ -183,6 +185,7 @@ class DeviceMesh:
             self.rank,
             self.backend.for_axes(keep),
             (*self.left_out, *left_out),
+            self.world_size,
         )
 
     def describe_ranks(self) -> str:

@@ -324,6 +324,32 @@ def test_adapters_that_no_group_holds_are_told_once(spawn: Spawn, holder: str) -
         assert line[holder] in said[0]
 
 
+def train_a_plain_head() -> list[str]:
+    """Give a model of which the root holds no parameters itself a head that is not sharded."""
+    mesh = make_mesh((2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            if step == 1:
+                model[1] = nn.Linear(4, 7)
+                optimizer.add_param_group({"params": model[1].parameters()})
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+def test_a_head_that_is_not_sharded_is_told_with_its_line(spawn: Spawn) -> None:
+    for [said] in spawn(train_a_plain_head, 2):
+        assert "no group of fully_shard holds '1.weight', '1.bias'" in said
+        assert "after it was sharded: call fully_shard([m for m in" in said
+
+
 @pytest.mark.parametrize("holder", ["around", "inside"])
 def test_the_remedy_averages_them(spawn: Spawn, holder: str) -> None:
     results = spawn(train_adapters, 2, 2, holder, True)

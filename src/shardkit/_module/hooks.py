@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardkit import _compat
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
-from shardkit._runtime.group import refuse_summoned
+from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
 from shardkit._runtime.runtime import Runtime
 from shardkit._settings import RootSettings
 from shardkit._tree import iter_tensors, map_tensors
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shardkit._runtime.events import ForwardRecord
     from shardkit._runtime.group import ParamGroup
 
-STATE_ATTRIBUTE = "_shardkit_state"
 _num_installed = 0
 _NOTHING = contextlib.nullcontext()
 _NEAR = 12

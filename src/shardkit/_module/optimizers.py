@@ -25,6 +25,7 @@ from shardkit._errors import OptimizerError, StateError, listed
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, map_leaves
 from shardkit._runtime.agreement import note_step, rank_of_copy
+from shardkit._runtime.group import STATE_ATTRIBUTE
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
@@ -301,7 +302,7 @@ def _warn_of_plain(params: Sequence[Any]) -> None:
     if not may_part and not any(id(module) in groups for module in model.modules()):
         return  # A model beside sharded ones.
     remedy = "Call fully_shard on the root as well, after its layers."
-    if id(model) in groups:
+    if STATE_ATTRIBUTE in model.__dict__:
         remedy = f"They came into the {type(model).__name__} after it was sharded: call {_LATER}."
     elif not may_part:
         remedy = f"Call fully_shard on the {type(model).__name__} that holds them as well."

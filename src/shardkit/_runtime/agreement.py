@@ -191,10 +191,8 @@ at_end.append(_compare_at_end)
 
 def is_on_part(groups: Sequence[ParamGroup]) -> bool:
     """Whether ranks of the world are in no mesh of these groups."""
-    if groups[0].mesh.backend.is_traced:
-        return False
     ranks = {rank for group in groups for rank in group.mesh.ranks}
-    return len(ranks) < current_watchdog().world_size
+    return len(ranks) < groups[0].mesh.world_size
 
 
 def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:

@@ -56,6 +56,9 @@ def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
 
 # --- groups ---------------------------------------------------------------------------------------
 
+STATE_ATTRIBUTE = "_shardkit_state"
+"""Attribute of a module that was given to `fully_shard`, whether it has a group or not."""
+
 _PICKLED = ("modules", "name", "policy", "settings", "is_root", "is_innermost")
 """Attributes that are pickled as they are."""
 

@@ -279,7 +279,7 @@ def from_torch_mesh(
     mesh: torch_mesh.DeviceMesh, backend_class: type[ProcessGroupBackend]
 ) -> DeviceMesh:
     """Return shardkit's view of torch's mesh, with the axes' process groups behind it."""
-    current_watchdog()  # From now on this process answers others.
+    watchdog = current_watchdog()  # From now on this process answers others.
     return DeviceMesh(
         device_type=mesh.device_type,
         shape=tuple(mesh.shape),
@@ -288,6 +288,7 @@ def from_torch_mesh(
         rank=dist.get_rank(),
         backend=backend_class(mesh, range(mesh.ndim)),
         left_out=_left_out_of(mesh),
+        world_size=watchdog.world_size,
     )
 
 
