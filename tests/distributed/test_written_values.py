@@ -100,9 +100,23 @@ def summon_others(model: typing.Any) -> None:
         nn.init.constant_(model[0].up.weight, dist.get_rank())
 
 
+def scale_alone(model: typing.Any) -> None:
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[0].up.weight.mul_(2)
+
+
+def clamp_a_list_alone(model: typing.Any) -> None:
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            torch._foreach_clamp_max_(list(model[0].parameters()), 0.01)
+
+
 WRONG = {
     each.__name__: each
     for each in (
+        scale_alone,
+        clamp_a_list_alone,
         load_alone,
         load_others,
         assign_others,
@@ -167,9 +181,39 @@ def look_at_wholes(model: typing.Any) -> None:
         sum(param.sum() for param in model.parameters())
 
 
+@torch.no_grad()
+def update_by_hand(model: typing.Any) -> None:
+    for param in model.parameters():
+        param.sub_(param, alpha=0.01)
+    torch._foreach_add_(list(model.parameters()), 0.01)
+
+
+@torch.no_grad()
+def scale_where_there_are_pieces(model: typing.Any) -> None:
+    for param in model.parameters():
+        if param.to_local().numel():
+            param.mul_(0.9)
+
+
+def step_another_optimizer(model: typing.Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    step(model, optimizer)
+
+
+def step_that_raises_before_it_is_right(model: typing.Any) -> None:
+    """The end of the first one is never told."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with contextlib.suppress(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    step(model, optimizer)
+    update_by_hand(model)
+
+
 RIGHT = {
     each.__name__: each
     for each in (
+        update_by_hand,
+        scale_where_there_are_pieces,
         load_all,
         reset_all,
         other_seeds_and_then_load_all,
@@ -180,6 +224,9 @@ RIGHT = {
         load_the_first_ranks_file,
         look_at_wholes,
     )
+}
+RIGHT_IN_TRAINING = {
+    each.__name__: each for each in (step_another_optimizer, step_that_raises_before_it_is_right)
 }
 
 
@@ -200,7 +247,7 @@ def train(
     taken = 0
     for number in range(4):
         if number == when:
-            (WRONG | RIGHT)[change](model)
+            (WRONG | RIGHT | RIGHT_IN_TRAINING)[change](model)
         step(model, optimizer)
         taken += 1
     return taken
@@ -221,7 +268,7 @@ def test_what_was_not_written_alike_is_an_error(
             assert re.search(rf"'{of_block}\.(up|down)\.weight'", error.message), error.message
 
 
-@pytest.mark.parametrize("change", RIGHT)
+@pytest.mark.parametrize("change", [*RIGHT, *RIGHT_IN_TRAINING])
 def test_what_is_right_passes(spawn: Spawn, change: str) -> None:
     for when, foreach in ((0, False), (2, True)):
         assert spawn(train, 2, (2,), change, when, False, foreach) == [4] * 2

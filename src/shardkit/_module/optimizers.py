@@ -27,6 +27,7 @@ from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, map_leaves
 from shardkit._runtime.agreement import note_step, rank_of_copy
 from shardkit._runtime.group import STATE_ATTRIBUTE
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.written_values import begin_step, end_step
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def watch_optimizers() -> None:
         register_optimizer_step_pre_hook(cut_whole_state)
         register_optimizer_step_pre_hook(_look)
         register_optimizer_step_pre_hook(_average_losses)
+        register_optimizer_step_pre_hook(begin_step)
+        register_optimizer_step_post_hook(end_step)
         register_optimizer_step_post_hook(note_step)
         _is_installed = True
 

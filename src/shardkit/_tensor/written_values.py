@@ -6,6 +6,7 @@ Writes are logged where they happen. What filled or loaded a parameter is compar
 from __future__ import annotations
 
 import contextlib
+import threading
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,8 +124,9 @@ def _num_seen(memory: Tensor) -> int:
 #
 # Each rank writes its piece of a whole that it has, so ranks that have other ones patch a parameter
 # together from all of them. What they wrote is noted where a whole comes in: by `copy_` from a
-# plain tensor, a random fill, a number, a write into a view. Updates by elementwise operators, as
-# those of optimizers, come from sharded tensors. They are followed, and not noted.
+# plain tensor, a random fill, a number, a write into a view. Updates by elementwise operators come
+# from sharded tensors: those of an optimizer's step are followed, and not noted. Of others that a
+# trained parameter gets it is noted which operators they were: all ranks have to make them.
 # What is written to pieces (a checkpoint) goes past operators: then nothing is known any more.
 
 _ATTRIBUTE = "shardkit_followed"
@@ -256,6 +258,37 @@ def note_written(
             parts.append(before.sample)
         sample = sum((part.to(parts[0].device) for part in parts[1:]), parts[0]) if parts else None
     entry.written = WrittenValue(steps, sample, _past_operators(memory), id(memory))
+
+
+class _InStep(threading.local):
+    """Whether this thread is inside of an optimizer's step."""
+
+    now = False
+
+
+_in_step = _InStep()
+
+
+def begin_step(*_: Any) -> None:
+    """An optimizer's step begins, which ranks compare by its settings and number."""
+    _in_step.now = True
+
+
+def end_step(*_: Any) -> None:
+    """It has ended. After one that has raised this comes with the next."""
+    _in_step.now = False
+
+
+def note_update(operator: Any, targets: Iterable[Any]) -> None:
+    """Note an elementwise write to trained parameters, after their versions were raised.
+
+    Not one of an optimizer's step, or of a backward, whose order is each rank's own.
+    """
+    if _in_step.now or _compat.in_backward():
+        return
+    for target in targets:
+        if hasattr(target, "local_piece") and target.requires_grad:
+            note_written(target, tuple, part_by=operator)
 
 
 def _plain(whole: Tensor) -> Tensor:

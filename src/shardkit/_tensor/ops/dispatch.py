@@ -54,7 +54,7 @@ from shardkit._tensor.ops.wholes import (
     wrap,
 )
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit._tensor.written_values import constant, note_written
+from shardkit._tensor.written_values import constant, note_update, note_written
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
@@ -284,6 +284,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = [first[run.positions[0]] for run in runs]
     if _compat.is_mutable_op(func):
         note_write(*written, pieces=first)
+        note_update(func, first)
         return result
     if not isinstance(result, (list, tuple)):
         return result
@@ -448,6 +449,7 @@ def pointwise_mutating(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     else:
         func(*local[0], **local[1])
     note_write(target, is_followed="out" not in kwargs)
+    note_update(func, (target,))
     return target
 
 
