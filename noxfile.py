@@ -74,6 +74,7 @@ EXAMPLES = [
     (2, "vit"),
     (4, "hybrid"),
     (4, "tensor_parallel"),
+    (4, "experts"),
     (4, "pipeline"),
     (4, "pipeline", "--schedule", "interleaved"),
     (2, "distill"),
