@@ -42,12 +42,14 @@ class Layout:
         experts: "plain" parameters of each rank, or a "dtensor" on the axis `ep`.
         form: What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
         small: Whether norms and routers are whole on each rank.
+        unflattened: Whether all meshes are views of one of the world, as torchtitan makes them.
     """
 
     shape: tuple[int, int, int]
     experts: str = "plain"
     form: str = "mesh"
     small: bool = False
+    unflattened: bool = False
 
 
 def meshes_of(layout: Layout) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
@@ -57,6 +59,15 @@ def meshes_of(layout: Layout) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
     whole = init_device_mesh(
         "cpu", (replicas, efsdp, ep), mesh_dim_names=("replicate", "efsdp", "ep")
     )
+    if layout.unflattened:
+        size = (replicas * efsdp * ep,)
+        world: typing.Any = init_device_mesh("cpu", size, mesh_dim_names=("world",))
+        whole = world._unflatten(0, layout.shape, ("replicate", "efsdp", "ep"))  # noqa: SLF001
+        if replicas == 1:  # Shards and parts of sequences, taken as one axis.
+            dense = world._unflatten(0, (efsdp, ep), ("dp_shard", "cp"))  # noqa: SLF001
+            return dense._flatten("fsdp"), whole["efsdp"], whole["ep"]  # noqa: SLF001
+        dense = world._unflatten(0, (replicas, efsdp * ep), ("replicate", "fsdp"))  # noqa: SLF001
+        return dense, whole["replicate", "efsdp"], whole["ep"]
     if replicas == 1:
         return init_device_mesh("cpu", (efsdp * ep,)), whole["efsdp"], whole["ep"]
     dense = init_device_mesh("cpu", (replicas, efsdp * ep), mesh_dim_names=("replicate", "fsdp"))
@@ -193,6 +204,8 @@ LAYOUTS = [
     Layout((1, 2, 2), experts="dtensor", form="result"),
     Layout((2, 1, 2), small=True),
     Layout((2, 1, 2), experts="dtensor", form="result", small=True),
+    Layout((1, 2, 2), experts="dtensor", form="result", unflattened=True),
+    Layout((2, 1, 2), form="result", unflattened=True),
 ]
 
 
