@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from experts import NUM_EXPERTS, WIDTH, Block, Model
 from parallel_models import forget_old_meshes
-from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard
+from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, fully_shard
 from shardkit.checkpoint import get_model_state_dict, load, save, save_full
 from step_traffic import counted, total
 
@@ -289,6 +289,31 @@ def count_collectives() -> None:
 
 def test_each_bucket_is_one_collective_and_nothing_stays(spawn: Spawn) -> None:
     spawn(count_collectives, 4)
+
+
+def plan_and_count() -> None:
+    layout = Layout((1, 2, 2), small=True)
+    torch.manual_seed(3)
+    model = Model().double()
+    dense, experts, ep = meshes_of(layout)
+    for block in model.blocks:
+        keep_own_experts(block, layout, ep)
+    plan = auto_shard(
+        model,
+        dense,
+        units=["blocks.0", "blocks.1"],
+        shard_placement_fn=place(layout, model, experts),
+    )
+    loss_of(model, batches(0)[0]).backward()  # From the second step on the order is known.
+    with counted(model) as found:
+        loss_of(model, batches(1)[0]).backward()
+    assert total(found) == plan.traffic()
+    memory = typing.cast("typing.Any", model).memory_stats()
+    assert memory["shard_nbytes"] == plan.memory.shard_nbytes
+
+
+def test_a_plan_knows_the_meshes(spawn: Spawn) -> None:
+    spawn(plan_and_count, 4)
 
 
 def by_hand_and_copied() -> None:
