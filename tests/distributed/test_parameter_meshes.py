@@ -518,3 +518,15 @@ def test_plain_experts_under_one_name_are_not_saved(
 ) -> None:
     for error in spawn_errors(save_plain_experts, 4, str(tmp_path / "checkpoint"), kind):
         assert "the other ranks hold others in its place" in error.message
+
+
+def search_along_lines() -> None:
+    _, model = make(Layout((1, 2, 2)))
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: loss_of(model, batches(0)[0]).detach())
+
+
+def test_lbfgs_refuses_plain_experts(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(search_along_lines, 4):
+        assert error.type_name == "OptimizerError"
+        assert "experts.up'" in error.message
