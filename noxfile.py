@@ -82,6 +82,7 @@ EXAMPLES = [
     (2, "vit"),
     (4, "hybrid"),
     (4, "tensor_parallel"),
+    (4, "experts"),
     (4, "pipeline"),
     (4, "pipeline", "--schedule", "interleaved"),
     (4, "pipeline", "--schedule", "zbv"),

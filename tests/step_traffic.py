@@ -100,7 +100,7 @@ def total(found: Sequence[PlannedTraffic]) -> PlannedTraffic:
 def on_the_wire(model: nn.Module) -> Iterator[dict[str, int]]:
     """Count the bytes that torch's functions are given on gloo ranks: received, and all-reduced."""
     groups = state_of(model).runtime.groups
-    gathering = {group.shard_axis.group for group in groups}
+    gathering = {b.plan.axis.group for group in groups for b in group.buckets}
     nbytes = {"gathered": 0, "reduced": 0, "all-reduced": 0}
     all_to_all, broadcast, all_reduce = dist.all_to_all_single, dist.broadcast, dist.all_reduce
 

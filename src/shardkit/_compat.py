@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -32,6 +32,55 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+
+# --- FSDP2's meshes of single parameters ----------------------------------------------------------
+
+
+class MeshInfo(NamedTuple):
+    """What FSDP2's ``ShardPlacementResult`` says of a parameter.
+
+    Attributes:
+        placement: The ``Shard(dim)``; None: any dim.
+        mesh: Mesh of torch or of shardkit.
+        shard_dim: Axis of the mesh that it is sharded over; None: it is not.
+        replicate_dim: Axis that it is replicated over; None: it is not.
+    """
+
+    placement: Any
+    mesh: Any
+    shard_dim: int | None
+    replicate_dim: int | None
+
+
+def mesh_info_of(answer: Any) -> MeshInfo | None:
+    """Read a ``ShardPlacementResult``; None of what is another thing.
+
+    The class, and those of the mesh infos in it, are in a private module of torch 2.13 only:
+    ``torch.distributed.fsdp._fully_shard._fsdp_common``.
+    """
+    info = getattr(answer, "mesh_info", None)
+    if info is None:
+        return None
+    return MeshInfo(
+        getattr(answer, "placement", None),
+        info.mesh,
+        getattr(info, "shard_mesh_dim", None),
+        getattr(info, "replicate_mesh_dim", None),
+    )
+
+
+def symmetric_all_gather(group: Any, backend: str) -> Any:
+    """Return FSDP2's all-gather out of symmetric memory; None: torch has none (before 2.11).
+
+    Collective over the group. Not tried on a card.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: TID251
+    except ImportError:
+        return None
+    made = getattr(_fsdp_collectives, "SymmMemAllGather", None)
+    return None if made is None else made(group, backend)
 
 
 # --- imports that take long -----------------------------------------------------------------------

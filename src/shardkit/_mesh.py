@@ -151,13 +151,14 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the submesh of the named axes through this rank."""
         names = (names,) if isinstance(names, str) else tuple(names)
-        return self._submesh([self.axis_index(name) for name in names])
+        return self.submesh([self.axis_index(name) for name in names])
 
     def last_axis(self) -> DeviceMesh:
         """Return the submesh of the last axis through this rank; a mesh of one axis itself."""
-        return self if self.ndim == 1 else self._submesh([self.ndim - 1])
+        return self if self.ndim == 1 else self.submesh([self.ndim - 1])
 
-    def _submesh(self, keep: list[int]) -> DeviceMesh:
+    def submesh(self, keep: list[int]) -> DeviceMesh:
+        """Return the submesh of axes, given by their positions, through this rank."""
         coordinate = self.get_coordinate()
         if coordinate is None:
             msg = f"rank {self.rank} is not in the mesh of ranks {self.describe_ranks()}."

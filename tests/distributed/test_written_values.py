@@ -378,14 +378,15 @@ def comparisons_of_forwards(nums: typing.Sequence[int], reshards: bool) -> list[
     step(model, torch.optim.SGD(model.parameters(), lr=0.01))
     used = model._shardkit_state.runtime.used  # noqa: SLF001
     counts = []
-    original = type(used)._send  # noqa: SLF001
+    kind = type(used._on_meshes[0])  # noqa: SLF001
+    original = kind.send
 
     def count(self: typing.Any, *args: typing.Any) -> None:
         counts[-1] += 1
         original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(type(used), "_send", count)
+        patch.setattr(kind, "send", count)
         for _ in range(nums[dist.get_rank()]):
             counts.append(0)
             model(torch.randn(4, 6))
@@ -408,7 +409,7 @@ def exchanges_of_a_steady_loop() -> list[int]:
     """Train, writing in each step; return how often ranks exchanged anything, step by step."""
     model = sharded((2,))
     optimizer = torch.optim.AdamW(model.parameters())
-    axis = model._shardkit_state.group.shard_axis  # noqa: SLF001
+    axis = model._shardkit_state.group.buckets[0].plan.axis  # noqa: SLF001
     counts = [0]
     original = type(axis).exchange
 

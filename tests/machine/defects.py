@@ -94,9 +94,12 @@ def _(old: typing.Any) -> typing.Any:
     return new
 
 
-@exchange(gradients.GroupGradients, "_scale", of="gradients are averaged twice")
+@exchange(gradients.GroupGradients, "_scale_of", of="gradients are averaged twice")
 def _(old: typing.Any) -> typing.Any:
-    return property(lambda self: old.fget(self) / self._num_ranks)
+    def new(self: typing.Any, num_ranks: int) -> float:
+        return float(old(self, num_ranks) / num_ranks)
+
+    return new
 
 
 @exchange(gradients.GroupGradients, "_reduction_of", of="replicas are not averaged")

@@ -6,7 +6,7 @@ Nothing is changed before all checks have passed.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -24,7 +24,7 @@ from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from shardkit._mesh import DeviceMesh
 
@@ -77,19 +77,30 @@ def check_ignored(ignored: set[nn.Parameter]) -> None:
             raise WrapError(msg)
 
 
-def checked_reshard(value: object, mesh: DeviceMesh) -> bool | int | None:
-    """Return `reshard_after_forward` with the numbers that mean True and False replaced."""
+def checked_reshard(
+    value: object, mesh: DeviceMesh, others: Sequence[DeviceMesh] = ()
+) -> bool | int | None:
+    """Return `reshard_after_forward` with the numbers that mean True and False replaced.
+
+    Args:
+        value: Argument of `fully_shard`.
+        mesh: Mesh of the call.
+        others: Meshes of single parameters. What is whole on each rank is not resharded.
+    """
     if value is None or isinstance(value, bool):
         return value
-    num_ranks = mesh.shape[-1]
-    if not isinstance(value, int) or value < 1 or num_ranks % value:
-        msg = (
-            f"reshard_after_forward must be True, False, None (False for the root, True for "
-            f"others) or a number of ranks that divides the shard axis of {num_ranks}, got "
-            f"{value!r}."
-        )
-        raise WrapError(msg)
-    if value == num_ranks:
+    sizes = [mesh.shape[-1], *(other.shape[-1] for other in others if other.shape[-1] > 1)]
+    for num_ranks in sizes:
+        if not isinstance(value, int) or value < 1 or num_ranks % value:
+            msg = (
+                f"reshard_after_forward must be True, False, None (False for the root, True for "
+                f"others) or a number of ranks that divides the shard axis of {num_ranks}, got "
+                f"{value!r}."
+            )
+            if len(sizes) > 1:
+                msg += f" The group's parameters lie on meshes with shard axes of {sizes} ranks."
+            raise WrapError(msg)
+    if all(value == num_ranks for num_ranks in sizes):
         return True
     if value == 1:
         warnings.warn(
@@ -98,6 +109,7 @@ def checked_reshard(value: object, mesh: DeviceMesh) -> bool | int | None:
             stacklevel=3,
         )
         return False
+    assert isinstance(value, int)
     return value
 
 
@@ -157,25 +169,6 @@ def _is_taken(param: nn.Parameter) -> bool:
     return isinstance(param, ShardedTensor) or is_unsharded(param)
 
 
-def check_placements(found: list[ParamEntry], fn: Callable[[nn.Parameter], Any]) -> None:
-    for item in found:
-        placement = fn(item.param)
-        dim = getattr(placement, "dim", None)
-        if placement is not None and not isinstance(dim, int):
-            msg = (
-                f"shard_placement_fn returned {placement!r} for {item.name!r}; it may return None "
-                f"or a Shard(dim). For parameters on another mesh call fully_shard on their module "
-                f"with that mesh first."
-            )
-            raise WrapError(msg)
-        if dim is not None and not -max(item.param.ndim, 1) <= dim < max(item.param.ndim, 1):
-            msg = (
-                f"shard_placement_fn returned {placement!r} for {item.name!r} of shape "
-                f"{tuple(item.param.shape)}, which has no dim {dim}."
-            )
-            raise WrapError(msg)
-
-
 def check_ties(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Refuse places of a parameter that its group does not know: it is not gathered for them."""
     ignored_ids = {id(param) for param in ignored}
@@ -217,6 +210,10 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"e.g. mesh['shard']."
         )
         raise MeshError(msg)
+    check_in_mesh(mesh)
+
+
+def check_in_mesh(mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         msg = (
             f"rank {mesh.rank} is not in the mesh of ranks {mesh.describe_ranks()}. Call "
@@ -225,10 +222,25 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise MeshError(msg)
 
 
-def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+def check_params(
+    found: list[ParamEntry],
+    mesh: DeviceMesh,
+    offload: OffloadPolicy,
+    *,
+    is_spmd: bool = False,
+) -> None:
+    """Refuse parameters that cannot be sharded.
+
+    Args:
+        found: The parameters.
+        mesh: Mesh of the call.
+        offload: Place of the shards.
+        is_spmd: Whether they are DTensors whose mesh has the axes of `mesh` as well.
+    """
     may_be_offloaded = isinstance(offload, CPUOffloadPolicy)
+    mesh_of_group = mesh
     for item in found:
-        param = item.param
+        param, mesh = item.param, item.mesh or mesh_of_group
         has_own_memory = mesh.backend.has_own_memory
         may_be_on_host = may_be_offloaded or has_own_memory
         if has_own_memory and param.device.type == mesh.device_type:
@@ -244,7 +256,8 @@ def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPoli
             raise WrapError(msg)
         tensor_parallel = tensor_parallel_of(param)
         if tensor_parallel is not None:
-            tensor_parallel.check(item.name, param, mesh)
+            inner = tensor_parallel.outside(mesh) if is_spmd else tensor_parallel
+            inner.check(item.name, param, mesh)
         sparse = next(
             (site for site, _ in item.sites if getattr(site, "sparse", None) is True), None
         )

@@ -9,6 +9,7 @@ import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
@@ -648,7 +649,7 @@ class FSDPModule(_Base):
                     f"set_all_reduce_hook(None); or call both from one function."
                 )
                 raise StateError(msg)
-            if stream is not None and group.replicate_axis is not None:
+            if stream is not None and group.replicates:
                 msg = (
                     f"{group.name!r} is on a 2-D mesh, whose all-reduce has a stream of its own, "
                     f"on which the hook runs too. Do not pass a stream."
@@ -701,7 +702,7 @@ class FSDPModule(_Base):
             StateError: There is no replicate axis, or the mesh is one of XLA devices.
         """
         for group in groups_in(self, recurse=False):
-            if comm is not None and group.replicate_axis is None:
+            if comm is not None and not group.replicates:
                 msg = (
                     f"set_custom_all_reduce: {group.name!r} is on a mesh of one axis, which has no "
                     f"all-reduce. Pass fully_shard a 2-D mesh; (n, 1) replicates without "
@@ -736,6 +737,44 @@ class FSDPModule(_Base):
                 raise StateError(msg)
             group.settings.comm_memory = enable
         _update_options(self)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Gather this module's parameters out of NCCL's symmetric memory, as FSDP2 does.
+
+        Not recursive. Call it on all ranks. NCCL must be able to: FSDP2's page says for which cards
+        and options. Nobody has run it on a card with shardkit.
+
+        Args:
+            backend: Engine of the symmetric memory; torch knows ``"NCCL"`` only.
+
+        Raises:
+            StateError: The module is not on CUDA devices, torch has no such all-gather, or another
+                one was chosen.
+
+        Cost: as `set_custom_all_gather`.
+        """
+        _refuse_comm(self, "set_symm_mem_for_comm", backend)
+        for group in groups_in(self, recurse=False):
+            comm = group.settings.comm
+            if comm.all_gather is not None or comm.reduce_scatter is not None:
+                msg = (
+                    f"set_symm_mem_for_comm: {group.name!r} communicates by functions of yours. "
+                    f"Use one or the other."
+                )
+                raise StateError(msg)
+            made = None
+            if group.mesh.device_type == "cuda":
+                for axis in dict.fromkeys(bucket.plan.axis for bucket in group.buckets):
+                    process_group: Any = axis
+                    made = _compat.symmetric_all_gather(process_group.group, backend)
+            if made is None:
+                msg = (
+                    f"set_symm_mem_for_comm: {group.name!r} is on {group.mesh.device_type!r} "
+                    f"devices and torch is {torch.__version__}; symmetric memory of {backend} is "
+                    f"there on CUDA devices, from torch 2.11 on. Leave the call out."
+                )
+                raise StateError(msg)
+            comm.all_gather = made
 
     def set_separate_reduce_scatter_group(
         self,

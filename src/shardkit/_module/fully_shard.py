@@ -14,6 +14,7 @@ from shardkit._module.fsdp_module import FSDPModule, swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
+from shardkit._module.placements import data_parallel_mesh, place_params
 from shardkit._params.memory import give_back
 from shardkit._policy import (
     CPUOffloadPolicy,
@@ -113,6 +114,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> FSDPModule: ...
 
 
@@ -126,6 +128,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Sequence[FSDPModule]: ...
 
 
@@ -138,6 +141,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer state over a mesh, in place.
 
@@ -176,12 +180,20 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             backward (ZeRO-2). None: False for the root, True for others. A number n that divides
             the shard axis: between forward and backward each rank keeps 1/n of them, and backward
             gathers from n neighbouring ranks, such as those of one host.
-        shard_placement_fn: Function of each parameter, as FSDP2 has it; may return None or a
-            ``Shard(dim)``. The dim has no effect: a piece is a flat range, and sizes that do not
-            divide cost no padding in any dim.
+        shard_placement_fn: Function of each parameter that says where it lies. None: over `mesh`.
+            A ``Shard(dim)``: the same; the dim has no effect, since a piece is a flat range. A mesh
+            (1-D or 2-D as `mesh`), or FSDP2's ``ShardPlacementResult``: over that one, such as
+            the ranks that hold the same experts. ``Replicate()``, torch's or shardkit's: each rank
+            of `mesh` holds it whole, and its gradient is all-reduced. All of these are one group.
+            A gradient is divided by the number of ranks of its parameter's mesh, as FSDP2 does,
+            if `set_gradient_divide_factor` does not say otherwise.
         offload_policy: `CPUOffloadPolicy`: shards, gradients and optimizer state on the host.
             FSDP2's is understood.
         ignored_params: Left as they are: not sharded, not gathered, gradients not averaged.
+        dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. `mesh` is then that of DTensors, which all
+            parameters are, replicated over the axes that this names: they are sharded over those
+            in `shard` (several as one), and replicated over those in `replicate`. None: `mesh` is
+            the one to shard over.
 
     Returns:
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own. For
@@ -193,7 +205,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
             another group holds in another place (tied weights), or that cannot be exchanged in
             place. The module is as it was.
         MeshError: No process group, a mesh that does not hold this rank, more than two axes, or one
-            that shares an axis with the mesh of a DTensor.
+            that shares an axis with the mesh of a DTensor. A mesh of a single parameter that is
+            none of these, or for a plain parameter not a part of `mesh`.
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
     `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,
@@ -214,13 +227,17 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     checks.check_ties(modules, ignored)
     candidates = list(checks.find_params(modules, ignored))
     checks.check_not_taken(modules, candidates)
-    shard_mesh = as_device_mesh(mesh, device_type=device_type_of(candidates, offload_policy))
+    is_spmd = dp_mesh_dims is not None
+    if is_spmd:
+        shard_mesh = data_parallel_mesh(candidates, mesh, dp_mesh_dims)
+    else:
+        device_type = device_type_of(candidates, offload_policy)
+        shard_mesh = as_device_mesh(mesh, device_type=device_type)
     checks.check_mesh(shard_mesh)
-    reshard = checks.checked_reshard(reshard_after_forward, shard_mesh)
-    checks.check_params(candidates, shard_mesh, offload_policy)
+    others = place_params(candidates, shard_placement_fn, shard_mesh)
+    reshard = checks.checked_reshard(reshard_after_forward, shard_mesh, others)
+    checks.check_params(candidates, shard_mesh, offload_policy, is_spmd=is_spmd)
     checks.check_reparametrized(candidates)
-    if shard_placement_fn is not None:
-        checks.check_placements(candidates, shard_placement_fn)
     group = None
     whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")
     if candidates:

@@ -218,14 +218,28 @@ def _average_losses(
     LBFGS decides by the loss where to look next, and when to end. With losses of its own each rank
     would decide otherwise. A loss that was averaged already stays as it is.
 
+    Raises:
+        OptimizerError: Ranks hold different parameters under one name.
+
     Cost: an all-reduce of 8 bytes on each axis of the mesh, for each call of the closure.
     """
     if not isinstance(optimizer, torch.optim.LBFGS):
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     params = [param for each in optimizer.param_groups for param in each["params"]]
-    mesh = next((param.device_mesh for param in params if isinstance(param, ShardedTensor)), None)
-    if closure is None or mesh is None or mesh.backend.is_traced:
+    sharded = [param for param in params if isinstance(param, ShardedTensor)]
+    if closure is None or not sharded:
+        return None
+    for param in sharded:
+        if param.spec.around is not None:
+            msg = (
+                f"LBFGS cannot train {param.spec.name!r}: it is a plain parameter on a part of the "
+                f"mesh, and ranks that hold others in its place would search along other lines. "
+                f"Use another optimizer, or make it a DTensor before fully_shard."
+            )
+            raise OptimizerError(msg)
+    mesh = max((param.device_mesh for param in sharded), key=lambda mesh: mesh.size())
+    if mesh.backend.is_traced:
         return None
     axes = [mesh.backend.axis(index) for index in range(mesh.ndim)]
 

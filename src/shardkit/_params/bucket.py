@@ -1,4 +1,4 @@
-"""One bucket: parameters of a group with one storage dtype, compute dtype and trainability.
+"""One bucket: parameters of a group with one mesh, storage dtype, compute dtype and trainability.
 
 The sharded parameter is the user's own Parameter object, turned into a `ShardedTensor`. What it is
 a piece of, and the unsharded parameters, are in the bucket's store.

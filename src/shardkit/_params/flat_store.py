@@ -13,6 +13,7 @@ Where no cast and no other rank is involved the unsharded buffer IS the shard.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,9 +52,12 @@ class BucketPlan:
 
     Attributes:
         mesh: Mesh over whose last axis they are sharded.
+        around: Mesh that `mesh` is a part of, where ranks outside of `mesh` hold other parameters
+            in their place; None: there are none.
         policy: Dtypes, as the user chose them.
         offload: Place of the shard, as the user chose it.
         axis: Communication along the shard axis.
+        replicate_axis: Communication along the axis of all-reduces; None: there is none.
         orig_dtype: Dtype of the shard.
         param_dtype: Dtype of the unsharded parameters.
         reduce_dtype: Dtype of gradients on the wire.
@@ -65,9 +69,11 @@ class BucketPlan:
     """
 
     mesh: DeviceMesh
+    around: DeviceMesh | None
     policy: MixedPrecisionPolicy
     offload: OffloadPolicy
     axis: AxisComm
+    replicate_axis: AxisComm | None
     orig_dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -76,6 +82,17 @@ class BucketPlan:
     home_device: torch.device
     is_offloaded: bool
     is_pinned: bool
+
+    @property
+    def axes(self) -> tuple[AxisComm, ...]:
+        """The axes that gradients are reduced over: shard, replicate."""
+        replicate = self.replicate_axis
+        return (self.axis,) if replicate is None else (self.axis, replicate)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks whose gradients are averaged."""
+        return math.prod(axis.size for axis in self.axes)
 
     @property
     def aliases_shard(self) -> bool:
@@ -104,6 +121,7 @@ class BucketPlan:
         offload: OffloadPolicy,
         *,
         dtype: torch.dtype,
+        around: DeviceMesh | None = None,
     ) -> BucketPlan:
         """Return the plan for a bucket whose first parameter is `param`, stored in `dtype`."""
         backend = mesh.backend
@@ -114,9 +132,11 @@ class BucketPlan:
         is_offloaded = wants_host and not is_meta and backend.has_own_memory
         return cls(
             mesh=mesh,
+            around=around,
             policy=policy,
             offload=offload,
             axis=backend.axis(mesh.ndim - 1),
+            replicate_axis=backend.axis(0) if mesh.ndim > 1 else None,
             orig_dtype=dtype,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
@@ -515,7 +535,7 @@ class FlatStore(Store):
         self, plan: BucketPlan, entries: Sequence[ParamEntry], layout: FlatLayout | None = None
     ) -> None:
         super().__init__(plan, entries)
-        self._tensor_parallel = [_tensor_parallel_of(entry.param) for entry in entries]
+        self._tensor_parallel = [_tensor_parallel_of(e.param, plan.mesh) for e in entries]
         has_parts = any(tp is not None for tp in self._tensor_parallel)
         self.converts_gradients = has_parts or self.subclass is not None
         self.layout = layout or self.plan_layout(plan, entries)
@@ -536,7 +556,7 @@ class FlatStore(Store):
     @classmethod
     def plan_layout(cls, plan: BucketPlan, entries: Sequence[ParamEntry]) -> FlatLayout:
         """Lay out the parameters, or this rank's parts of them."""
-        spread = [_tensor_parallel_of(entry.param) for entry in entries]
+        spread = [_tensor_parallel_of(entry.param, plan.mesh) for entry in entries]
         shapes = [
             tuple(entry.param.shape) if tp is None else tp.local_shape
             for entry, tp in zip(entries, spread, strict=True)
@@ -555,6 +575,7 @@ class FlatStore(Store):
             self.layout,
             index,
             mesh=plan.mesh,
+            around=plan.around,
             axis=plan.axis,
             name=self.entries[index].name,
             state_allocator=allocator,
@@ -826,8 +847,12 @@ class FlatStore(Store):
         return part
 
 
-def _tensor_parallel_of(param: Tensor) -> Any:
-    """Return how a parameter is spread over a mesh of its own, `TensorParallel`, or None."""
+def _tensor_parallel_of(param: Tensor, mesh: DeviceMesh) -> Any:
+    """Return how a parameter is spread over a mesh of its own, `TensorParallel`, or None.
+
+    Without the axes of that mesh that lie in `mesh`.
+    """
     if isinstance(param, ShardedTensor):
         return param.spec.tensor_parallel
-    return tensor_parallel_of(param)
+    found = tensor_parallel_of(param)
+    return None if found is None else found.outside(mesh)

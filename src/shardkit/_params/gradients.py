@@ -78,7 +78,6 @@ class BucketGradients:
 
     Args:
         bucket: Bucket that may be trained.
-        receive_chunks: Number of shard-sized pieces that the backend wants room for.
 
     Attributes:
         bucket: Bucket of the gradients.
@@ -86,11 +85,12 @@ class BucketGradients:
         partial: Sums over the shard axis that wait for the all-reduce.
     """
 
-    def __init__(self, bucket: Bucket, receive_chunks: int) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
+        plan = bucket.plan
         self.fired = bytearray(len(bucket.entries))
         self.partial: Tensor | None = None
-        self._receive_chunks = receive_chunks
+        self._receive_chunks = plan.mesh.backend.receive_chunks(plan.axis)
         self._held: dict[int, Tensor] = {}
         self._buffer: GradientBuffer | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
@@ -103,6 +103,12 @@ class BucketGradients:
     def send_nbytes(self) -> int:
         """Bytes that a reduction sends."""
         return int(self.bucket.store.layout.padded_numel * self.bucket.plan.reduce_dtype.itemsize)
+
+    @property
+    def reduce_nbytes(self) -> int:
+        """Bytes of the buffers that a reduction takes."""
+        chunks = self.bucket.plan.axis.size
+        return int(self.send_nbytes // chunks * (chunks + self._receive_chunks))
 
     @property
     def buffer_nbytes(self) -> int:
@@ -280,14 +286,14 @@ class _Started:
         handle: Handle that waits for it; maybe shared with other groups.
         first: Position of this group's results among the handle's.
         sent: Buckets that it carries.
-        is_partial: Whether it goes over the shard axis only.
+        are_partial: Flag of each of them: whether it goes over the shard axis only.
         is_closed: Whether the send buffers were given back.
     """
 
     handle: ReduceHandle
     first: int
     sent: list[BucketGradients]
-    is_partial: bool
+    are_partial: list[bool]
     is_closed: bool
 
 
@@ -306,10 +312,7 @@ class GroupGradients:
     """Starts reductions of a group's gradients, and waits for them.
 
     Args:
-        buckets: The group's buckets that may be trained.
-        shard_axis: Axis of the reduce-scatter.
-        replicate_axis: Axis of the all-reduce, or None.
-        receive_chunks: Number of shard-sized pieces that the backend wants room for.
+        buckets: The group's buckets that may be trained, each on a mesh of its own perhaps.
         comm: Settings that the user chose; may change between backwards.
         weight: Multiplier that turns gradients of the global-mean loss into gradients of this
             rank's local-mean loss.
@@ -323,50 +326,46 @@ class GroupGradients:
         self,
         buckets: Sequence[Bucket],
         *,
-        shard_axis: AxisComm,
-        replicate_axis: AxisComm | None,
-        receive_chunks: int,
         comm: CommSettings,
         weight: float = 1.0,
     ) -> None:
-        self.buckets = [BucketGradients(bucket, receive_chunks) for bucket in buckets]
+        self.buckets = [BucketGradients(bucket) for bucket in buckets]
         self._comm = comm
-        self._shard_axis = shard_axis
-        self._replicate_axis = replicate_axis
-        self._receive_chunks = receive_chunks
-        self._num_ranks = shard_axis.size * (replicate_axis.size if replicate_axis else 1)
         self._weight = weight
-        self.may_be_local = self._num_ranks == 1 and all(
-            bucket.store.keeps_flats and not bucket.plan.is_offloaded for bucket in buckets
+        self.may_be_local = all(
+            b.plan.num_ranks == 1 and b.store.keeps_flats and not b.plan.is_offloaded
+            for b in buckets
         )
         self._started: list[_Started] = []
         self._prepared: list[BucketGradients] = []
-        self._is_partial = False
+        self._all_reduces = True
 
     @property
     def is_local(self) -> bool:
         """Whether gradients are assigned at once: one rank, and no hook on reduced buffers."""
         return self.may_be_local and self._comm.all_reduce_hook is None
 
-    @property
-    def _scale(self) -> float:
+    def _scale_of(self, num_ranks: int) -> float:
         factor = self._comm.divide_factor
-        return self._weight / (self._num_ranks if factor is None else factor)
+        return self._weight / (num_ranks if factor is None else factor)
 
-    @property
-    def _before(self) -> float | None:
+    def _before(self, num_ranks: int) -> float | None:
         """What gradients are multiplied with before the sum; None: as the backend does it."""
         factor = self._comm.predivide_factor
         if factor is None:
             return None
-        return 1.0 / (predivide_factor_for(self._num_ranks) if factor == "auto" else factor)
+        return 1.0 / (predivide_factor_for(num_ranks) if factor == "auto" else factor)
+
+    def _is_partial(self, gradients: BucketGradients) -> bool:
+        """Whether the next reduction of a bucket goes over its shard axis only."""
+        return gradients.bucket.plan.replicate_axis is not None and not self._all_reduces
 
     def _all_reduce_of(
         self, gradients: BucketGradients
     ) -> Callable[[Tensor, float], object] | None:
         """Return the user's all-reduce for one bucket, if it has one and there are others."""
-        comm, axis = self._comm.all_reduce, self._replicate_axis
-        if comm is None or axis is None or axis.size == 1 or self._is_partial:
+        comm, axis = self._comm.all_reduce, gradients.bucket.plan.replicate_axis
+        if comm is None or axis is None or axis.size == 1 or self._is_partial(gradients):
             return None
         return partial(gradients.all_reduce, comm, axis)
 
@@ -378,8 +377,7 @@ class GroupGradients:
     @property
     def reduce_nbytes(self) -> int:
         """Bytes of the buffers that a reduction takes."""
-        chunks = self._shard_axis.size
-        return self.send_nbytes // chunks * (chunks + self._receive_chunks)
+        return sum(each.reduce_nbytes for each in self.buckets if each.is_sent)
 
     @property
     def buffer_nbytes(self) -> int:
@@ -430,7 +428,7 @@ class GroupGradients:
         """
         assert not self.is_reducing, "the send buffers are on the wire"
         self.write_held(streams, pool)
-        self._is_partial = self._replicate_axis is not None and not all_reduce
+        self._all_reduces = all_reduce
         self._prepared = [each for each in self.buckets if each.is_sent]
         for each in self._prepared:
             each.buffer.complete(streams, pool)
@@ -438,17 +436,17 @@ class GroupGradients:
 
     def _reduction_of(self, gradients: BucketGradients) -> Reduction:
         plan, store = gradients.bucket.plan, gradients.bucket.store
-        is_partial = self._is_partial
+        is_partial = self._is_partial(gradients)
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         return Reduction(
             send=gradients.buffer.flat,
             receive=gradients.buffer.received,
             out_numel=store.layout.shard_numel,
             out_dtype=wide if is_partial else plan.orig_dtype,
-            scale=1.0 if is_partial else self._scale,
-            before=self._before,
-            shard_axis=self._shard_axis,
-            replicate_axis=None if is_partial else self._replicate_axis,
+            scale=1.0 if is_partial else self._scale_of(plan.num_ranks),
+            before=self._before(plan.num_ranks),
+            shard_axis=plan.axis,
+            replicate_axis=None if is_partial else plan.replicate_axis,
             carry=gradients.take_partial(),
             is_to_host=plan.is_offloaded and not is_partial,
             is_pinned=plan.is_pinned,
@@ -466,7 +464,8 @@ class GroupGradients:
         if is_closed:
             self._close_send(pool, handle)
         prepared, self._prepared = self._prepared, []
-        self._started.append(_Started(handle, first, prepared, self._is_partial, is_closed))
+        partial_ones = [self._is_partial(each) for each in prepared]
+        self._started.append(_Started(handle, first, prepared, partial_ones, is_closed))
 
     def _close_send(self, pool: SlotPool, handle: ReduceHandle) -> None:
         for each in self.buckets:
@@ -492,8 +491,8 @@ class GroupGradients:
             pool.passed(started.handle.fence)  # order: slots are passed once compute has waited
             for each in self.buckets:
                 each.close_receive(pool)
-            for each, out in zip(started.sent, outs, strict=True):
-                if started.is_partial:
+            for each, out, is_partial in zip(started.sent, outs, started.are_partial, strict=True):
+                if is_partial:
                     each.partial = out
                 else:
                     each.assign(out)

@@ -42,6 +42,8 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
             )
             raise StateError(msg)
     plan, layout = bucket.plan, bucket.store.layout
+    for entry in entries:
+        entry.mesh, entry.around = plan.mesh, plan.around
     result = restore(
         entries, mesh=plan.mesh, policy=plan.policy, layout=layout, offload=plan.offload
     )
@@ -81,7 +83,10 @@ def make_buckets(
 def split_by_kind(
     entries: Sequence[ParamEntry], *, policy: MixedPrecisionPolicy
 ) -> list[list[ParamEntry]]:
-    """Split parameters into those of one bucket, in order of appearance; the same on all ranks."""
+    """Split parameters into those of one bucket, in order of appearance; the same on all ranks.
+
+    Those on one mesh have it as one object.
+    """
     by_kind: dict[tuple[Any, ...], list[ParamEntry]] = {}
     for entry in entries:
         param, dtype = entry.param, stored_dtype(entry)
@@ -91,6 +96,7 @@ def split_by_kind(
             policy.dtypes_for(dtype),
             param.requires_grad,
             packing_of(entry) is not None,
+            id(entry.mesh),
         )
         if subclass_of(entry) is not None:
             kind = (*kind, id(param))  # Alone.
@@ -106,17 +112,19 @@ def _new_bucket(
     layout: Any = None,
 ) -> Bucket:
     plan = plan_for(entries[0], mesh, policy, offload)
+    for entry in entries:
+        entry.mesh = entry.around = None  # The plan knows them.
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Bucket(store_class(entries[0], mesh)(plan, list(entries), layout))
+        return Bucket(store_class(entries[0], plan.mesh)(plan, list(entries), layout))
 
 
 def plan_for(
     first: ParamEntry, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> BucketPlan:
-    """Return the plan of a bucket that begins with a parameter."""
-    dtype = stored_dtype(first)
-    return BucketPlan.of(first.param, mesh, policy, offload, dtype=dtype)
+    """Return the plan of a bucket that begins with a parameter; `mesh` is that of its group."""
+    dtype, own = stored_dtype(first), first.mesh or mesh
+    return BucketPlan.of(first.param, own, policy, offload, dtype=dtype, around=first.around)
 
 
 def store_class(
@@ -202,12 +210,12 @@ def plan_buckets(
     planned = []
     for alike in split_by_kind(entries, policy=policy):
         plan = plan_for(alike[0], mesh, policy, offload).materialized()
-        planned.append(_planned(plan, alike, mesh))
+        planned.append(_planned(plan, alike))
     return planned
 
 
-def _planned(plan: BucketPlan, entries: list[ParamEntry], mesh: DeviceMesh) -> PlannedBucket:
-    kind = store_class(entries[0], mesh)
+def _planned(plan: BucketPlan, entries: list[ParamEntry]) -> PlannedBucket:
+    kind = store_class(entries[0], plan.mesh)
     layout = kind.plan_layout(plan, entries)
     aliases = issubclass(kind, FlatStore) and kind.may_alias_shard and plan.aliases_shard
     unsharded = 0 if aliases else layout.padded_numel * plan.param_dtype.itemsize

@@ -14,6 +14,7 @@ from shardkit._tensor.sharded import ShardedTensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardkit._mesh import DeviceMesh
     from shardkit._tensor.written_values import WrittenValue
 
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
@@ -27,6 +28,10 @@ class ParamEntry:
         name: Name for errors: relative to the group's module until the root's first forward.
         param: Parameter object of the user.
         sites: Every (module, attribute) that holds it.
+        mesh: Mesh that it is to be sharded over, while its bucket is not made; None: that of its
+            group.
+        around: Mesh that `mesh` is a part of, where other ranks hold other parameters in its place;
+            None: there are none.
         written: Values last written to it as a whole since ranks compared; None: nothing.
         num_written: Number of such writes in all.
         order: Position among the parameters of the root, from its first forward.
@@ -35,6 +40,8 @@ class ParamEntry:
     name: str
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]]
+    mesh: DeviceMesh | None = None
+    around: DeviceMesh | None = None
     written: WrittenValue | None = None
     num_written: int = 0
     order: int = 0
@@ -45,6 +52,7 @@ class ParamEntry:
 
     def __setstate__(self, state: Any) -> None:
         """Take what was pickled."""
+        self.mesh, self.around = None, None
         self.written, self.num_written, self.order = None, 0, 0
         for name, value in state[1].items():
             setattr(self, name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import Optimizer
 
-    from shardkit._runtime.group import KnownValue, ParamGroup
+    from shardkit._params.bucket import Bucket
+    from shardkit._params.gradients import BucketGradients
+    from shardkit._params.sites import ParamEntry
+    from shardkit._runtime.group import KnownValue, ParamGroup, Written
     from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
     from shardkit.backends.watch.store import RunStore
 
@@ -65,10 +69,11 @@ class Steps(NamedTuple):
 
 
 class OwnActions:
-    """What this rank did since it was last asked."""
+    """What this rank did since it was last asked, to parameters that lie on one mesh."""
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], mesh: ComparedMesh) -> None:
         self._groups = groups
+        self._mesh = mesh
         self._known = weakref.WeakKeyDictionary(_steps)
         self._num_pickled = Pickled.count
         self._num_asked = 0
@@ -81,7 +86,7 @@ class OwnActions:
         if self._num_asked > _NUM_FIRST and self._num_asked % _INTERVAL:
             return [], pickled
         known, self._known = self._known, weakref.WeakKeyDictionary(_steps)
-        entries = {id(e) for g in self._groups for b in g.buckets for e in b.entries}
+        entries = {id(entry) for entry in self._mesh.entries_of(self._groups)}
         found = []
         for optimizer, count in list(_steps.items()):
             settings = tuple(_settings_of(optimizer, entries))
@@ -224,6 +229,49 @@ def rank_of_copy(groups: Sequence[ParamGroup]) -> int | None:
 
 
 # --- what ranks tell each other -------------------------------------------------------------------
+#
+# Ranks compare what they hold alike. Buckets of one root may lie on several meshes: along an axis
+# that a bucket's mesh lacks, other ranks hold other parameters, such as experts of their own, so
+# each bucket is compared over the axes of its own mesh.
+
+
+@dataclass(frozen=True)
+class ComparedMesh:
+    """A mesh on which parameters of a root lie, as a rank compares them.
+
+    Attributes:
+        axes: Axes of several ranks.
+        is_of: Axes of the buckets that lie on it (`BucketPlan.axes`); None: all of the root's do.
+    """
+
+    axes: Sequence[AxisComm]
+    is_of: tuple[AxisComm, ...] | None = None
+
+    def has(self, bucket: Bucket) -> bool:
+        """Whether a bucket lies on it."""
+        return self.is_of is None or bucket.plan.axes == self.is_of
+
+    def buckets_of(self, groups: Sequence[ParamGroup]) -> list[Bucket]:
+        """Return what lies on it of groups."""
+        return [bucket for group in groups for bucket in group.buckets if self.has(bucket)]
+
+    def entries_of(self, groups: Sequence[ParamGroup]) -> list[ParamEntry]:
+        """Return the parameters of groups that lie on it."""
+        return [entry for bucket in self.buckets_of(groups) for entry in bucket.entries]
+
+    def gradients_of(self, groups: Sequence[ParamGroup]) -> list[BucketGradients]:
+        """Return the gradients of groups that lie on it."""
+        every = (each for group in groups for each in group.gradients.buckets)
+        return [each for each in every if self.has(each.bucket)]
+
+
+def compared_meshes(groups: Sequence[ParamGroup]) -> list[ComparedMesh]:
+    """Return the meshes on which the parameters of a root lie."""
+    by_mesh = dict.fromkeys(bucket.plan.axes for group in groups for bucket in group.buckets)
+    several = [[axis for axis in axes if axis.size > 1] for axes in by_mesh]
+    if len(by_mesh) == 1:
+        return [ComparedMesh(several[0])]
+    return [ComparedMesh(*each) for each in zip(several, by_mesh, strict=True)]
 
 
 def _digest(content: bytes) -> int:
@@ -231,7 +279,7 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 2
 
 
-def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> None:
+def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh]) -> None:
     """Compare groups, names, shapes, dtypes and trainability over every axis in use.
 
     Raises:
@@ -240,24 +288,27 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
     Cost: one all-reduce of 16 bytes per axis, and with several axes one exchange on each; details
     travel only on a mismatch.
     """
-    axes = [axis for axis in axes if axis.size > 1]
-    description = [(group.name, *_describe(group)) for group in groups]
-    order = [entry.order for group in groups for b in group.buckets for entry in b.entries]
-    digest = _digest(repr([_without_owners(each) for each in description]).encode())
     backend = groups[0].mesh.backend
     # What is read here and now is no part of a graph.
     device = torch.device("cpu") if backend.is_traced else backend.device
     text: str | None = None
-    for axis in axes:
-        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-        axis.all_reduce(extremes, "max")
-        highest, lowest = extremes.tolist()
-        if highest == -lowest:
-            continue
-        descriptions = axis.exchange(description)
-        found = _first_model_difference(descriptions)
-        found = found or _first_value_difference(descriptions, order)
-        text = text or found
+    for mesh in meshes:
+        described = [(group.name, *_describe(group, mesh)) for group in groups]
+        # Of a group without parameters on it the name may be another one elsewhere.
+        description = [each for each in described if mesh.is_of is None or len(each) > 1]
+        order = [entry.order for entry in mesh.entries_of(groups)]
+        digest = _digest(repr([_without_owners(each) for each in description]).encode())
+        for axis in mesh.axes:
+            extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+            axis.all_reduce(extremes, "max")
+            highest, lowest = extremes.tolist()
+            if highest == -lowest:
+                continue
+            descriptions = axis.exchange(description)
+            found = _first_model_difference(descriptions)
+            found = found or _first_value_difference(descriptions, order)
+            text = text or found
+    axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.axes)]
     if len(axes) > 1:  # Else ranks of other rows would wait for those that raise.
         text = first_of_all(text, axes)
     if text is not None:
@@ -266,8 +317,8 @@ def check_same_model(groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> 
         group.take_written()
 
 
-def _describe(group: ParamGroup) -> list[tuple[Any, ...]]:
-    """Return what ranks must agree on, by parameter.
+def _describe(group: ParamGroup, mesh: ComparedMesh) -> list[tuple[Any, ...]]:
+    """Return what ranks must agree on, by parameter that lies on a mesh.
 
     Last comes a number of its whole value, see `ParamGroup.known_values`.
     """
@@ -284,6 +335,7 @@ def _describe(group: ParamGroup) -> list[tuple[Any, ...]]:
             values.get(id(entry)),
         )
         for bucket in group.buckets
+        if mesh.has(bucket)
         for i, entry in enumerate(bucket.entries)
     ]
 
@@ -401,13 +453,19 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
     Raises:
         RankMismatchError: On all ranks, naming the first parameter that differs.
 
-    Cost: one all-reduce of 16 bytes per parameter on the replicate axis, and an exchange.
+    Cost: one all-reduce of 16 bytes per parameter on the replicate axis, and an exchange, for each
+    group and mesh.
     """
-    for group in groups:
-        axis = group.replicate_axis
+    replicated = (
+        ([group], mesh)
+        for group in groups
+        for mesh in dict.fromkeys(bucket.plan.axes for bucket in group.buckets)
+    )
+    for group, axes in replicated:
+        shard_axis, axis = axes if len(axes) > 1 else (axes[0], None)
         if axis is None or axis.size == 1:
             continue
-        entries = [entry for bucket in group.buckets for entry in bucket.entries]
+        entries = ComparedMesh((), axes).entries_of(group)
         pieces: list[Any] = [entry.param for entry in entries]
         values = torch.stack([fingerprint(piece.to_local(), 0) >> 1 for piece in pieces])
         extremes = torch.cat([values, -values])
@@ -425,7 +483,7 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
                 f"no write on some ranks only, and set_requires_all_reduce(True) before the last "
                 f"backward of a step. Load a checkpoint to make them equal again."
             )
-        text = first_of_all(mine, [group.shard_axis])
+        text = first_of_all(mine, [shard_axis])
         if text is not None:
             raise RankMismatchError(text)
 
@@ -433,34 +491,32 @@ def check_same_replicas(groups: Sequence[ParamGroup]) -> None:
 class UsedParameters:
     """Which parameters any rank used: asked in each synced backward."""
 
-    def __init__(self, groups: Sequence[ParamGroup], axes: Sequence[AxisComm]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh]) -> None:
         self._groups = groups
-        self._axes = [axis for axis in axes if axis.size > 1]
-        self._handle: CheckHandle | None = None
-        self._flags = torch.empty(0, dtype=torch.int64)
+        self._on_meshes = [_UsedOnMesh(groups, mesh) for mesh in meshes if mesh.axes]
         self._num_noted = num_noted()
-        self._written: dict[int, KnownValue | None] = {}
-        self._compares_written = True
-        self._is_checked = True
         self._num_inferences = 0
-        self._versions = [group.shard_versions for group in groups]
-        self._actions = OwnActions(groups)
-        self._done: tuple[list[Steps], str] = ([], "")
 
     def start(self, streams: CommStreams) -> None:
         """Send which parameters fired here, and numbers of what this rank did by itself.
 
         Cost: one all-reduce of 8 bytes per parameter and 32 more, on every axis.
         """
-        if not self._axes:
+        if not self._on_meshes:
             return
         self.finish()  # The last one: another backward may have come right after it.
         self.check_alike()
-        fired = [int(f) for g in self._groups for each in g.gradients.buckets for f in each.fired]
-        if not fired:
+        all_fired = [
+            [int(f) for each in on_mesh.mesh.gradients_of(self._groups) for f in each.fired]
+            for on_mesh in self._on_meshes
+        ]
+        if not any(all_fired):
             return
         self._num_inferences = 0
-        self._send(streams, fired, self._describe())
+        written = self._take_written()
+        for on_mesh, fired in zip(self._on_meshes, all_fired, strict=True):
+            if fired:
+                on_mesh.send(streams, fired, on_mesh.describe(), written)
 
     def compare_in_inference(self, streams: CommStreams) -> None:
         """Raise if ranks did not do alike what nothing else compares, where no backward comes.
@@ -475,89 +531,25 @@ class UsedParameters:
         nothing in the others.
         """
         self._num_inferences += 1
-        if not self._axes or self._num_inferences & (self._num_inferences - 1):
+        if not self._on_meshes or self._num_inferences & (self._num_inferences - 1):
             return
         self.finish()
         self.check_alike()
-        updated = self._take_updated()
-        self._send(streams, updated, "what was written before a forward without gradients")
+        written = self._take_written()
+        for on_mesh in self._on_meshes:
+            text = "what was written before a forward without gradients"
+            on_mesh.send(streams, on_mesh.take_updated(), text, written)
         self.finish()
         self.check_alike()
-        if updated:
-            self._warn_of_updates(self._flags[: len(updated)].view(-1, 2).tolist())
+        for on_mesh in self._on_meshes:
+            on_mesh.warn_of_updates()
 
-    def _take_updated(self) -> list[int]:
-        """Return for each bucket whether its shard was written to, twice: 1, -1 or 0, 0.
-
-        It was looked at in the last forward of this kind. A rank without a piece has the least
-        numbers: 0, -1.
-        """
-        if not watch_settings.compare_values:
+    def _take_written(self) -> list[Written]:
+        """Return what was written since the last time: nothing, as a rule."""
+        before, self._num_noted = self._num_noted, num_noted()
+        if before == self._num_noted:
             return []
-        before, self._versions = self._versions, [group.shard_versions for group in self._groups]
-        result = []
-        for group, old, new in zip(self._groups, before, self._versions, strict=True):
-            for bucket, was, is_now in zip(group.buckets, old, new, strict=True):
-                has_piece = not all(unwritten(entry).is_empty for entry in bucket.entries)
-                is_updated = int(was != is_now)
-                result += [is_updated, -is_updated] if has_piece else [0, -1]
-        return result
-
-    def _warn_of_updates(self, extremes: Sequence[tuple[int, int]]) -> None:
-        """Warn of the first bucket that some ranks have written to, and others have not."""
-        buckets = [bucket for group in self._groups for bucket in group.buckets]
-        for bucket, (most, least) in zip(buckets, extremes, strict=True):
-            if most == -least or (most, least) == (0, -1):
-                continue
-            msg = (
-                f"{bucket.entries[0].name!r} and those beside it were updated on some ranks, and "
-                f"not on others, since the last forward without gradients. Each rank updates its "
-                f"own pieces: do it on every rank. An average of weights (EMA) that is updated on "
-                f"rank 0 only is a patchwork."
-            )
-            warn_user(msg, is_first_rank=self._groups[0].mesh.is_first_rank)
-            return
-
-    def _send(self, streams: CommStreams, fired: Sequence[int], description: str) -> None:
-        written, done = self._take_written(), self._take_done()
-        numbers = [*fired, written, -written, done, -done]
-        self._flags = torch.tensor(numbers, dtype=torch.int64)
-        self._is_checked = False
-        self._handle = streams.start_all_reduce_max(self._flags, self._axes, description)
-
-    def _describe(self) -> str:
-        """Return what is sent: another text on a rank that froze a parameter since it was sharded.
-
-        Its bucket has others that are trained.
-        """
-        buckets = [each.bucket.entries for g in self._groups for each in g.gradients.buckets]
-        trained = [[entry.param.requires_grad for entry in entries] for entries in buckets]
-        frozen = [
-            entry.name
-            for entries, flags in zip(buckets, trained, strict=True)
-            for entry, is_trained in zip(entries, flags, strict=True)
-            if not is_trained and any(flags)
-        ]
-        without = f", without the frozen {listed(frozen, str)}" if frozen else ""
-        return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
-
-    def _take_written(self) -> int:
-        """Return a number of what was written since the last step: 0, as a rule."""
-        if self._num_noted == num_noted():
-            self._written = {}
-            return 0
-        self._num_noted = num_noted()
-        taken = [each for group in self._groups for each in group.take_written()]
-        self._written = {id(entry): value for entry, _, value in taken}
-        if not taken or not self._compares_written:
-            return 0
-        # All of them, also where any value may be right here: other ranks may not know.
-        return _digest(repr([(entry.name, each.number) for entry, each, _ in taken]).encode())
-
-    def _take_done(self) -> int:
-        """Return a number of what else this rank did."""
-        steps, pickled = self._done = self._actions.take()
-        return _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
+        return [each for group in self._groups for each in group.take_written()]
 
     def check_alike(self) -> None:
         """Raise if ranks did not do alike, before they last sent, what nothing else compares.
@@ -570,6 +562,146 @@ class UsedParameters:
 
         Cost: nothing, but for an exchange on each axis where something differs.
         """
+        for on_mesh in self._on_meshes:
+            on_mesh.check_alike()
+
+    def by_group(self) -> list[list[list[int]]]:
+        """Wait; return per group and bucket which parameters fired on any rank."""
+        self.finish()
+        flags = [on_mesh.fired_anywhere() for on_mesh in self._on_meshes]
+        result = []
+        for group in self._groups:
+            of_group = []
+            for each in group.gradients.buckets:
+                pairs = zip(self._on_meshes, flags, strict=True)
+                known = next((found for m, found in pairs if m.mesh.has(each.bucket)), None)
+                of_group.append(
+                    list(each.fired) if known is None else [next(known) for _ in each.fired]
+                )
+            result.append(of_group)
+        return result
+
+    def finish_on_host(self) -> None:
+        """Wait, if no device needs to be waited for."""
+        for on_mesh in self._on_meshes:
+            on_mesh.finish_on_host()
+
+    def finish(self) -> None:
+        """Wait, if it is under way."""
+        for on_mesh in self._on_meshes:
+            on_mesh.finish()
+
+    def reset(self) -> None:
+        """Forget the step, after an exception."""
+        for on_mesh in self._on_meshes:
+            on_mesh.reset()
+
+
+class _UsedOnMesh:
+    """`UsedParameters` of one mesh."""
+
+    def __init__(self, groups: Sequence[ParamGroup], mesh: ComparedMesh) -> None:
+        self.mesh = mesh
+        self._groups = groups
+        self._handle: CheckHandle | None = None
+        self._flags = torch.empty(0, dtype=torch.int64)
+        self._written: dict[int, KnownValue | None] = {}
+        self._compares_written = True
+        self._is_checked = True
+        self._versions = self._shard_versions()
+        self._actions = OwnActions(groups, mesh)
+        self._done: tuple[list[Steps], str] = ([], "")
+        self._updated: Sequence[int] = ()
+
+    def _shard_versions(self) -> list[int]:
+        return [bucket.store.shard_version for bucket in self.mesh.buckets_of(self._groups)]
+
+    def take_updated(self) -> Sequence[int]:
+        """Return for each bucket whether its shard was written to, twice: 1, -1 or 0, 0.
+
+        It was looked at in the last forward of this kind. A rank without a piece has the least
+        numbers: 0, -1.
+        """
+        self._updated = ()
+        if not watch_settings.compare_values:
+            return ()
+        before, self._versions = self._versions, self._shard_versions()
+        result: list[int] = []
+        buckets = self.mesh.buckets_of(self._groups)
+        for bucket, was, is_now in zip(buckets, before, self._versions, strict=True):
+            has_piece = not all(unwritten(entry).is_empty for entry in bucket.entries)
+            is_updated = int(was != is_now)
+            result += [is_updated, -is_updated] if has_piece else [0, -1]
+        self._updated = result
+        return result
+
+    def warn_of_updates(self) -> None:
+        """Warn of the first bucket that some ranks have written to, and others have not."""
+        extremes = self._flags[: len(self._updated)].view(-1, 2).tolist()
+        for bucket, (most, least) in zip(
+            self.mesh.buckets_of(self._groups) if extremes else (), extremes, strict=True
+        ):
+            if most == -least or (most, least) == (0, -1):
+                continue
+            msg = (
+                f"{bucket.entries[0].name!r} and those beside it were updated on some ranks, and "
+                f"not on others, since the last forward without gradients. Each rank updates its "
+                f"own pieces: do it on every rank. An average of weights (EMA) that is updated on "
+                f"rank 0 only is a patchwork."
+            )
+            warn_user(msg, is_first_rank=self._groups[0].mesh.is_first_rank)
+            return
+
+    def send(
+        self,
+        streams: CommStreams,
+        fired: Sequence[int],
+        description: str,
+        written: Sequence[Written],
+    ) -> None:
+        """Send flags, and numbers of what this rank did by itself."""
+        number, done = self._number_of(written), self._take_done()
+        numbers = [*fired, number, -number, done, -done]
+        self._flags = torch.tensor(numbers, dtype=torch.int64)
+        self._is_checked = False
+        self._handle = streams.start_all_reduce_max(self._flags, self.mesh.axes, description)
+
+    def describe(self) -> str:
+        """Return what is sent: another text on a rank that froze a parameter since it was sharded.
+
+        Its bucket has others that are trained.
+        """
+        buckets = [each.bucket.entries for each in self.mesh.gradients_of(self._groups)]
+        trained = [[entry.param.requires_grad for entry in entries] for entries in buckets]
+        frozen = [
+            entry.name
+            for entries, flags in zip(buckets, trained, strict=True)
+            for entry, is_trained in zip(entries, flags, strict=True)
+            if not is_trained and any(flags)
+        ]
+        without = f", without the frozen {listed(frozen, str)}" if frozen else ""
+        return f"which of {sum(map(sum, trained))} trained parameters were used{without}"
+
+    def _number_of(self, written: Sequence[Written]) -> int:
+        """Return a number of what was written since the last step; remember it."""
+        self._written = {}
+        if not written:
+            return 0
+        own = {id(entry) for entry in self.mesh.entries_of(self._groups)}
+        taken = [each for each in written if id(each[0]) in own]
+        self._written = {id(entry): value for entry, _, value in taken}
+        if not taken or not self._compares_written:
+            return 0
+        # All of them, also where any value may be right here: other ranks may not know.
+        return _digest(repr([(entry.name, each.number) for entry, each, _ in taken]).encode())
+
+    def _take_done(self) -> int:
+        """Return a number of what else this rank did."""
+        steps, pickled = self._done = self._actions.take()
+        return _digest(repr((steps, bool(pickled))).encode()) if steps or pickled else 0
+
+    def check_alike(self) -> None:
+        """See `UsedParameters.check_alike`."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -579,13 +711,13 @@ class UsedParameters:
             if text is not None:
                 raise RankMismatchError(text)
             # One replica may save for all.
-            on_shards = {id(group.shard_axis) for group in self._groups}
-            axes = [axis for axis in self._axes if id(axis) in on_shards]
+            on_shards = {id(b.plan.axis) for b in self.mesh.buckets_of(self._groups)}
+            axes = [axis for axis in self.mesh.axes if id(axis) in on_shards]
             text = self._first_of(pickled_on_some, self._done[1], axes)
             if text is not None:
                 warnings.warn(text, stacklevel=2)
         if most_written != -least_written:
-            entries = [entry for g in self._groups for b in g.buckets for entry in b.entries]
+            entries = self.mesh.entries_of(self._groups)
             mine = [
                 (entry.name, self._written.get(id(entry), unwritten(entry)))
                 for entry in sorted(entries, key=lambda entry: entry.order)
@@ -603,20 +735,13 @@ class UsedParameters:
         axes: Sequence[AxisComm] | None = None,
     ) -> str | None:
         """Return what is found over any axis, or any of some; all ranks of the mesh find it."""
-        found = [compare(axis.exchange(mine)) for axis in axes or self._axes]
-        text: str | None = first_of_all(next(filter(None, found), None), self._axes)
+        found = [compare(axis.exchange(mine)) for axis in axes or self.mesh.axes]
+        text: str | None = first_of_all(next(filter(None, found), None), self.mesh.axes)
         return text
 
-    def by_group(self) -> list[list[list[int]]]:
-        """Wait; return per group and bucket which parameters fired on any rank."""
-        self.finish()
-        if not self._axes:
-            return [[list(each.fired) for each in g.gradients.buckets] for g in self._groups]
-        flags = iter(self._flags.tolist())
-        return [
-            [[next(flags) for _ in each.fired] for each in group.gradients.buckets]
-            for group in self._groups
-        ]
+    def fired_anywhere(self) -> Iterator[int]:
+        """Return the flags of parameters, of all ranks."""
+        return iter(self._flags.tolist())
 
     def finish_on_host(self) -> None:
         """Wait, if no device needs to be waited for."""

@@ -313,7 +313,7 @@ class Backward:
         for group in self._groups:
             if not self._makes_graph and not self._schedule.in_use(group.index):
                 group.show(unsharded=False)
-            if group.kept_axis is not None and not self._schedule.awaits_backward(group.index):
+            if group.kept_axes and not self._schedule.awaits_backward(group.index):
                 for store in group.gathered:
                     store.drop_part()  # On a rank whose backward did not come to the group.
         self._passes.end_backward(self._schedule.in_use)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
 
+    Written = tuple[ParamEntry, WrittenValue, "KnownValue | None"]
+
 
 # --- while users have whole parameters ------------------------------------------------------------
 
@@ -74,10 +76,11 @@ class ParamGroup:
         buckets: Buckets of all parameters.
         gradients: Gradients of the trainable buckets.
         grad_hooks: Hooks that bring the gradients.
-        shard_axis: Axis of all-gathers and reduce-scatters.
-        replicate_axis: Axis of all-reduces; None: there are none.
-        kept_axis: Axis over which backward gathers, with `reshard_after_forward=n`; None: over all
-            ranks.
+        mesh: Mesh of the call. Each bucket's plan has the bucket's own.
+        axes: Axes of all buckets' meshes.
+        replicates: Whether any bucket is all-reduced.
+        kept_axes: Axes over which backward gathers, with `reshard_after_forward=n`, by the shard
+            axes that they are parts of.
         index: Position among the groups of the root; its number in schedules.
         listener: Listener to its backwards: that of the root.
         is_root: Whether the module is the root: with `reshard_after_forward=None` it is not
@@ -120,9 +123,6 @@ class ParamGroup:
         self.index = -1
         self._values = WholeValues()
         self.listener: BackwardListener | None = None
-        mesh = self.mesh
-        self.shard_axis: AxisComm = mesh.backend.axis(mesh.ndim - 1)
-        self.replicate_axis: AxisComm | None = mesh.backend.axis(0) if mesh.ndim > 1 else None
         self._set_buckets(buckets)
         self._values.versions = self.shard_versions
 
@@ -131,6 +131,8 @@ class ParamGroup:
         self.buckets = buckets
         for bucket in buckets:
             bucket.group = weakref.ref(self)
+        self.axes = tuple(dict.fromkeys(axis for b in buckets for axis in b.plan.axes))
+        self.replicates = any(bucket.plan.replicate_axis is not None for bucket in buckets)
         self.gathered = [b.store for b in buckets if not b.store.aliases_shard]
         dtypes = [bucket.plan.param_dtype for bucket in buckets]
         trainable = [
@@ -139,12 +141,7 @@ class ParamGroup:
             if dtype.is_floating_point or dtype.is_complex
         ]
         self.gradients = GroupGradients(
-            trainable,
-            shard_axis=self.shard_axis,
-            replicate_axis=self.replicate_axis,
-            receive_chunks=self.mesh.backend.receive_chunks(self.shard_axis),
-            comm=self.settings.comm,
-            weight=self.mesh.backend.gradient_weight,
+            trainable, comm=self.settings.comm, weight=self.mesh.backend.gradient_weight
         )
         places = [(b.store, i) for b in buckets for i in range(len(b.entries))]
         watched = [(place, each) for place in places for each in place[0].written_to(place[1])]
@@ -157,9 +154,13 @@ class ParamGroup:
     def set_reshard_after_forward(self, value: bool | int | None) -> None:  # noqa: FBT001
         """Choose what happens to the memory after forward; an int makes a process group."""
         self.settings.reshard_after_forward = value
-        self.kept_axis: AxisComm | None = None
-        if value is not None and not isinstance(value, bool):
-            self.kept_axis = self.mesh.backend.split_axis(self.mesh.ndim - 1, value)
+        self.kept_axes: dict[AxisComm, AxisComm] = {}
+        if value is None or isinstance(value, bool):
+            return
+        for bucket in self.buckets:
+            mesh, axis = bucket.plan.mesh, bucket.plan.axis
+            if axis.size > value and axis not in self.kept_axes:
+                self.kept_axes[axis] = mesh.backend.split_axis(mesh.ndim - 1, value)
 
     # --- the user's parameters ---
 
@@ -474,9 +475,7 @@ class ParamGroup:
                 found[id(entry)] = written.get(id(entry), default)
         return found
 
-    def _written(
-        self, first: dict[int, int]
-    ) -> list[tuple[ParamEntry, WrittenValue, KnownValue | None]]:
+    def _written(self, first: dict[int, int]) -> list[Written]:
         """Return what was written since ranks compared, and what that is to be compared by.
 
         Args:
@@ -496,7 +495,7 @@ class ParamGroup:
                     result.append((entry, written, value))
         return result
 
-    def take_written(self) -> list[tuple[ParamEntry, WrittenValue, KnownValue | None]]:
+    def take_written(self) -> list[Written]:
         """Return what was written since ranks compared; forget it."""
         result = self._written({})
         for entry, _, _ in result:
@@ -566,11 +565,12 @@ class ParamGroup:
             return
         del self.__dict__["num_restored"]
         written: Any = self.buckets
-        self.mesh = written[0][0][0].param.spec.mesh
+        meshes = [entries[0].param.spec.mesh for entries, _, _ in written]
+        self.mesh = max(meshes, key=lambda mesh: mesh.size())
         self._take_buckets(
             [
-                restore(entries, mesh=self.mesh, policy=self.policy, layout=layout, offload=offload)
-                for entries, layout, offload in written
+                restore(entries, mesh=mesh, policy=self.policy, layout=layout, offload=offload)
+                for mesh, (entries, layout, offload) in zip(meshes, written, strict=True)
             ]
         )
         self.set_reshard_after_forward(self.settings.reshard_after_forward)

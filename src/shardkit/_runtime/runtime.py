@@ -16,7 +16,12 @@ import torch
 from shardkit import _compat
 from shardkit._errors import StateError, listed, warn_user
 from shardkit._params.memory import SlotPool
-from shardkit._runtime.agreement import UsedParameters, check_same_model, is_on_part
+from shardkit._runtime.agreement import (
+    UsedParameters,
+    check_same_model,
+    compared_meshes,
+    is_on_part,
+)
 from shardkit._runtime.backward import Backward
 from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.passes import make_passes
@@ -222,7 +227,8 @@ class Runtime:
         # A process that holds all ranks has nobody to compare with.
         self.axes = axes = [] if backend.is_spmd else _distinct_axes(self.groups)
         self.is_on_part = not backend.is_spmd and is_on_part(self.groups)
-        check_same_model(self.groups, axes)
+        meshes = [] if backend.is_spmd else compared_meshes(self.groups)
+        check_same_model(self.groups, meshes)
         for group in self.groups:
             group.check_materialized()
             if group.was_replaced:
@@ -234,7 +240,7 @@ class Runtime:
             nbytes=nbytes if backend.batches_small_groups else (), is_idle=is_idle
         )
         # Where operators are traced all ranks have one graph, or none runs at all.
-        self.used = UsedParameters(self.groups, [] if backend.is_traced else axes)
+        self.used = UsedParameters(self.groups, [] if backend.is_traced else meshes)
         self.gathers = Gathers(self.groups, self.schedule, self.streams, self.slots)
         self.reductions = Reductions(
             self.groups,
@@ -323,11 +329,11 @@ class Runtime:
             for g in groups
             if g.settings.next_in_backward is not None
         }
-        for axis in dict.fromkeys(group.shard_axis for group in groups):
-            on_axis = [group for group in groups if group.shard_axis is axis]
-            wanted = any(group.settings.separate_reduce for group in on_axis)
+        shard_axes = [(b.plan.axis, g.settings) for g in groups for b in g.buckets]
+        for axis in dict.fromkeys(axis for axis, _ in shard_axes):
+            wanted = any(own.separate_reduce for other, own in shard_axes if other is axis)
             self.streams.separate_reduce(axis, enable=wanted)
-        memory_axes = [*dict.fromkeys(g.shard_axis for g in groups if g.settings.comm_memory)]
+        memory_axes = [*dict.fromkeys(axis for axis, own in shard_axes if own.comm_memory)]
         if memory_axes != self._memory_axes:
             self._memory_axes = memory_axes
             self.streams.allocate_from(memory_axes)
@@ -622,5 +628,4 @@ class Runtime:
 
 
 def _distinct_axes(groups: Sequence[ParamGroup]) -> list[AxisComm]:
-    axes = (axis for group in groups for axis in (group.shard_axis, group.replicate_axis))
-    return [axis for axis in dict.fromkeys(axes) if axis is not None]
+    return [*dict.fromkeys(axis for group in groups for axis in group.axes)]

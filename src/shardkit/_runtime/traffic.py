@@ -77,12 +77,16 @@ def keep_writes(group: ParamGroup, streams: CommStreams) -> None:
     places = group.note_writes()
     for store, index in places:
         _check_can_keep(group, store, index)
-    axes = [a for a in (group.shard_axis, group.replicate_axis) if a is not None and a.size > 1]
-    if axes:
-        values = [fingerprint(store.unsharded_values(index), 0) for store, index in places]
-        names = [store.entries[index].name for store, index in places]
-        known = dict(zip(names, torch.stack(values).tolist(), strict=True))
-        _check_alike(group, known, axes, streams)
+    by_mesh: dict[tuple[AxisComm, ...], list[tuple[Store, int]]] = {}
+    for store, index in places:
+        by_mesh.setdefault(store.plan.axes, []).append((store, index))
+    for axes, on_mesh in by_mesh.items():
+        several = [axis for axis in axes if axis.size > 1]
+        if several:
+            values = [fingerprint(store.unsharded_values(index), 0) for store, index in on_mesh]
+            names = [store.entries[index].name for store, index in on_mesh]
+            known = dict(zip(names, torch.stack(values).tolist(), strict=True))
+            _check_alike(group, known, several, streams)
     for store, index in places:
         store.keep_written(index)
     streams.follow_compute()  # The next gather: no version tells it of this.
@@ -199,7 +203,7 @@ class Gathers:
         self._has_own_memory = backend.has_own_memory
         self._is_traced = backend.is_traced
         self._put_off: list[ParamGroup] = []
-        self._under_way: dict[int, Handle] = {}
+        self._under_way: dict[int, list[Handle]] = {}
         self._refreshed: set[int] = set()
         self._followed: list[tuple[int, ...]] = [() for _ in groups]
 
@@ -257,10 +261,11 @@ class Gathers:
         """Let compute issued from now on see the gathered parameters."""
         if group in self._put_off:
             self.gather_put_off()
-        handle = self._under_way.pop(group.index, None)
-        if handle is not None:
+        handles = self._under_way.pop(group.index, None)
+        if handles is not None:
             with named_range("await gather", group):
-                handle.wait()
+                for handle in handles:
+                    handle.wait()
             for store in group.gathered:
                 store.finish_gather()
 
@@ -289,41 +294,44 @@ class Gathers:
         self._put_off.clear()
 
     def _gather(self, groups: Sequence[ParamGroup]) -> None:
-        by_axis: dict[AxisComm, list[ParamGroup]] = {}
+        by_axis: dict[AxisComm, list[tuple[ParamGroup, list[Store]]]] = {}
         for group in groups:
-            by_axis.setdefault(_axis_of_gather(group), []).append(group)
+            for axis, stores in _stores_by_axis(group).items():
+                by_axis.setdefault(axis, []).append((group, stores))
             self.nbytes += group.unsharded_nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
         for axis, together in by_axis.items():
             self._start(together, axis)
+        if self._refreshed:
+            self._refreshed.difference_update(group.index for group in groups)
         if self.report is not None:
             self.report("gather", groups)
 
-    def _start(self, groups: Sequence[ParamGroup], axis: AxisComm) -> None:
-        """Get memory for groups and gather into it over `axis`, in one go.
+    def _start(self, parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
+        """Get memory for stores of groups and gather into it over `axis`, in one go.
 
         Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
         """
-        self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
         jobs, fences = [], []
-        for group in groups:
-            fences += [store.acquire(self._slots) for store in group.gathered]
-            parts = [store.kept_part for store in group.gathered]
+        for group, stores in parts:
+            fences += [store.acquire(self._slots) for store in stores]
+            kept = [store.kept_part for store in stores]
             # order: gathers wait for kept parts
-            fences += [part.fence for part in parts if part is not None]
+            fences += [part.fence for part in kept if part is not None]
             comm = group.settings.comm.all_gather
-            jobs += [job for store in group.gathered for job in store.gather_jobs(comm)]
+            jobs += [job for store in stores for job in store.gather_jobs(comm)]
         if jobs:
+            groups = [group for group, _ in parts]
             with named_range("gather", *groups):
                 handle = self._streams.start_gather(jobs, axis, fences, self._describe(groups))
-            self._under_way.update({group.index: handle for group in groups})
+            for group in groups:
+                self._under_way.setdefault(group.index, []).append(handle)
 
     def _describe(self, groups: Sequence[ParamGroup]) -> str:
         """Return the names of groups, and whether this rank had them and they were written to."""
-        written = self._refreshed and self._refreshed.intersection(g.index for g in groups)
-        if not written:
+        if not self._refreshed or self._refreshed.isdisjoint(group.index for group in groups):
             return names_of(groups)
-        self._refreshed -= written
         return f"{names_of(groups)}, {WRITTEN_SINCE}"
 
     def _free(self, group: ParamGroup) -> None:
@@ -333,10 +341,11 @@ class Gathers:
         self.nbytes -= group.unsharded_nbytes
         self.wait(group)  # order: freeing waits for the gather
         group.show(unsharded=False)
-        axis = group.kept_axis
-        may_come_back = axis is not None and self._schedule.awaits_backward(group.index)
+        kept = group.kept_axes
+        may_come_back = bool(kept) and self._schedule.awaits_backward(group.index)
         for store in group.gathered:
-            if axis is None or not may_come_back or store.is_stale:
+            axis = kept.get(store.plan.axis) if may_come_back else None
+            if axis is None or store.is_stale:
                 store.drop_part()
             else:
                 store.keep_part(axis, self._streams.fence)
@@ -365,14 +374,21 @@ class Gathers:
             self._streams.settle_host_reads(compute=by_compute)
 
 
-def _axis_of_gather(group: ParamGroup) -> AxisComm:
-    """Return the axis that the next gather of a group goes over."""
-    parts = [store.kept_part for store in group.gathered]
-    if group.kept_axis is not None and parts and all(part is not None for part in parts):
-        return group.kept_axis
+def _stores_by_axis(group: ParamGroup) -> dict[AxisComm, list[Store]]:
+    """Return what a group gathers next, by the axis that it goes over."""
+    by_axis: dict[AxisComm, list[Store]] = {}
     for store in group.gathered:
-        store.drop_part()
-    return group.shard_axis
+        by_axis.setdefault(store.plan.axis, []).append(store)
+    result: dict[AxisComm, list[Store]] = {}
+    for whole, stores in by_axis.items():
+        kept = group.kept_axes.get(whole)
+        if kept is not None and all(store.kept_part is not None for store in stores):
+            result[kept] = stores
+            continue
+        for store in stores:
+            store.drop_part()
+        result[whole] = stores
+    return result
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -428,7 +444,7 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """A backward begins: fix the order."""
-        if any(g.replicate_axis is not None or g.has_reduce_hook for g in self._under_way):
+        if any(group.replicates or group.has_reduce_hook for group in self._under_way):
             self.finish()  # They communicate once more when waited for: in one order.
         self.order.begin_backward()
 
@@ -477,7 +493,7 @@ class Reductions:
             return
         if group in self._queued:
             return  # It completed again, by a graph retained from before: it is sent with the rest.
-        if self._queued and self._queued[0].shard_axis is not group.shard_axis:
+        if self._queued and self._queued[0].axes != group.axes:
             self._start_queued()
         self._queued.append(group)
         if sum(queued.gradients.send_nbytes for queued in self._queued) >= self._batch_nbytes:

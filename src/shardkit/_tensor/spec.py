@@ -113,6 +113,8 @@ class ShardSpec:
         mesh: Mesh of the parameter.
         axis: The shard axis.
         name: Name of the parameter, for errors; the root's first forward sets the full one.
+        around: Mesh that `mesh` is a part of, where ranks outside of `mesh` hold other parameters
+            in the place of this one, such as experts of their own; None: there are none.
         start: First owned element of the flattened tensor on this rank.
         stop: End of the owned elements; equal to `start` where this rank owns nothing.
         piece_range: Range [start, stop) of this rank's piece in its shard.
@@ -125,6 +127,9 @@ class ShardSpec:
         tensor_parallel: Split of the parameter over another mesh before it is cut here: then the
             layout, `start` and `stop` are those of this rank's part. None: not at all.
         axes: Axes over which ranks hold different elements.
+        total_axes: Axes over which a norm of all parameters is summed: those of `axes`, and those
+            along which other ranks hold other parameters.
+        num_counted: Number of ranks over `total_axes` that hold the same elements.
         is_written_here: Whether this rank offers its piece to checkpoints. Where several ranks hold
             the same elements, cut in different ways, one of them does.
         is_worthless: Whether a step ran with dummy collectives (`set_debug`): nothing here is to be
@@ -139,11 +144,14 @@ class ShardSpec:
     mesh: DeviceMesh
     axis: Axis
     name: str
+    around: DeviceMesh | None = None
     state_allocator: Allocator | None = None
     shard_device: torch.device | None = None
     tensor_parallel: TensorParallelSplit | None = None
     subclass: SelfGathering | None = None
     axes: tuple[Axis, ...] = field(init=False)
+    total_axes: tuple[Axis, ...] = field(init=False)
+    num_counted: int = field(init=False, default=1)
     start: int = field(init=False)
     stop: int = field(init=False)
     piece_range: tuple[int, int] = field(init=False)
@@ -159,8 +167,21 @@ class ShardSpec:
         if outer is not None:
             self.mesh = outer.join(self.mesh)
         self.axes = (self.axis,) if outer is None else (self.axis, *outer.axes)
+        self.total_axes = self.axes
+        if self.around is not None:
+            self._count_around(self.around)
         self.start, self.stop = self.layout.owned_range(self.index, self.axis.rank)
         self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
+
+    def _count_around(self, around: DeviceMesh) -> None:
+        """Sum over all of `around`, but for axes of replicas that both meshes have."""
+        axes = [around.backend.axis(index) for index in range(around.ndim)]
+        if self.mesh.ndim > 1:
+            replicas = self.mesh.backend.axis(0)
+            shared = [axis for axis in axes if axis is replicas]
+            axes = [axis for axis in axes if axis is not replicas]
+            self.num_counted = 1 if shared else replicas.size
+        self.total_axes = tuple(axes)
 
     is_traced = False
     """Operators on pieces are traced, and there may be padding behind the pieces."""
@@ -215,11 +236,22 @@ class ShardSpec:
         """Have a piece spread over devices of this process; there is only one here."""
 
     def check_saved(self) -> None:
-        """Raise if this rank's piece cannot be written to a file of its own.
+        """Raise if this rank's piece cannot be written to a file, or read from one.
 
         Raises:
-            ShardedTensorError: Dummy collectives were on.
+            ShardedTensorError: Dummy collectives were on, or other ranks hold other parameters of
+                this name.
         """
+        if self.around is not None:
+            msg = (
+                f"sharded {self.name!r} is a plain parameter on ranks "
+                f"{self.mesh.describe_ranks()} of the mesh of ranks "
+                f"{self.around.describe_ranks()}: the other ranks hold others in its place, of "
+                f"which a file under one name would lose all but one. Make it a DTensor on the "
+                f"axis along which ranks hold different parts, before fully_shard: "
+                f"nn.Parameter(distribute_tensor(whole, mesh['ep'], [Shard(0)]))."
+            )
+            raise ShardedTensorError(msg)
         if self.is_worthless:
             msg = (
                 f"sharded {self.name!r} has run steps with dummy collectives (set_debug): its "

@@ -17,6 +17,7 @@ from shardkit._module import checks
 from shardkit._module.fully_shard import fully_shard
 from shardkit._module.hooks import get_state
 from shardkit._module.materialize import materialize
+from shardkit._module.placements import place_params
 from shardkit._params.make import plan_buckets
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._schedule import Op, UnshardSchedule
@@ -359,12 +360,11 @@ class Unit:
         for module in self.modules:
             checks.check_module(module)
         checks.check_mesh(self.mesh)
-        checks.checked_reshard(self.arguments["reshard_after_forward"], self.mesh)
+        others = place_params(self.entries, self.arguments["shard_placement_fn"], self.mesh)
+        checks.checked_reshard(self.arguments["reshard_after_forward"], self.mesh, others)
         if not is_shape_only(self.mesh):
             checks.check_params(self.entries, self.mesh, self.arguments["offload_policy"])
         checks.check_reparametrized(self.entries)
-        if self.arguments["shard_placement_fn"] is not None:
-            checks.check_placements(self.entries, self.arguments["shard_placement_fn"])
 
     def plan(self) -> None:
         """Plan its buckets for its arguments."""
@@ -402,26 +402,27 @@ class Unit:
             passes: The number of those that go over all ranks, where others go over neighbours.
             reductions: The number of its reductions.
         """
-        copies, ranks = (1, *self.mesh.shape)[-2:]
-        gathered = [bucket for bucket in self.buckets if bucket.unsharded_nbytes]
-        trained = [bucket for bucket in self.buckets if bucket.is_trainable]
-        unsharded = sum(bucket.unsharded_nbytes for bucket in gathered)
-        sent = sum(bucket.send_nbytes for bucket in trained)
-        whole = gathers
-        near, value = ranks, self.arguments["reshard_after_forward"]
-        if isinstance(value, int) and not isinstance(value, bool):
-            whole, near = min(gathers, passes), value
-        received = whole * unsharded * (ranks - 1) // ranks
-        received += (gathers - whole) * unsharded * (near - 1) // near
-        own = sum(bucket.sum_nbytes for bucket in trained)
-        return PlannedTraffic(
-            all_gathers=gathers * len(gathered) * (ranks > 1),
-            reduce_scatters=reductions * len(trained) * (ranks > 1),
-            all_reduces=reductions * len(trained) * (copies > 1),
-            gathered_nbytes=received,
-            reduced_nbytes=reductions * sent * (ranks - 1) // ranks,
-            all_reduced_nbytes=reductions * 2 * own * (copies - 1) // copies,
-        )
+        value = self.arguments["reshard_after_forward"]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        whole = min(gathers, passes) if is_number else gathers
+        total = PlannedTraffic()
+        for bucket in self.buckets:
+            copies, ranks = (1, *bucket.plan.mesh.shape)[-2:]
+            unsharded, own = bucket.unsharded_nbytes, bucket.sum_nbytes
+            near = min(value, ranks) if is_number else ranks
+            sent = bucket.send_nbytes * (ranks - 1) // ranks
+            received = whole * unsharded * (ranks - 1) // ranks
+            received += (gathers - whole) * unsharded * (near - 1) // near
+            num_sent = reductions * bucket.is_trainable
+            total += PlannedTraffic(
+                all_gathers=gathers * (unsharded > 0) * (ranks > 1),
+                reduce_scatters=num_sent * (ranks > 1),
+                all_reduces=num_sent * (copies > 1),
+                gathered_nbytes=received,
+                reduced_nbytes=num_sent * sent,
+                all_reduced_nbytes=num_sent * 2 * own * (copies - 1) // copies,
+            )
+        return total
 
 
 def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:

@@ -479,6 +479,14 @@ class Backend(MeshBackend):
     def split_axis(self, axis: int, size: int) -> AxisComm:
         """Return the communicator of `size` neighbours on one mesh axis. Collective over it."""
 
+    def with_axes(self, axes: Sequence[AxisComm]) -> Backend:
+        """Return the backend of a mesh of these devices whose axes have these communicators.
+
+        Raises:
+            NotImplementedError: Operators are traced.
+        """
+        raise NotImplementedError(axes)
+
     @abstractmethod
     def make_streams(
         self, axes: Sequence[AxisComm], share: CommStreams | None = None

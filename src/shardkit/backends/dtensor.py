@@ -12,11 +12,11 @@ Imported when the first such parameter is found (`shardkit.backends.tensor_paral
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardkit import _compat
 from shardkit._errors import MeshError, StateError, WrapError
@@ -83,6 +83,9 @@ class TensorParallel:
         placements: The DTensor's, one per axis of `mesh`.
         torch_mesh: The DTensor's mesh, as torch's object.
         splits: The cuts, in the order in which they are made; none where it is replicated.
+        shown: The DTensor's placements on all axes of `torch_mesh`. `mesh` and `placements` lack
+            those that `outside` has taken away.
+        data_dims: Positions of these axes, along which ranks compute with data of their own.
     """
 
     shape: tuple[int, ...]
@@ -90,6 +93,8 @@ class TensorParallel:
     placements: tuple[Any, ...]
     torch_mesh: TorchDeviceMesh = field(compare=False, repr=False)
     splits: tuple[Split, ...] = field(compare=False, repr=False)
+    shown: tuple[Any, ...] = field(compare=False, repr=False)
+    data_dims: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def of(cls, param: DTensor, mesh: DeviceMesh) -> TensorParallel:
@@ -127,7 +132,22 @@ class TensorParallel:
             placements=tuple(param.placements),
             torch_mesh=param.device_mesh,
             splits=tuple(splits),
+            shown=tuple(param.placements),
         )
+
+    def outside(self, mesh: DeviceMesh) -> TensorParallel:
+        """Return the same without the axes of the DTensor's mesh that lie in `mesh`.
+
+        The parameter is replicated over these, and sharded here (``dp_mesh_dims``).
+        """
+        axes = self.mesh_axes
+        taken = [i for i, a in enumerate(axes) if a.size > 1 and set(a.members) <= {*mesh.ranks}]
+        if not taken:
+            return self
+        kept = [i for i in range(len(axes)) if i not in taken]
+        placements = tuple(self.placements[i] for i in kept)
+        inner = self.mesh.submesh(kept)
+        return replace(self, mesh=inner, placements=placements, data_dims=tuple(taken))
 
     @property
     def axes(self) -> tuple[PeerAxis, ...]:
@@ -196,7 +216,7 @@ class TensorParallel:
         """Return this rank's part of a tensor of the whole shape, plain or a DTensor."""
         if isinstance(whole, DTensor):
             if whole.device_mesh == self.torch_mesh:
-                return _compat.waited(whole.redistribute(placements=self.placements).to_local())
+                return _compat.waited(whole.redistribute(placements=self.shown).to_local())
             whole = whole.full_tensor()
         for split in self.splits:
             whole = split.cut(whole)
@@ -225,7 +245,7 @@ class TensorParallel:
         return DTensor.from_local(
             part,
             self.torch_mesh,
-            self.placements,
+            self.shown,
             run_check=False,
             shape=torch.Size(self.shape),
             stride=tuple(strides),
@@ -236,8 +256,16 @@ class TensorParallel:
         """Return this rank's part of what autograd left in ``.grad`` of the DTensor.
 
         Cost: none where it has the parameter's placements; else what DTensor takes, e.g. an
-        all-reduce where every rank has the gradient of its part of the sequence.
+        all-reduce where every rank has the gradient of its part of the sequence. Sums over
+        data-parallel axes are left to the reduction.
         """
+        if self.data_dims and isinstance(grad, DTensor) and grad.device_mesh == self.torch_mesh:
+            wanted = list(self.shown)
+            for dim in self.data_dims:
+                own = grad.placements[dim]
+                if isinstance(own, Partial) and own.reduce_op == "sum":
+                    wanted[dim] = own
+            return _compat.waited(grad.redistribute(placements=wanted).to_local())
         return self.to_part(grad)
 
     @staticmethod

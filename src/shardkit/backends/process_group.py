@@ -203,7 +203,8 @@ class ProcessGroupBackend(Backend):
 
     def process_group(self, axis: int) -> dist.ProcessGroup:
         """Return torch's process group of one axis."""
-        return self._mesh.get_group(self._axes[axis])
+        known = self._comms.get(axis)
+        return self._mesh.get_group(self._axes[axis]) if known is None else known.group
 
     def axis(self, axis: int) -> ProcessGroupAxis:
         """Return the communicator of one axis; always the same object."""
@@ -239,9 +240,13 @@ class ProcessGroupBackend(Backend):
 
     def for_axes(self, axes: Sequence[int]) -> ProcessGroupBackend:
         """Return the backend of the submesh made of `axes`; it shares the communicators."""
-        sub = type(self)(self._mesh, [self._axes[axis] for axis in axes])
-        sub._comms = {i: self.axis(axis) for i, axis in enumerate(axes)}  # noqa: SLF001 - own class
-        return sub
+        return self.with_axes([self.axis(axis) for axis in axes])
+
+    def with_axes(self, axes: Sequence[Any]) -> ProcessGroupBackend:
+        """Return the backend of a mesh of these devices whose axes have these communicators."""
+        made = type(self)(self._mesh, ())
+        made._comms = dict(enumerate(axes))  # noqa: SLF001 - own class
+        return made
 
 
 class JoinedBackend(MeshBackend):

@@ -106,7 +106,7 @@ def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
     replicated = [
         module
         for module in modules
-        if any(g.replicate_axis is not None for g in groups_in(module, recurse=False))
+        if any(group.replicates for group in groups_in(module, recurse=False))
     ]
     if not replicated and hook is not None:
         msg = (

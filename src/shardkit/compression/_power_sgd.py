@@ -377,7 +377,7 @@ class PowerSGD:
         if (
             pieces[0].name not in self._wires
         ):  # In what gradients cross the axis where they are not compressed.
-            self._wires = {b.entries[0].name: b.plan.reduce_dtype for _, b in self._buckets()}
+            self._wires = {b.entries[0].name: b.plan.reduce_dtype for b in self._buckets()}
         _sum_parts(rest, axis, self._wires.get(pieces[0].name, tensor.dtype))
         if matrices:
             self._sum_matrices(state, matrices, tensor, axis, unit)
@@ -460,9 +460,9 @@ class PowerSGD:
         if self._scale.may_skip:
             self._read_scale()
         error: dict[str, Tensor] = {}
-        for group, bucket in self._buckets():
+        for bucket in self._buckets():
             if self._use_error_feedback:
-                error |= self._total_error(group, bucket)
+                error |= self._total_error(bucket)
         return {
             "iteration": max((state.iteration for state in self._states.values()), default=0),
             "error": error,
@@ -470,7 +470,7 @@ class PowerSGD:
         }
 
     @torch.no_grad()
-    def _total_error(self, group: ParamGroup, bucket: Bucket) -> dict[str, Tensor]:
+    def _total_error(self, bucket: Bucket) -> dict[str, Tensor]:
         store, plan = bucket.store, bucket.plan
         state = self._states.get(bucket.entries[0].name)
         dtype = torch.promote_types(plan.reduce_dtype, torch.float32)
@@ -479,8 +479,8 @@ class PowerSGD:
             total = torch.zeros(numel, dtype=dtype, device=plan.home_device)
         else:
             total = state.error.clone()
-            assert group.replicate_axis is not None
-            group.replicate_axis.all_reduce(total, "sum")
+            assert plan.replicate_axis is not None
+            plan.replicate_axis.all_reduce(total, "sum")
             total = total.to(plan.home_device)
         return {
             entry.name: ShardedTensor(store.piece(total, index), store.specs[index])
@@ -491,11 +491,12 @@ class PowerSGD:
     def _all_seconds(self) -> dict[str, dict[str, Tensor]]:
         """Return the second factors of all ranks of shard axes, by parameter and rank."""
         result: dict[str, dict[str, Tensor]] = {}
-        for axis in dict.fromkeys(group.shard_axis for group in self._groups):
+        axes = (bucket.plan.axis for group in self._groups for bucket in group.buckets)
+        for axis in dict.fromkeys(axes):
             own = {
                 name: second.cpu()
-                for group, bucket in self._buckets()
-                if group.shard_axis is axis and bucket.entries[0].name in self._states
+                for bucket in self._buckets()
+                if bucket.plan.axis is axis and bucket.entries[0].name in self._states
                 for name, second in self._states[bucket.entries[0].name].seconds.items()
             }
             for rank, seconds in enumerate(axis.exchange(own)):
@@ -520,17 +521,17 @@ class PowerSGD:
         error, seconds = state["error"], state["second_factors"]
         params = {
             entry.name: tuple(entry.param.shape)
-            for _, bucket in self._buckets()
+            for bucket in self._buckets()
             for entry in bucket.entries
             if entry.param.ndim > 1
         }
         if self._use_error_feedback and error:
             _check_names(error, params)
-        for group, bucket in self._buckets():
+        for bucket in self._buckets():
             own = states[bucket.entries[0].name] = BucketState(int(state["iteration"]))
             if self._use_error_feedback and error:
-                own.error = self._cut_error(group, bucket, error)
-            key = f"{group.shard_axis.rank} of {group.shard_axis.size}"
+                own.error = self._cut_error(bucket, error)
+            key = f"{bucket.plan.axis.rank} of {bucket.plan.axis.size}"
             for entry in bucket.entries:
                 saved = seconds.get(entry.name)
                 if saved and self._warm_start:
@@ -538,10 +539,10 @@ class PowerSGD:
         self._states = states
         self._has_begun = False
 
-    def _cut_error(self, group: ParamGroup, bucket: Bucket, saved: Mapping[str, Tensor]) -> Tensor:
+    def _cut_error(self, bucket: Bucket, saved: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's part of the error, laid out as the shard."""
         store, plan = bucket.store, bucket.plan
-        assert group.replicate_axis is not None
+        assert plan.replicate_axis is not None
         dtype = torch.promote_types(plan.reduce_dtype, torch.float32)
         result = torch.zeros(store.layout.shard_numel, dtype=dtype, device=plan.device)
         for index, entry in enumerate(bucket.entries):
@@ -554,14 +555,15 @@ class PowerSGD:
             store.piece(result, index).copy_(
                 value.to_local() if is_cut else spec.slice_full(value)  # type: ignore[attr-defined]
             )
-        return result.div_(group.replicate_axis.size)
+        return result.div_(plan.replicate_axis.size)
 
-    def _buckets(self) -> Iterator[tuple[ParamGroup, Bucket]]:
+    def _buckets(self) -> Iterator[Bucket]:
         """Yield the buckets whose gradients come here."""
         for group in self._groups:
             for gradients in group.gradients.buckets:
-                if gradients.bucket.is_trainable:
-                    yield group, gradients.bucket
+                bucket = gradients.bucket
+                if bucket.is_trainable and bucket.plan.replicate_axis is not None:
+                    yield bucket
 
     def _check_bound(self) -> None:
         if not self._groups:

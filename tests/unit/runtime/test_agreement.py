@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from recording import recording_mesh
 from shardkit import MixedPrecisionPolicy, RankMismatchError, fully_shard
 from shardkit._module.hooks import get_state
-from shardkit._runtime.agreement import UsedParameters, _describe, check_same_model
+from shardkit._runtime.agreement import (
+    ComparedMesh,
+    UsedParameters,
+    _describe,
+    check_same_model,
+)
 from shardkit._watch_settings import watch_settings
 
 if typing.TYPE_CHECKING:
@@ -39,6 +44,11 @@ def groups_of(
     return [get_state(module).group for module in modules]
 
 
+def over(*axes: typing.Any) -> list[ComparedMesh]:
+    """Return one mesh of these axes on which everything lies."""
+    return [ComparedMesh([axis for axis in axes if axis.size > 1])]
+
+
 class Ranks:
     """An axis on which this rank is the first one; the others have models of their own."""
 
@@ -46,7 +56,9 @@ class Ranks:
 
     def __init__(self, *others: list[typing.Any], size: int | None = None) -> None:
         self.others = others
-        self.described = [[(g.name, *_describe(g)) for g in groups] for groups in others]
+        self.described = [
+            [(g.name, *_describe(g, ComparedMesh(()))) for g in groups] for groups in others
+        ]
         self.size = size or 1 + len(others)
         self.compared: list[tuple[torch.dtype, int, str]] = []
         self.exchanged = 0
@@ -55,7 +67,7 @@ class Ranks:
         self.compared.append((tensor.dtype, tensor.numel(), op))
         for groups in self.others:
             other = _Sent()
-            check_same_model(groups, [typing.cast("typing.Any", other)])
+            check_same_model(groups, over(other))
             assert other.tensor is not None
             torch.maximum(tensor, other.tensor, out=tensor)
 
@@ -81,7 +93,7 @@ class _Sent:
 
 def compare(mine: list[typing.Any], *others: list[typing.Any]) -> Ranks:
     axis = Ranks(*others)
-    check_same_model(mine, [typing.cast("typing.Any", axis)])
+    check_same_model(mine, over(axis))
     return axis
 
 
@@ -93,7 +105,7 @@ def test_equal_models_cost_sixteen_bytes() -> None:
 
 def test_every_axis_of_several_ranks_is_asked() -> None:
     alone, first, second = Ranks(size=1), Ranks(groups_of()), Ranks(groups_of())
-    check_same_model(groups_of(), typing.cast("typing.Any", [alone, first, second]))
+    check_same_model(groups_of(), over(alone, first, second))
     assert [len(axis.compared) for axis in (alone, first, second)] == [0, 1, 1]
 
 
@@ -101,7 +113,7 @@ def test_what_differs_in_one_row_is_told_in_all() -> None:
     """Else other rows wait for ranks that have raised."""
     rows, columns = Ranks(groups_of(wider)), Ranks(groups_of())
     with pytest.raises(RankMismatchError, match=r"1\.weight"):
-        check_same_model(groups_of(), typing.cast("typing.Any", [rows, columns]))
+        check_same_model(groups_of(), over(rows, columns))
     assert (rows.exchanged, columns.exchanged) == (2, 1)
 
 
@@ -215,7 +227,7 @@ class Wire:
         self.said: list[str] = []
         self.is_of_host = True
         axis = typing.cast("typing.Any", types.SimpleNamespace(size=num_ranks))
-        self.used = [UsedParameters(groups_of_two(groups), [axis]) for _ in range(num_ranks)]
+        self.used = [UsedParameters(groups_of_two(groups), over(axis)) for _ in range(num_ranks)]
 
     def start_all_reduce_max(self, vector: Tensor, axes: Sequence[object], of: str) -> typing.Any:
         assert len(axes) == 1

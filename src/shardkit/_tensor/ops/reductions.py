@@ -286,6 +286,7 @@ def sharded_norms(
         for i, piece in enumerate(pieces):
             if order < 0 and piece.numel() == 0:
                 norms[i] = 0  # Not 0 ** order: there is nothing to add.
+    _count_once(norms, tensors, order)
     for axis, indices in by_axis(tensors).items():
         # Not by a list of indices, which would be copied to the device, and waited for.
         is_whole = len(indices) == len(tensors)
@@ -301,6 +302,14 @@ def sharded_norms(
     wanted = [dtype or tensor.dtype.to_real() for tensor in tensors]
     by_dtype = {each: norms.to(each).unbind() for each in dict.fromkeys(wanted)}
     return [by_dtype[each][i] for i, each in enumerate(wanted)]
+
+
+def _count_once(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
+    """Divide the powers that several of the ranks they are summed over have alike, in place."""
+    if abs(order) != _INF:
+        for i, tensor in enumerate(tensors):
+            if type(tensor) is ShardedTensor and tensor.spec.num_counted > 1:
+                norms[i] /= tensor.spec.num_counted
 
 
 def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
@@ -329,11 +338,15 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
 
 
 def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
-    """Return the indices of the sharded tensors by each process group they are cut over."""
+    """Return the indices of the sharded tensors by each process group they are summed over.
+
+    For a parameter in whose place other ranks hold others, such as an expert of their own, those
+    count as well: a norm of all parameters is the same on all ranks.
+    """
     by_axis: dict[Axis, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if type(tensor) is ShardedTensor:
-            for axis in tensor.spec.axes:
+            for axis in tensor.spec.total_axes:
                 if axis.size > 1:
                     by_axis.setdefault(axis, []).append(i)
     return by_axis

@@ -359,6 +359,8 @@ def whole_state(state: dict[str, Any], *, keep: bool, to_cpu: bool) -> dict[str,
     """Return a state with whole tensors; an empty one on ranks that do not keep it. Collective."""
 
     def whole(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensor):
+            leaf.spec.check_saved()
         return whole_tensor(leaf, keep=keep, to_cpu=to_cpu) if isinstance(leaf, Tensor) else leaf
 
     state = map_leaves(state, whole)

@@ -1,0 +1,256 @@
+"""`shard_placement_fn`: which mesh each parameter of a group lies on.
+
+A bucket is a part of a group, and its mesh is one of the things that make it. So one call may put
+experts on the ranks that hold the same experts, and other parameters on all ranks. Nothing is
+changed before all parameters have a place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardkit import _compat
+from shardkit._errors import MeshError, WrapError
+from shardkit._mesh import DeviceMesh
+from shardkit._module import checks
+from shardkit._tensor.spec import Replicate
+from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from shardkit._params.sites import ParamEntry
+
+
+def place_params(
+    found: Sequence[ParamEntry], fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
+) -> list[DeviceMesh]:
+    """Set the mesh of each parameter, where it is not that of the call.
+
+    Args:
+        found: Parameters of the group.
+        fn: Function of the user; None: all lie on the mesh of the call.
+        mesh: Mesh of the call.
+
+    Returns:
+        The meshes besides `mesh`.
+
+    Raises:
+        WrapError: What the function returned is none of what it may return.
+        MeshError: Not a mesh that the parameter can lie on.
+
+    Cost: two process groups per call for `Replicate()`, made once.
+    """
+    if fn is None:
+        return []
+    known = {_axes_of(mesh): mesh}
+    for item in found:
+        answer = fn(item.param)
+        place = _mesh_of(answer, item, mesh)
+        if place is not mesh:
+            _check(place, answer, item, mesh)
+        place = known.setdefault(_axes_of(place), place)
+        item.mesh = None if place is mesh else place
+        item.around = None
+        is_part = place.size() < mesh.size() and tensor_parallel_of(item.param) is None
+        if is_part and mesh.size() > 1:
+            item.around = mesh
+    return [place for place in known.values() if place is not mesh]
+
+
+def replicated(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of a parameter that each rank of `mesh` holds whole.
+
+    Cost: process groups of this rank alone and, for a mesh of two axes, of all its ranks, made
+    once.
+    """
+    backend = mesh.backend
+    wide = backend.axis(0) if mesh.ndim == 1 else backend.joint_axis(mesh.ranks)
+    alone = backend.split_axis(mesh.ndim - 1, 1)
+    return DeviceMesh(
+        mesh.device_type,
+        (mesh.size(), 1),
+        mesh.ranks,
+        None,
+        mesh.rank,
+        backend.with_axes([wide, alone]),
+    )
+
+
+def data_parallel_mesh(found: Sequence[ParamEntry], mesh: Any, dims: Any) -> DeviceMesh:
+    """Return the mesh to shard over, of a mesh on which all parameters are DTensors.
+
+    Args:
+        found: Parameters of the group.
+        mesh: Mesh of torch, with names.
+        dims: FSDP2's ``DataParallelMeshDims``.
+
+    Raises:
+        MeshError: The mesh has no names, or not these.
+        WrapError: A parameter is no DTensor on this mesh, or not replicated over these axes.
+
+    Cost: a process group for several axes that are taken as one, made once.
+    """
+    names = [tuple(dims.replicate_names), tuple(dims.shard_names)]
+    if not isinstance(mesh, TorchDeviceMesh) or mesh.mesh_dim_names is None:
+        msg = (
+            f"with dp_mesh_dims the mesh is that of the DTensors, torch's with names of its axes, "
+            f"got {mesh!r}. Make it by torch's init_device_mesh(..., mesh_dim_names=...)."
+        )
+        raise MeshError(msg)
+    chosen = [name for each in names for name in each]
+    wrong = [name for name in chosen if name not in mesh.mesh_dim_names]
+    if wrong or not chosen or len(set(chosen)) != len(chosen):
+        msg = (
+            f"dp_mesh_dims names {chosen} of a mesh with axes {mesh.mesh_dim_names}: expected one "
+            f"axis or several of these, each once, in `shard`, `replicate` or both."
+        )
+        raise MeshError(msg)
+    whole = as_device_mesh(mesh, device_type=mesh.device_type)
+    checks.check_in_mesh(whole)
+    dims_of = [[whole.axis_index(name) for name in each] for each in names]
+    for item in found:
+        _check_spmd(item, mesh, [dim for each in dims_of for dim in each])
+    replicate, shard = dims_of
+    if not shard:
+        return replicated(_flattened(whole, [replicate]))
+    return _flattened(whole, [replicate, shard] if replicate else [shard])
+
+
+def _check_spmd(item: ParamEntry, mesh: Any, dims: Sequence[int]) -> None:
+    own = getattr(item.param, "device_mesh", None)
+    if tensor_parallel_of(item.param) is None or own != mesh:
+        what = "a plain parameter" if own is None else f"a DTensor on {own}"
+        msg = (
+            f"parameter {item.name!r} is {what}: with dp_mesh_dims all parameters are DTensors on "
+            f"the mesh that fully_shard gets. Call distribute_module(model, mesh) first."
+        )
+        raise WrapError(msg)
+    placements: Any = item.param.placements  # type: ignore[attr-defined]
+    for dim in dims:
+        if not placements[dim].is_replicate():
+            msg = (
+                f"parameter {item.name!r} is a DTensor with placements {placements}: over the "
+                f"data-parallel axis {mesh.mesh_dim_names[dim]!r} it must be Replicate(), not "
+                f"{placements[dim]}. fully_shard shards it there."
+            )
+            raise WrapError(msg)
+
+
+def _flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
+    """Return a mesh with an axis for each list of axes of `mesh`."""
+    axes, names = [], []
+    for each in dims:
+        part = mesh.submesh(list(each))
+        is_one = part.ndim == 1
+        axes.append(part.backend.axis(0) if is_one else part.backend.joint_axis(part.ranks))
+        names.append("_".join(part.mesh_dim_names or ()))
+    whole = mesh.submesh([dim for each in dims for dim in each])
+    return DeviceMesh(
+        mesh.device_type,
+        tuple(axis.size for axis in axes),
+        whole.ranks,
+        tuple(names),
+        mesh.rank,
+        mesh.backend.with_axes(axes),
+        whole.left_out,
+    )
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[Any, ...]:
+    return tuple(mesh.backend.axis(index) for index in range(mesh.ndim))
+
+
+def _mesh_of(answer: Any, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that the user's function has chosen."""
+    if answer is None:
+        return mesh
+    info = _compat.mesh_info_of(answer)
+    if info is not None:
+        _check_dim(info.placement, item)
+        return _mesh_of_info(info, item, mesh)
+    if isinstance(answer, (DeviceMesh, TorchDeviceMesh)):
+        return as_device_mesh(answer, device_type=mesh.device_type)
+    if _is_replicate(answer):
+        return replicated(mesh)
+    _check_dim(answer, item)
+    return mesh
+
+
+def _is_replicate(answer: Any) -> bool:
+    is_theirs = getattr(answer, "is_replicate", None)  # Of a placement of torch.
+    return isinstance(answer, Replicate) or (callable(is_theirs) and bool(is_theirs()))
+
+
+def _mesh_of_info(info: _compat.MeshInfo, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
+    whole = as_device_mesh(info.mesh, device_type=mesh.device_type)
+    dims = [info.replicate_dim, info.shard_dim]
+    chosen = [dim for dim in dims if dim is not None]
+    if whole.get_coordinate() is None:
+        raise _not_in(item, whole)
+    if chosen != [*range(whole.ndim)]:
+        whole = whole.submesh(chosen)
+    return whole if info.shard_dim is not None else replicated(whole)
+
+
+def _check_dim(placement: Any, item: ParamEntry) -> None:
+    """Refuse a placement that is none, or names a dim that the parameter has not."""
+    dim = getattr(placement, "dim", None)
+    if placement is not None and not isinstance(dim, int):
+        msg = (
+            f"shard_placement_fn returned {placement!r} for {item.name!r}; it may return None, "
+            f"Shard(dim), Replicate(), a mesh, or FSDP2's ShardPlacementResult."
+        )
+        raise WrapError(msg)
+    if dim is not None and not -max(item.param.ndim, 1) <= dim < max(item.param.ndim, 1):
+        msg = (
+            f"shard_placement_fn returned {placement!r} for {item.name!r} of shape "
+            f"{tuple(item.param.shape)}, which has no dim {dim}."
+        )
+        raise WrapError(msg)
+
+
+def _not_in(item: ParamEntry, place: DeviceMesh) -> MeshError:
+    msg = (
+        f"shard_placement_fn returned the mesh of ranks {place.describe_ranks()} for "
+        f"{item.name!r}, and rank {place.rank} is not in it. Return on each rank a mesh that holds "
+        f"this rank, such as mesh['efsdp'] of a mesh with axes ('efsdp', 'ep')."
+    )
+    return MeshError(msg)
+
+
+def _check(place: DeviceMesh, answer: Any, item: ParamEntry, mesh: DeviceMesh) -> None:
+    """Refuse a mesh that makes no sense for a parameter of a call over `mesh`.
+
+    Raises:
+        MeshError: Of another device type, without this rank, of more than two axes, on traced
+            devices, or for a plain parameter not a part of the mesh of the call.
+    """
+    if mesh.backend.is_traced:
+        msg = (
+            f"shard_placement_fn returned {answer!r} for {item.name!r}: on meshes of "
+            f"{mesh.device_type!r} devices all parameters of a model lie on one mesh. Return None."
+        )
+        raise MeshError(msg)
+    if place.device_type != mesh.device_type:
+        msg = (
+            f"shard_placement_fn returned a mesh of {place.device_type!r} devices for "
+            f"{item.name!r}, and fully_shard got one of {mesh.device_type!r} devices. Parameters "
+            f"of one group are on devices of one type."
+        )
+        raise MeshError(msg)
+    if place.get_coordinate() is None:
+        raise _not_in(item, place)
+    checks.check_mesh(place)
+    outside = sorted(set(place.ranks) - set(mesh.ranks))
+    if outside and tensor_parallel_of(item.param) is None:
+        msg = (
+            f"shard_placement_fn returned the mesh of ranks {place.describe_ranks()} for "
+            f"{item.name!r}, and fully_shard got the mesh of ranks {mesh.describe_ranks()}, which "
+            f"does not hold {outside}. A plain parameter lies on all ranks of the call's mesh or "
+            f"on a part of them: pass fully_shard the larger mesh, or make the parameter a DTensor "
+            f"on the axis along which ranks hold other parts of it."
+        )
+        raise MeshError(msg)

@@ -1,0 +1,532 @@
+"""Parameters of one group on several meshes: experts on some ranks, small ones whole on all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from experts import NUM_EXPERTS, WIDTH, Block, Model
+from parallel_models import forget_old_meshes
+from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, fully_shard
+from shardkit.checkpoint import get_model_state_dict, load, save, save_full
+from step_traffic import counted, total
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from workers import Spawn
+
+# The sums over tokens and ranks are taken in another order, in fp64.
+EXACT = 1e-12
+
+NUM_TOKENS, STEPS = 12, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How ranks are used.
+
+    Attributes:
+        shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
+        experts: "plain" parameters of each rank, or a "dtensor" on the axis `ep`.
+        form: What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
+        small: Whether norms and routers are whole on each rank.
+        unflattened: Whether all meshes are views of one of the world, as torchtitan makes them.
+    """
+
+    shape: tuple[int, int, int]
+    experts: str = "plain"
+    form: str = "mesh"
+    small: bool = False
+    unflattened: bool = False
+
+
+def meshes_of(layout: Layout) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Return the mesh of all parameters but experts, that of experts, and the axis `ep`."""
+    forget_old_meshes()
+    replicas, efsdp, ep = layout.shape
+    whole = init_device_mesh(
+        "cpu", (replicas, efsdp, ep), mesh_dim_names=("replicate", "efsdp", "ep")
+    )
+    if layout.unflattened:
+        size = (replicas * efsdp * ep,)
+        world: typing.Any = init_device_mesh("cpu", size, mesh_dim_names=("world",))
+        whole = world._unflatten(0, layout.shape, ("replicate", "efsdp", "ep"))  # noqa: SLF001
+        if replicas == 1:  # Shards and parts of sequences, taken as one axis.
+            dense = world._unflatten(0, (efsdp, ep), ("dp_shard", "cp"))  # noqa: SLF001
+            return dense._flatten("fsdp"), whole["efsdp"], whole["ep"]  # noqa: SLF001
+        dense = world._unflatten(0, (replicas, efsdp * ep), ("replicate", "fsdp"))  # noqa: SLF001
+        return dense, whole["replicate", "efsdp"], whole["ep"]
+    if replicas == 1:
+        return init_device_mesh("cpu", (efsdp * ep,)), whole["efsdp"], whole["ep"]
+    dense = init_device_mesh("cpu", (replicas, efsdp * ep), mesh_dim_names=("replicate", "fsdp"))
+    return dense, whole["replicate", "efsdp"], whole["ep"]
+
+
+def keep_own_experts(block: Block, layout: Layout, ep: DeviceMesh) -> None:
+    """Leave on this rank its part of the experts."""
+    block.ep = ep.get_group()
+    for name, param in list(block.experts.named_parameters()):
+        whole = param.detach()
+        part: Tensor = distribute_tensor(whole, ep, [Shard(0)])
+        if layout.experts == "plain":
+            part = typing.cast("DTensor", part).to_local().clone()
+        setattr(block.experts, name, nn.Parameter(part))
+
+
+def place(layout: Layout, model: nn.Module, experts: DeviceMesh) -> typing.Any:
+    """Return a `shard_placement_fn`."""
+    of_experts = {id(p) for n, p in model.named_parameters() if ".experts." in n}
+    small = {id(p) for n, p in model.named_parameters() if "norm" in n or "router" in n}
+    chosen: typing.Any = experts
+    if layout.form == "result":
+        fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+        info = (
+            fsdp.FSDPMeshInfo(experts, shard_mesh_dim=0)
+            if experts.ndim == 1
+            else fsdp.HSDPMeshInfo(experts, shard_mesh_dim=1, replicate_mesh_dim=0)
+        )
+        chosen = fsdp.ShardPlacementResult(Shard(0), info)
+
+    def fn(param: nn.Parameter) -> typing.Any:
+        if id(param) in of_experts:
+            return chosen
+        return Replicate() if layout.small and id(param) in small else None
+
+    return fn
+
+
+def make(layout: Layout, **options: typing.Any) -> tuple[Model, typing.Any]:
+    """Return the plain model of one process, and the sharded one."""
+    torch.manual_seed(3)
+    plain = Model().double()
+    model = copy.deepcopy(plain)
+    dense, experts, ep = meshes_of(layout)
+    for block in model.blocks:
+        keep_own_experts(block, layout, ep)
+    fn = place(layout, model, experts)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=dense, shard_placement_fn=fn, **options)
+        # A mean over the tokens of all ranks: also of experts that few ranks hold.
+        module.set_gradient_divide_factor(dist.get_world_size())
+    return plain, model
+
+
+def batch_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a rank. Each rank's come to other experts, and one has none."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64) + rank / 2
+    return tokens, torch.randn(NUM_TOKENS, 3, generator=generator, dtype=torch.float64)
+
+
+def batches(step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return this rank's batch, and those of all ranks in one."""
+    each = [batch_of(rank, step) for rank in range(dist.get_world_size())]
+    xs, ys = zip(*each, strict=True)
+    return each[dist.get_rank()], (torch.cat(xs), torch.cat(ys))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def pairs(
+    plain: nn.Module, model: nn.Module, layout: Layout
+) -> Iterator[tuple[str, nn.Parameter, typing.Any, slice]]:
+    """Yield name, plain and sharded parameter, and the part that the sharded one is of."""
+    ep = layout.shape[-1]
+    here = NUM_EXPERTS // ep
+    first = dist.get_rank() % ep * here
+    sharded = dict(model.named_parameters())
+    for name, param in plain.named_parameters():
+        is_part = ".experts." in name and layout.experts == "plain"
+        yield name, param, sharded[name], slice(first, first + here) if is_part else slice(None)
+
+
+def largest_difference(plain: nn.Module, model: nn.Module, layout: Layout, *, grads: bool) -> float:
+    worst = 0.0
+    for name, whole, param, part in pairs(plain, model, layout):
+        assert isinstance(param, ShardedTensor), name
+        wanted, found = (whole.grad, param.grad) if grads else (whole, param)
+        assert wanted is not None
+        assert found is not None, name
+        difference = typing.cast("typing.Any", found).full_tensor() - wanted[part]
+        worst = max(worst, difference.abs().max().item())
+    return worst
+
+
+def compare_training(layout: Layout, **options: typing.Any) -> None:
+    plain, model = make(layout, **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    for step in range(STEPS):
+        own, whole = batches(step)
+        losses = [loss_of(plain, whole), loss_of(model, own)]
+        for loss in losses:
+            loss.backward()
+        total = losses[1].detach().clone()
+        dist.all_reduce(total)
+        assert abs(total / dist.get_world_size() - losses[0].detach()) < EXACT
+        assert largest_difference(plain, model, layout, grads=True) < EXACT
+        for order in (1.0, 2.0, float("inf")):
+            norms = [
+                nn.utils.get_total_norm([p.grad for p in m.parameters()], order)
+                for m in (plain, model)
+            ]
+            assert abs(norms[1].item() - norms[0].item()) < EXACT * max(1, norms[0].item())
+        for foreach in (True, False):
+            norms = [
+                nn.utils.clip_grad_norm_(m.parameters(), 0.1 / (1 + foreach), foreach=foreach)
+                for m in (plain, model)
+            ]
+            assert abs(norms[1].item() - norms[0].item()) < EXACT
+        assert abs(model.clip_grad_norm_(1e9).item() - 0.05) < 1e-6  # torch adds 1e-6 to it.
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert largest_difference(plain, model, layout, grads=False) < EXACT
+    model.check_replicas()
+
+
+LAYOUTS = [
+    Layout((1, 2, 2)),
+    Layout((1, 1, 4), small=True),
+    Layout((1, 2, 2), experts="dtensor", form="result"),
+    Layout((2, 1, 2), small=True),
+    Layout((2, 1, 2), experts="dtensor", form="result", small=True),
+    Layout((1, 2, 2), experts="dtensor", form="result", unflattened=True),
+    Layout((2, 1, 2), form="result", unflattened=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_on_several_meshes_equals_one_process(spawn: Spawn, layout: Layout) -> None:
+    spawn(compare_training, 4, layout)
+
+
+@pytest.mark.parametrize("layout", [Layout((1, 1, 2)), Layout((1, 2, 1), small=True)], ids=str)
+def test_two_ranks(spawn: Spawn, layout: Layout) -> None:
+    spawn(compare_training, 2, layout)
+
+
+# --- what a group does ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_resharding_makes_no_difference(spawn: Spawn, reshard: bool | int) -> None:
+    spawn(resharding, 4, reshard)
+
+
+def resharding(reshard: bool | int) -> None:
+    compare_training(Layout((1, 2, 2), small=True), reshard_after_forward=reshard)
+
+
+def accumulating(layout: Layout) -> None:
+    plain, model = make(layout)
+    for step in range(3):
+        own, whole = batches(step)
+        is_last = step == 2
+        model.set_requires_all_reduce(is_last)
+        model.set_requires_gradient_sync(step != 0)
+        loss_of(plain, whole).backward()
+        loss_of(model, own).backward()
+    assert largest_difference(plain, model, layout, grads=True) < EXACT
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]], ids=str)
+def test_gradients_accumulate(spawn: Spawn, layout: Layout) -> None:
+    spawn(accumulating, 4, layout)
+
+
+def in_lower_precision() -> None:
+    layout = Layout((1, 2, 2), small=True)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    plain, model = make(layout, mp_policy=policy)
+    seen = []
+    model.blocks[0].experts.register_forward_pre_hook(lambda m, _: seen.append(m.up.dtype))
+    own, whole = batches(0)
+    loss_of(plain, whole).backward()
+    loss_of(model, own).backward()
+    assert seen == [torch.float32]
+    assert 1e-12 < largest_difference(plain, model, layout, grads=True) < 1e-5
+
+
+def test_mixed_precision(spawn: Spawn) -> None:
+    spawn(in_lower_precision, 4)
+
+
+def count_collectives() -> None:
+    layout = Layout((1, 2, 2), small=True)
+    _, model = make(layout)
+    for step in range(2):
+        with counted(model) as found:
+            loss_of(model, batches(step)[0]).backward()
+        traffic = total(found)
+        # Forward: each block's experts and the root's other parameters; backward: experts of the
+        # first block, since the last one's are kept. What is whole is all-reduced once.
+        counts = (traffic.all_gathers, traffic.reduce_scatters, traffic.all_reduces)
+        assert counts == (1 + 2 + 1, 2 + 1, 2), counts
+        stats = model.memory_stats()
+        assert stats["unsharded_nbytes"] == 0
+        assert stats["unsynced_grad_nbytes"] == 0
+    assert all(param.grad is not None for param in model.parameters())
+    # The norm and the router of each block are whole here.
+    whole = sum(p.numel() for b in model.blocks for m in (b.norm, b.router) for p in m.parameters())
+    own = sum(p.to_local().numel() for b in model.blocks for p in (b.norm.weight, b.norm.bias))
+    assert own == 2 * 2 * WIDTH
+    assert whole == 2 * (2 * WIDTH + WIDTH * NUM_EXPERTS)
+
+
+def test_each_bucket_is_one_collective_and_nothing_stays(spawn: Spawn) -> None:
+    spawn(count_collectives, 4)
+
+
+def plan_and_count() -> None:
+    layout = Layout((1, 2, 2), small=True)
+    torch.manual_seed(3)
+    model = Model().double()
+    dense, experts, ep = meshes_of(layout)
+    for block in model.blocks:
+        keep_own_experts(block, layout, ep)
+    plan = auto_shard(
+        model,
+        dense,
+        units=["blocks.0", "blocks.1"],
+        shard_placement_fn=place(layout, model, experts),
+    )
+    loss_of(model, batches(0)[0]).backward()  # From the second step on the order is known.
+    with counted(model) as found:
+        loss_of(model, batches(1)[0]).backward()
+    assert total(found) == plan.traffic()
+    memory = typing.cast("typing.Any", model).memory_stats()
+    assert memory["shard_nbytes"] == plan.memory.shard_nbytes
+
+
+def test_a_plan_knows_the_meshes(spawn: Spawn) -> None:
+    spawn(plan_and_count, 4)
+
+
+def by_hand_and_copied() -> None:
+    layout = Layout((1, 2, 2), small=True)
+    plain, model = make(layout)
+    block, wanted = model.blocks[0], plain.blocks[0]
+    block.unshard()
+    first = dist.get_rank() % 2 * 2
+    assert torch.equal(block.experts.up, wanted.experts.up[first : first + 2])
+    assert torch.equal(block.router.weight, wanted.router.weight)
+    block.reshard()
+    for block in model.blocks:
+        ep, block.ep = block.ep, None  # A process group has no copies.
+    copied = copy.deepcopy(model)
+    for block in copied.blocks:
+        block.ep = ep
+    own, whole = batches(0)
+    loss_of(plain, whole).backward()
+    loss_of(copied, own).backward()
+    assert largest_difference(plain, copied, layout, grads=True) < EXACT
+    assert all(param.grad is None for param in model.parameters())
+    norms = [nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in (plain, copied)]
+    assert abs(norms[0].item() - norms[1].item()) < EXACT
+
+
+def test_unshard_and_deep_copies(spawn: Spawn) -> None:
+    spawn(by_hand_and_copied, 4)
+
+
+# --- experts without a token ----------------------------------------------------------------------
+
+
+class Choices(nn.Module):
+    """Experts of which a forward uses those that are named; all ranks of `ep` hold others."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(num_experts))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor, used: list[int]) -> Tensor:
+        outputs = [self.experts[i](inputs).sum() for i in used]
+        return self.scale * sum(outputs, inputs.sum())
+
+
+def use_some() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(rank % 2)  # Other experts on the other rank of `ep`.
+    model: typing.Any = Choices(3).double()
+    inside = {id(param) for param in model.experts.parameters()}
+    efsdp = mesh["efsdp"]
+    fully_shard(model, shard_placement_fn=lambda param: efsdp if id(param) in inside else None)
+    # Expert 0: by both ranks of one expert-parallel place; 1: by one of them; 2: by none there, and
+    # by a rank of the other place.
+    used = {0: [0], 1: [2], 2: [0, 1], 3: []}[rank]
+    model(torch.ones(2, WIDTH, dtype=torch.float64), used).backward()
+    place = rank % 2
+    has_grad = [expert.weight.grad is not None for expert in model.experts]
+    assert has_grad == [[True, True, False], [False, False, True]][place]
+    grads = [
+        e.weight.grad.full_tensor().mean().item()
+        for e in model.experts
+        if e.weight.grad is not None
+    ]
+    assert grads == [[2.0, 1.0], [1.0]][place]  # Two rows, the mean over two ranks.
+
+
+def test_an_expert_without_a_token_keeps_its_gradient(spawn: Spawn) -> None:
+    spawn(use_some, 4)
+
+
+# --- ranks that differ ---------------------------------------------------------------------------
+
+
+def differ_inside_of_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(dist.get_rank())
+    experts = nn.Linear(WIDTH, WIDTH)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), experts)
+    of_experts = {id(param) for param in experts.parameters()}
+    fully_shard(model, shard_placement_fn=lambda p: mesh["efsdp"] if id(p) in of_experts else None)
+    model(torch.ones(2, WIDTH))
+
+
+def test_experts_of_one_place_are_compared(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(differ_inside_of_a_mesh, 4):
+        assert error.type_name == "RankMismatchError"
+        assert "'1.weight' was not the same" in error.message
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+def answer_wrongly(kind: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    options: dict[str, typing.Any] = {}
+    model = nn.Linear(4, 4)
+    answer: typing.Any = {
+        "a word": lambda: "experts",
+        "no such dim": lambda: Shard(5),
+        "too many axes": lambda: init_device_mesh("cpu", (1, 2, 2)),
+        "larger": lambda: mesh,
+        "number": lambda: mesh["efsdp"],
+        "same axis": lambda: mesh["ep"],
+    }.get(kind, lambda: None)()
+    if kind == "elsewhere":
+        from torch.distributed.device_mesh import DeviceMesh
+
+        meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        answer = meshes[1 - rank // 2]
+    if kind == "larger":
+        options["mesh"] = mesh["efsdp"]
+    if kind == "number":
+        options["reshard_after_forward"] = 4
+        answer = mesh["efsdp"]
+    if kind == "same axis":
+        model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["ep"], [Shard(0)]))
+    before = dict(model.named_parameters())
+    classes = type(model)
+    try:
+        fully_shard(model, shard_placement_fn=lambda _: answer, **options)
+    finally:
+        assert dict(model.named_parameters()) == before
+        assert type(model) is classes
+
+
+MISTAKES = {
+    "a word": ("WrapError", "'experts' for 'weight'; it may return None, Shard"),
+    "no such dim": ("WrapError", "which has no dim 5"),
+    "too many axes": ("MeshError", "got 3 axes"),
+    "larger": ("MeshError", "which does not hold"),
+    "elsewhere": ("MeshError", "is not in it"),
+    "number": ("WrapError", "shard axes of [4, 2] ranks"),
+    "same axis": ("MeshError", "the meshes must have this rank only in common"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_mistakes_are_told_before_anything_is_changed(spawn_errors: Spawn, kind: str) -> None:
+    type_name, text = MISTAKES[kind]
+    for error in spawn_errors(answer_wrongly, 4, kind):
+        assert error.type_name == type_name, error
+        assert text in error.message, error.message
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def step_of(layout: Layout) -> tuple[Model, typing.Any, torch.optim.Optimizer]:
+    plain, model = make(layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return plain, model, optimizer
+
+
+def save_and_load(shape: tuple[int, int, int], path: str) -> None:
+    plain, model, optimizer = step_of(Layout((1, 1, 4), experts="dtensor", small=True))
+    own, whole = batches(0)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for each, batch, stepped in ((plain, whole, other), (model, own, optimizer)):
+        loss_of(each, batch).backward()
+        stepped.step()
+        stepped.zero_grad()
+    save(path, model, optimizer)
+    layout = Layout(shape, experts="dtensor")
+    _, loaded, resumed = step_of(layout)
+    with torch.no_grad():
+        for param in loaded.parameters():
+            param.zero_()
+    load(path, loaded, resumed)
+    assert largest_difference(plain, loaded, layout, grads=False) < EXACT
+    own, whole = batches(1)
+    for each, batch, stepped in ((plain, whole, other), (loaded, own, resumed)):
+        loss_of(each, batch).backward()
+        stepped.step()
+    assert largest_difference(plain, loaded, layout, grads=False) < EXACT
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 4, 1), (2, 1, 2)], ids=str)
+def test_checkpoints_of_experts_are_elastic(
+    spawn: Spawn, shape: tuple[int, int, int], tmp_path: typing.Any
+) -> None:
+    spawn(save_and_load, 4, shape, str(tmp_path / "checkpoint"))
+
+
+def save_plain_experts(path: str, kind: str) -> None:
+    _, model, _ = step_of(Layout((1, 2, 2)))
+    if kind == "save":
+        save(path, model)
+    elif kind == "save_full":
+        save_full(path, model)
+    else:
+        options = StateDictOptions(full_state_dict=True)
+        get_model_state_dict(model, options=options)
+
+
+@pytest.mark.parametrize("kind", ["save", "save_full", "full state dict"])
+def test_plain_experts_under_one_name_are_not_saved(
+    spawn_errors: Spawn, kind: str, tmp_path: typing.Any
+) -> None:
+    for error in spawn_errors(save_plain_experts, 4, str(tmp_path / "checkpoint"), kind):
+        assert "the other ranks hold others in its place" in error.message
+
+
+def search_along_lines() -> None:
+    _, model = make(Layout((1, 2, 2)))
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: loss_of(model, batches(0)[0]).detach())
+
+
+def test_lbfgs_refuses_plain_experts(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(search_along_lines, 4):
+        assert error.type_name == "OptimizerError"
+        assert "experts.up'" in error.message
