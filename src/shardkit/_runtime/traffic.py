@@ -469,7 +469,8 @@ class Reductions:
         """Wait for send buffers, but as many as the group may have on the wire beside its own."""
         allowed = len(self._under_way) + 1 - group.settings.max_send_buffers
         while self._num_sent < allowed:
-            self._under_way[self._num_sent].gradients.wait_sent(self._slots)
+            reducing = self._under_way[self._num_sent]
+            reducing.gradients.wait_sent(self._slots)
             self._num_sent += 1
 
     def complete(self, group: ParamGroup) -> None:
