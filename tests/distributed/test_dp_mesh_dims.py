@@ -113,7 +113,12 @@ def mistake(kind: str) -> None:
     if kind != "plain":
         model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, placements))
     dims = DataParallelMeshDims(shard="fsdp" if kind == "name" else "dp")
-    fully_shard(model, mesh=None if kind == "no mesh" else mesh, dp_mesh_dims=dims)
+    fully_shard(
+        model,
+        mesh=None if kind == "no mesh" else mesh,
+        dp_mesh_dims=dims,
+        shard_placement_fn=(lambda _: mesh["tp"]) if kind == "another mesh" else None,
+    )
 
 
 MISTAKES = {
@@ -121,6 +126,7 @@ MISTAKES = {
     "sharded": "over the data-parallel axis 'dp' it must be Replicate()",
     "name": "names ['fsdp'] of a mesh with axes ('dp', 'tp')",
     "no mesh": "got None",
+    "another mesh": "dp_mesh_dims says where all parameters lie",
 }
 
 

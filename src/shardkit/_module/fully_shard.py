@@ -234,7 +234,7 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         device_type = device_type_of(candidates, offload_policy)
         shard_mesh = as_device_mesh(mesh, device_type=device_type)
     checks.check_mesh(shard_mesh)
-    others = place_params(candidates, shard_placement_fn, shard_mesh)
+    others = place_params(candidates, shard_placement_fn, shard_mesh, is_spmd=is_spmd)
     reshard = checks.checked_reshard(reshard_after_forward, shard_mesh, others)
     checks.check_params(candidates, shard_mesh, offload_policy, is_spmd=is_spmd)
     checks.check_reparametrized(candidates)

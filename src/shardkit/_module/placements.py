@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def place_params(
-    found: Sequence[ParamEntry], fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
+    found: Sequence[ParamEntry],
+    fn: Callable[[nn.Parameter], Any] | None,
+    mesh: DeviceMesh,
+    *,
+    is_spmd: bool = False,
 ) -> list[DeviceMesh]:
     """Set the mesh of each parameter, where it is not that of the call.
 
@@ -33,6 +37,7 @@ def place_params(
         found: Parameters of the group.
         fn: Function of the user; None: all lie on the mesh of the call.
         mesh: Mesh of the call.
+        is_spmd: Whether `data_parallel_mesh` has chosen it: then all parameters lie on it.
 
     Returns:
         The meshes besides `mesh`.
@@ -49,6 +54,13 @@ def place_params(
     for item in found:
         answer = fn(item.param)
         place = _mesh_of(answer, item, mesh)
+        if place is not mesh and is_spmd:
+            msg = (
+                f"shard_placement_fn returned {answer!r} for {item.name!r}, and dp_mesh_dims says "
+                f"where all parameters lie. Return None or a Shard(dim), or leave dp_mesh_dims out "
+                f"and pass the data-parallel mesh itself."
+            )
+            raise MeshError(msg)
         if place is not mesh:
             _check(place, answer, item, mesh)
         place = known.setdefault(_axes_of(place), place)
