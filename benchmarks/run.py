@@ -99,7 +99,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--beside",
         type=Path,
         metavar="SRC",
-        help="compare training cases with the shardkit of another commit: its folder src",
+        help="compare training cases with the shardkit of another commit, its folder src; others "
+        "run as without it",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     options = parser.parse_args(arguments)

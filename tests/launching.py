@@ -79,31 +79,35 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="shardkit-ranks-") as folder:
         outputs = [pathlib.Path(folder, str(rank)) for rank in range(world_size)]
         processes: list[Forked | subprocess.Popen[bytes]] = []
-        for rank, output in enumerate(outputs):
-            environment = environment_of(rank, world_size, port, **more, **by_rank(rank))
-            if below(rank) or "PYTHONPATH" in more:
-                command = [*below(rank), sys.executable, *program]
-                with output.open("wb") as file:
-                    streams: typing.Any = {"stdout": file, "stderr": subprocess.STDOUT}
-                    processes.append(subprocess.Popen(command, env=environment, **streams))
-            else:
-                processes.append(SCRIPTS.start(program, environment, output))
-        started = time.monotonic()
         ended: dict[int, float] = {}
-        while len(ended) < world_size and time.monotonic() - started < limit_s:
-            for rank, process in enumerate(processes):
-                if below(rank):  # Such commands stop themselves when what they run is stopped.
+        codes: list[int | None] = []
+        try:
+            for rank, output in enumerate(outputs):
+                environment = environment_of(rank, world_size, port, **more, **by_rank(rank))
+                if below(rank) or "PYTHONPATH" in more:
+                    command = [*below(rank), sys.executable, *program]
+                    with output.open("wb") as file:
+                        streams: typing.Any = {"stdout": file, "stderr": subprocess.STDOUT}
+                        processes.append(subprocess.Popen(command, env=environment, **streams))
+                else:
+                    processes.append(SCRIPTS.start(program, environment, output))
+            started = time.monotonic()
+            while len(ended) < world_size and time.monotonic() - started < limit_s:
+                for rank, process in enumerate(processes):
+                    if below(rank):  # Such commands stop themselves when what they run is stopped.
+                        process.send_signal(signal.SIGCONT)
+                    if rank not in ended and process.poll() is not None:
+                        ended[rank] = time.monotonic() - started
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                codes.append(process.poll())
+                if codes[-1] is None:
                     process.send_signal(signal.SIGCONT)
-                if rank not in ended and process.poll() is not None:
-                    ended[rank] = time.monotonic() - started
-            time.sleep(0.1)
-        result = []
-        for rank, process in enumerate(processes):
-            code = process.poll()
-            if code is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait()
-            said = outputs[rank].read_text(errors="replace")
-            result.append(Ended(code, said, ended.get(rank, math.inf)))
-        return result
+                    process.kill()
+                    process.wait()
+        said = [output.read_text(errors="replace") for output in outputs]
+        return [
+            Ended(code, text, ended.get(rank, math.inf))
+            for rank, (code, text) in enumerate(zip(codes, said, strict=True))
+        ]

@@ -15,6 +15,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import typing
@@ -72,7 +73,11 @@ class Scripts:
             assert self._server.stdout is not None
             self._server.stdin.write(json.dumps(question) + "\n")
             self._server.stdin.flush()
-            return json.loads(self._server.stdout.readline())
+            line = self._server.stdout.readline()
+            if not line:
+                msg = f"{__file__} has ended"
+                raise RuntimeError(msg)
+            return json.loads(line)
 
     def start(
         self, program: typing.Sequence[str], environment: dict[str, str], output: pathlib.Path
@@ -132,12 +137,15 @@ def prepare(program: list[str], environment: dict[str, str], output: str, folder
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # Asked for while torch was imported.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[:] = program
     sys.path[0] = str(pathlib.Path(program[0]).parent)
     return program
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # After ctrl-C the input ends, then all ranks.
     for name in TAKE_LONG:
         importlib.import_module(name)
     path, *_ = serve() or [""]

@@ -62,7 +62,7 @@ def place_params(
             )
             raise MeshError(msg)
         if place is not mesh:
-            _check(place, answer, item, mesh)
+            _check(place, item, mesh)
         place = known.setdefault(_axes_of(place), place)
         item.mesh = None if place is mesh else place
         item.around = None
@@ -180,10 +180,23 @@ def _mesh_of(answer: Any, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
     if answer is None:
         return mesh
     info = _compat.mesh_info_of(answer)
+    is_mesh = isinstance(answer, (DeviceMesh, TorchDeviceMesh))
+    if mesh.backend.is_traced and (info is not None or is_mesh or _is_replicate(answer)):
+        msg = (
+            f"shard_placement_fn returned {answer!r} for {item.name!r}: on meshes of "
+            f"{mesh.device_type!r} devices all parameters of a model lie on one mesh. Return None."
+        )
+        raise MeshError(msg)
+    if mesh.device_type == "meta" and (info is not None or is_mesh):
+        msg = (
+            f"shard_placement_fn returned {answer!r} for {item.name!r}, and the mesh of the call "
+            f"is a shape, which has no ranks. Pass a mesh, or return None."
+        )
+        raise MeshError(msg)
     if info is not None:
         _check_dim(info.placement, item)
         return _mesh_of_info(info, item, mesh)
-    if isinstance(answer, (DeviceMesh, TorchDeviceMesh)):
+    if is_mesh:
         return as_device_mesh(answer, device_type=mesh.device_type)
     if _is_replicate(answer):
         return replicated(mesh)
@@ -233,19 +246,13 @@ def _not_in(item: ParamEntry, place: DeviceMesh) -> MeshError:
     return MeshError(msg)
 
 
-def _check(place: DeviceMesh, answer: Any, item: ParamEntry, mesh: DeviceMesh) -> None:
+def _check(place: DeviceMesh, item: ParamEntry, mesh: DeviceMesh) -> None:
     """Refuse a mesh that makes no sense for a parameter of a call over `mesh`.
 
     Raises:
-        MeshError: Of another device type, without this rank, of more than two axes, on traced
-            devices, or for a plain parameter not a part of the mesh of the call.
+        MeshError: Of another device type, without this rank, of more than two axes, or for a plain
+            parameter not a part of the mesh of the call.
     """
-    if mesh.backend.is_traced:
-        msg = (
-            f"shard_placement_fn returned {answer!r} for {item.name!r}: on meshes of "
-            f"{mesh.device_type!r} devices all parameters of a model lie on one mesh. Return None."
-        )
-        raise MeshError(msg)
     if place.device_type != mesh.device_type:
         msg = (
             f"shard_placement_fn returned a mesh of {place.device_type!r} devices for "

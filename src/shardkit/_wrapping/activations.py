@@ -14,7 +14,7 @@ from shardkit._module.activation_checkpoint import (
     complaint_of,
 )
 from shardkit._module.fsdp_module import own_class
-from shardkit._wrapping.policies import ModuleTree, chosen_by, described
+from shardkit._wrapping.policies import ModuleTree, chooses_groups, chosen_by, described
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -74,6 +74,12 @@ def checkpoint_activations(
         raise StateError(msg)
     if classes is not None and policy is not None:
         msg = "give classes or policy, not both: a policy may look at the classes itself."
+        raise StateError(msg)
+    if isinstance(policy, str) and chooses_groups(policy):
+        msg = (
+            f"policy={policy!r} chooses groups to shard, not modules to run again. Leave policy "
+            f"out to choose the repeated blocks."
+        )
         raise StateError(msg)
     if classes is None:
         wanted = [] if policy is None else [policy]

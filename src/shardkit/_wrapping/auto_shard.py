@@ -148,7 +148,9 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
             has been changed.
         MeshError: The mesh does not fit the strategy; and as of `fully_shard`.
 
-    Cost: no collective. All ranks plan the same, for only names, shapes and dtypes count.
+    Cost: no collective, unless `shard_placement_fn` returns ``Replicate()``, which makes process
+    groups once: then all ranks must call this, also to plan. All ranks plan the same, for only
+    names, shapes and dtypes count.
     """
     policy = _policy_of(policy, auto_wrap_policy, fsdp_min_num_params)
     prepare = _prepare_of(before, auto_wrapper_callable)

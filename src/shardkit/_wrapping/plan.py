@@ -67,6 +67,19 @@ class ShapeOnly(MeshBackend):
         """Return the size of an axis."""
         return _Axis(self._shape[axis])
 
+    def split_axis(self, axis: int, size: int) -> Any:
+        """Return the size of a part of an axis."""
+        del axis
+        return _Axis(size)
+
+    def joint_axis(self, ranks: Sequence[int]) -> Any:
+        """Return the size of all axes as one."""
+        return _Axis(len(ranks))
+
+    def with_axes(self, axes: Sequence[Any]) -> ShapeOnly:
+        """Return that of a mesh of other axes."""
+        return ShapeOnly([axis.size for axis in axes])
+
     def for_axes(self, axes: Sequence[int]) -> ShapeOnly:
         """Return that of a submesh."""
         return ShapeOnly([self._shape[axis] for axis in axes])

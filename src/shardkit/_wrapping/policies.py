@@ -610,6 +610,11 @@ def is_balanced(policy: Any) -> bool:
     return policy is None or _by_word(policy) == BALANCED
 
 
+def chooses_groups(policy: str) -> bool:
+    """Whether a policy is about sizes of groups, or about having one, and names no modules."""
+    return _by_word(policy) in (BALANCED, NO_WRAP)
+
+
 def _by_word(policy: Any) -> Any:
     """Return the policy, or its own name where it has several."""
     if isinstance(policy, str) and (policy.islower() or policy.isupper()):
@@ -623,6 +628,7 @@ def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
     Raises:
         WrapError: It names what is not there, or is no policy.
     """
+    policy = _by_word(policy)
     if policy == NO_SPLIT:
         return _by_class(tree, _no_split_modules(tree.model))
     if policy == SIZE:

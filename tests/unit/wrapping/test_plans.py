@@ -16,6 +16,7 @@ from shardkit import (
     CPUOffloadPolicy,
     MeshError,
     MixedPrecisionPolicy,
+    Replicate,
     ShardedTensor,
     WrapError,
     auto_shard,
@@ -171,6 +172,26 @@ def test_a_shape_can_only_be_planned_for() -> None:
         plan.apply()
     with pytest.raises(MeshError, match="positive numbers"):
         mesh_of_shape((0,))
+
+
+def whole_vectors(param: nn.Parameter) -> Replicate | None:
+    return Replicate() if param.ndim == 1 else None
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_whole_parameters_are_planned_for_a_shape(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    plan = auto_shard(model, shape, policy="no_wrap", apply=False, shard_placement_fn=whole_vectors)
+    traffic = plan.traffic(1)
+    assert traffic.all_gathers == 1  # That of the matrices; vectors are whole.
+    assert traffic.all_reduces == len(shape)
+    assert traffic.reduce_scatters == 1
+
+
+def test_a_shape_has_no_other_mesh() -> None:
+    mesh, _ = recording_mesh((2,))
+    with pytest.raises(MeshError, match="the mesh of the call is a shape, which has no ranks"):
+        auto_shard(nn.Linear(4, 4), (2,), apply=False, shard_placement_fn=lambda _: mesh)
 
 
 def test_what_fully_shard_refuses_is_refused_when_it_is_planned() -> None:

@@ -138,7 +138,9 @@ class StateInMemory(Source):
                 kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
                 msg = (
                     f"{name!r} in the state dict is {kind}; expected whole, plain tensors. Pass a "
-                    f"full state dict (get_model_state_dict with full_state_dict=True)."
+                    f"full state dict (full_state_dict=True of get_model_state_dict or "
+                    f"get_optimizer_state_dict). A state dict of pieces is set without "
+                    f"broadcast_from_rank0."
                 )
                 raise CheckpointError(msg)
             self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
