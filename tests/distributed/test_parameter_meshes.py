@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import pickle
 import typing
 
 import pytest
@@ -380,10 +382,59 @@ def use_some() -> None:
         if e.weight.grad is not None
     ]
     assert grads == [[2.0, 1.0], [1.0]][place]  # Two rows, the mean over two ranks.
+    check_norms(model, place)
+
+
+def check_norms(model: typing.Any, place: int) -> None:
+    """Compare norms with those of all gradients of both places, which are not equally many."""
+    mine = [p.grad.full_tensor() for p in model.experts.parameters() if p.grad is not None]
+    of_places: list[typing.Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_places, (place, mine))
+    by_place = dict(of_places)
+    wholes = [model.scale.grad.full_tensor(), *by_place[0], *by_place[1]]
+    for order in (2.0, 1.0, 3.0, math.inf, -math.inf):
+        wanted = nn.utils.get_total_norm(wholes, order)
+        for params in (list(model.parameters()), list(model.parameters())[::-1]):
+            grads = [param.grad for param in params if param.grad is not None]
+            found = nn.utils.get_total_norm(grads, order)
+            assert abs(found.item() - wanted.item()) < EXACT, order
+    before = model.scale.grad.full_tensor()
+    norm = model.clip_grad_norm_(0.5)
+    assert abs(norm.item() - nn.utils.get_total_norm(wholes).item()) < EXACT
+    assert torch.allclose(model.scale.grad.full_tensor(), before * 0.5 / (norm.item() + 1e-6))
 
 
 def test_an_expert_without_a_token_keeps_its_gradient(spawn: Spawn) -> None:
     spawn(use_some, 4)
+
+
+def use_those_of_one_place() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model: typing.Any = Choices(3).double()
+    inside = {id(param) for param in model.experts.parameters()}
+    efsdp = mesh["efsdp"]
+    fully_shard(model, shard_placement_fn=lambda param: efsdp if id(param) in inside else None)
+    model(torch.ones(2, WIDTH, dtype=torch.float64), [] if rank % 2 else [0, 2]).backward()
+    check_norms(model, rank % 2)
+
+
+def test_a_norm_counts_experts_also_where_none_was_used(spawn: Spawn) -> None:
+    spawn(use_those_of_one_place, 4)
+
+
+def pickle_experts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model = nn.Linear(WIDTH, WIDTH)
+    fully_shard(model, shard_placement_fn=lambda _: mesh["efsdp"])
+    copy.deepcopy(model)
+    pickle.dumps(model)
+
+
+def test_plain_experts_are_not_pickled(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(pickle_experts, 4):
+        assert error.type_name == "ShardedTensorError", error.traceback
+        assert "'weight' is a plain parameter on ranks" in error.message
 
 
 # --- ranks that differ ---------------------------------------------------------------------------

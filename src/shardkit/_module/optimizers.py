@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from shardkit._errors import OptimizerError, StateError, listed
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, map_leaves
-from shardkit._runtime.agreement import note_step, rank_of_copy
+from shardkit._runtime.agreement import is_on_part, note_step, rank_of_copy
 from shardkit._runtime.group import STATE_ATTRIBUTE
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import begin_step, end_step
@@ -376,12 +376,16 @@ def _warn_of_left_out(params: Sequence[Any]) -> None:
 
 def _warn_of_copies(params: Sequence[Any]) -> None:
     """Warn where ranks on a mesh made by hand train a model that other ranks train as well."""
+    if not any(is_on_part([group]) for group in _groups):
+        return
     known = {id(e.param): g for g in _groups for bucket in g.buckets for e in bucket.entries}
     param = next((param for param in params if id(param) in known), None)
-    if param is None or param.device_mesh.left_out or _averaged_by_ddp():
+    if param is None or param.spec.tensor_parallel is not None:
         return
     group = known[id(param)]
     of_root = [each for each in _groups if each.listener is group.listener]
+    if group.mesh.left_out or not is_on_part(of_root) or _averaged_by_ddp():
+        return
     other = rank_of_copy(sorted(of_root, key=lambda each: each.index))
     if other is not None:
         warnings.warn(

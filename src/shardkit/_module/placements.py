@@ -75,11 +75,11 @@ def place_params(
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of a parameter that each rank of `mesh` holds whole.
 
-    Cost: process groups of this rank alone and, for a mesh of two axes, of all its ranks, made
-    once.
+    Cost: process groups of this rank alone and of all ranks of the mesh, made once.
     """
     backend = mesh.backend
-    wide = backend.axis(0) if mesh.ndim == 1 else backend.joint_axis(mesh.ranks)
+    # Not the group of the gathers: ranks may wait for sums at other moments (`ReduceOrder`).
+    wide = backend.joint_axis(mesh.ranks)
     alone = backend.split_axis(mesh.ndim - 1, 1)
     return DeviceMesh(
         mesh.device_type,
@@ -88,6 +88,7 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
         None,
         mesh.rank,
         backend.with_axes([wide, alone]),
+        world_size=mesh.world_size,
     )
 
 
@@ -168,6 +169,7 @@ def _flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
         mesh.rank,
         mesh.backend.with_axes(axes),
         whole.left_out,
+        mesh.world_size,
     )
 
 

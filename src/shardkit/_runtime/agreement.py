@@ -309,7 +309,7 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
             found = found or _first_value_difference(descriptions, order)
             text = text or found
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.axes)]
-    if len(axes) > 1:  # Else ranks of other rows would wait for those that raise.
+    if len(axes) > 1 or text is not None:  # Others may have more axes, and wait for all to agree.
         text = first_of_all(text, axes)
     if text is not None:
         raise RankMismatchError(text)
@@ -557,10 +557,10 @@ class UsedParameters:
         Called on all ranks, when what they sent has come.
 
         Raises:
-            RankMismatchError: On every rank, if they wrote other values to parameters, or took
-                other steps of an optimizer.
+            RankMismatchError: On every rank of a mesh, if they wrote other values to its
+                parameters, or took other steps of an optimizer.
 
-        Cost: nothing, but for an exchange on each axis where something differs.
+        Cost: nothing, but for an exchange on each axis of a mesh where something differs.
         """
         for on_mesh in self._on_meshes:
             on_mesh.check_alike()

@@ -207,7 +207,8 @@ class Backward:
                 f"a pipeline computes the gradients of inputs and of weights apart, and its "
                 f"schedule has not unsharded {group.name!r}, whose parameters would get no "
                 f"gradients. Call fully_shard on the module that PipelineStage gets, and not only "
-                f"on layers in it, and run it by a schedule of torch or a class derived from one."
+                f"on layers in it, and run it by a schedule of torch or a class derived from one "
+                f"(torch 2.9 has schedules that do not unshard)."
             )
             raise StateError(msg)
         if record.versions != group.shard_versions:
@@ -331,6 +332,7 @@ class Backward:
         if not groups:
             return
         self.is_running = True  # The engine is not: nothing is to be queued.
+        self._any_fired = self._makes_graph = False
         self._reductions.begin_backward()
         for group in groups:
             group.grad_hooks.take_left()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
     from shardkit._schedule import Action, UnshardSchedule
-    from shardkit.backends.base import AxisComm, CommStreams, Handle
+    from shardkit.backends.base import AxisComm, CommStreams, Event, Handle
 
 
 # --- names in profiles ----------------------------------------------------------------------------
@@ -301,21 +301,30 @@ class Gathers:
             self.nbytes += group.unsharded_nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self._follow_late_writes(groups)  # order: gathers wait for writes inside of a forward
-        for axis, together in by_axis.items():
-            self._start(together, axis)
+        # All of a group's memory first: an error on one axis leaves none of its stores without.
+        fences = [
+            [store.acquire(self._slots) for _, stores in together for store in stores]
+            for together in by_axis.values()
+        ]
+        for (axis, together), ready in zip(by_axis.items(), fences, strict=True):
+            self._start(together, axis, ready)
         if self._refreshed:
             self._refreshed.difference_update(group.index for group in groups)
         if self.report is not None:
             self.report("gather", groups)
 
-    def _start(self, parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
-        """Get memory for stores of groups and gather into it over `axis`, in one go.
+    def _start(
+        self,
+        parts: Sequence[tuple[ParamGroup, list[Store]]],
+        axis: AxisComm,
+        fences: list[Event | None],
+    ) -> None:
+        """Gather into the memory of stores of groups over `axis`, in one go, after `fences`.
 
         Cost: one all-gather per bucket, of `param_dtype` bytes; small ones may travel together.
         """
-        jobs, fences = [], []
+        jobs = []
         for group, stores in parts:
-            fences += [store.acquire(self._slots) for store in stores]
             kept = [store.kept_part for store in stores]
             # order: gathers wait for kept parts
             fences += [part.fence for part in kept if part is not None]

@@ -103,6 +103,15 @@ class FlatShard:
     """
 
 
+def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], None]:
+    """Return the axes over which norms of parts are summed (`ShardSpec.around`), in their order.
+
+    A rank may have no gradient of any part, and is asked by its other gradients on the axis.
+    """
+    found: dict[tuple[Axis, ...], None] = axis.__dict__.setdefault("shardkit_part_sums", {})
+    return found
+
+
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class ShardSpec:
     """How one parameter is cut, shared by the parameter, its gradient and its optimizer state.
@@ -181,7 +190,9 @@ class ShardSpec:
             shared = [axis for axis in axes if axis is replicas]
             axes = [axis for axis in axes if axis is not replicas]
             self.num_counted = 1 if shared else replicas.size
-        self.total_axes = tuple(axes)
+        self.total_axes = tuple(axis for axis in axes if axis.size > 1)
+        for axis in self.total_axes:
+            part_sums_of(axis)[self.total_axes] = None
 
     is_traced = False
     """Operators on pieces are traced, and there may be padding behind the pieces."""

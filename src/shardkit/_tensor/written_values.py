@@ -251,6 +251,7 @@ def note_written(
     steps, sample = 0, None
     if part_by is not None:
         steps = zlib.crc32(part_by.name().encode()) + (1 if before is None else 31 * before.steps)
+        steps &= _MASK
     if _is_sampled(entry.num_written):
         dtype = target.dtype if part_by is None else None
         parts = [fingerprint(_plain(whole), max_samples, dtype) for whole in wholes()]

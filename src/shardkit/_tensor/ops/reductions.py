@@ -14,6 +14,7 @@ from torch import Tensor
 from shardkit import _compat
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import part_sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -297,6 +298,7 @@ def sharded_norms(
             axis.all_reduce(picked, "sum")
         if not is_whole:
             _compat.foreach_copy([norms[i] for i in indices], picked.unbind())
+    _sum_parts(norms, tensors, order)
     if is_power:
         norms.pow_(1.0 / order)
     wanted = [dtype or tensor.dtype.to_real() for tensor in tensors]
@@ -340,16 +342,62 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
 def by_axis(tensors: Sequence[Tensor]) -> dict[Axis, list[int]]:
     """Return the indices of the sharded tensors by each process group they are summed over.
 
-    For a parameter in whose place other ranks hold others, such as an expert of their own, those
-    count as well: a norm of all parameters is the same on all ranks.
+    Not those in whose place other ranks hold others, see `part_sums`.
     """
     by_axis: dict[Axis, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if type(tensor) is ShardedTensor:
-            for axis in tensor.spec.total_axes:
+        if type(tensor) is ShardedTensor and tensor.spec.around is None:
+            for axis in tensor.spec.axes:
                 if axis.size > 1:
                     by_axis.setdefault(axis, []).append(i)
     return by_axis
+
+
+def part_sums(tensors: Sequence[Tensor]) -> dict[tuple[Axis, ...], list[int]]:
+    """Return the indices of parts by the axes that they are summed over, in an order of all ranks.
+
+    Parts are parameters in whose place other ranks hold others, such as experts of their own. A
+    rank without gradients of its parts has empty lists.
+    """
+    found: dict[tuple[Axis, ...], list[int]] = {}
+    for axis in by_axis(tensors):
+        found.update({axes: [] for axes in part_sums_of(axis)})
+    for i, tensor in enumerate(tensors):
+        if type(tensor) is ShardedTensor and tensor.spec.around is not None:
+            found.setdefault(tensor.spec.total_axes, []).append(i)
+    return found
+
+
+def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
+    """Have parts of all ranks count on each, so that a norm of all tensors is the same; in place.
+
+    The sum of all parts goes to those of this rank by their shares, or where it has none to the
+    first tensor. The number of parts with a gradient may be another one on each rank.
+    """
+    is_extreme = abs(order) == _INF
+    for axes, indices in part_sums(tensors).items():
+        own = torch.stack([norms[i] for i in indices]) if indices else norms.new_zeros(0)
+        if is_extreme:
+            neutral = 0.0 if order > 0 else _INF
+            total = torch.cat([own, own.new_full((1,), neutral)])
+            total = total.amax(0, keepdim=True) if order > 0 else total.amin(0, keepdim=True)
+        else:
+            total = own.sum(0, keepdim=True)
+        before = total.clone()
+        for axis in axes:
+            if is_extreme:
+                reduce_extremes(total, axis, "max" if order > 0 else "min")
+            else:
+                axis.all_reduce(total, "sum")
+        if is_extreme:
+            choose = torch.maximum if order > 0 else torch.minimum
+            for i in indices or [0]:
+                norms[i] = choose(norms[i], total[0])
+        elif indices:
+            shares = torch.where(before > 0, own / before, 1.0 / len(indices))
+            _compat.foreach_copy([norms[i] for i in indices], (shares * total).unbind())
+        else:
+            norms[0] += total[0]
 
 
 def total_norm(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -396,7 +444,8 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads, found_inf, inv_scale = args
     pieces = [grad.local_piece if type(grad) is ShardedTensor else grad for grad in grads]
     func(pieces, found_inf, inv_scale, **kwargs)
-    for axis in by_axis(grads):
+    of_parts = [axis for axes in part_sums(grads) for axis in axes]
+    for axis in dict.fromkeys((*by_axis(grads), *of_parts)):
         axis.all_reduce(found_inf, "max")
 
 
