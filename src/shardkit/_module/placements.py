@@ -78,8 +78,11 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
     Cost: process groups of this rank alone and of all ranks of the mesh, made once.
     """
     backend = mesh.backend
-    # Not the group of the gathers: ranks may wait for sums at other moments (`ReduceOrder`).
-    wide = backend.joint_axis(mesh.ranks)
+    # A group of its own, not that of gathers: ranks may wait for sums at other moments of theirs.
+    same = next((i for i in range(mesh.ndim) if mesh.shape[i] == mesh.size()), None)
+    wide: Any = (
+        backend.joint_axis(mesh.ranks) if same is None else backend.split_axis(same, mesh.size())
+    )
     alone = backend.split_axis(mesh.ndim - 1, 1)
     return DeviceMesh(
         mesh.device_type,
