@@ -7,9 +7,9 @@ norms are AdamW's, as Muon's authors advise.
     torchrun --standalone --nproc-per-node 2 examples/muon.py
     torchrun --standalone --nproc-per-node gpu examples/muon.py --device cuda
 
-A small transformer learns a text by heart. Rank 0 trains a plain copy on all data as well. The exit
-status is 1 where the last losses differ, or where the text was not learned. Halfway both optimizers
-are saved, and go on in a new run.
+A small transformer learns a text by heart. After an eighth of the steps both optimizers are saved,
+and go on in a new run. Rank 0 trains a plain copy on all data as well. The exit status is 1 where a
+loss of the first quarter differs from the plain one, or where the text was not learned.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ TEXT = (
 SEQUENCE = 32
 BATCH = 24  # Over all ranks, in equal shares.
 ENOUGH = 0.3  # Nats for each byte.
-# Newton-Schulz in bf16 makes other updates of gradients that differ by rounding.
-TOLERANCE = 0.1
+# Relative, in the first quarter. Newton-Schulz in bf16 makes other updates of gradients that differ
+# by rounding, and each step makes more of it: late losses are close, and not equal.
+TOLERANCE = 1e-3
 
 
 class Block(nn.Module):
@@ -122,17 +123,17 @@ def shard(model: Transformer, device: str) -> Transformer:
 
 
 def train_sharded(model: Transformer, options: argparse.Namespace, folder: str) -> list[float]:
-    """Return the losses of all ranks' batches; half of them by a new run that loads the first."""
+    """Return the losses of all ranks' batches; most of them by a new run that loads the first."""
     again = copy.deepcopy(model)
     model = shard(model, options.device)
     optimizers = make_optimizers(model, is_sharded=True)
     losses = []
     for step in range(options.steps):
-        if step == options.steps // 2:
-            checkpoint.save(f"{folder}/halfway", model, optimizers)
+        if step == options.steps // 8:
+            checkpoint.save(f"{folder}/begun", model, optimizers)
             model = shard(again, options.device)
             optimizers = make_optimizers(model, is_sharded=True)
-            checkpoint.load(f"{folder}/halfway", model, optimizers)
+            checkpoint.load(f"{folder}/begun", model, optimizers)
         rank, size = dist.get_rank(), dist.get_world_size()
         mine = tuple(part.chunk(size)[rank] for part in batch_of(step, options.device))
         loss = take_step(model, optimizers, mine)
@@ -177,11 +178,13 @@ def main() -> None:
     expected = train_plain(plain, options)
     last, of_plain = (sum(each[-10:]) / 10 for each in (losses, expected))
     print(f"loss {losses[0]:.4f} -> {last:.4f}, of plain training {of_plain:.4f}")
+    first = list(zip(losses, expected, strict=True))[: options.steps // 4]
+    most = max(abs(loss - plain) / plain for loss, plain in first)
     if last > ENOUGH:
         sys.exit(f"the loss is {last:.4f}, more than {ENOUGH}")
-    if abs(last - of_plain) > TOLERANCE * of_plain:
-        sys.exit(f"the losses differ by more than {TOLERANCE:.0%}")
-    print("CHECKED: Muon and AdamW reached plain training's loss, over a checkpoint")
+    if most > TOLERANCE:
+        sys.exit(f"the first {len(first)} losses differ by up to {most:.1e} of plain training's")
+    print(f"CHECKED: the first {len(first)} losses within {most:.1e} of plain training's")
 
 
 if __name__ == "__main__":
