@@ -11,9 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
+from shardkit._compat import META_STATE, AfterImport, as_plain
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._tensor.client_answers import answer_to, telling_the_truth
+from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     import types
@@ -55,6 +60,15 @@ class Installed:
         """Have something called when this is undone; what was given last is called first."""
         self._undoing.append(call)
 
+    def after_import(self, name: str, then: Callable[[Any], None]) -> None:
+        """Call a function with a module: now if it is imported, else right after that."""
+        if name in sys.modules:
+            then(sys.modules[name])
+            return
+        finder = AfterImport(name, then)
+        sys.meta_path.insert(0, finder)
+        self.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+
     def undo(self) -> None:
         """Give torch's names back. Models that are sharded stay as they are.
 
@@ -88,6 +102,8 @@ def install() -> Installed:
     does. So call this first. Torch's own modules go on to use FSDP2; its
     pipelines know shardkit's modules by what they inherit.
 
+    ``isinstance(param, DTensor)`` is True of sharded tensors meanwhile, as it is with FSDP2.
+
     Rank 0 says so once, through the logger ``shardkit``. A second call changes nothing.
 
     Returns:
@@ -112,6 +128,7 @@ def install() -> Installed:
             installed.replace(module, attribute, _OURS[name])
         if not is_given_by_torch and not _is_of(module, ("torch", "shardkit")):
             before.add(f"{module.__name__}.{attribute}")
+    _answer_as_dtensors(installed)
     if os.environ.get("RANK", "0") == "0":
         _logger.warning(
             "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s.",
@@ -124,6 +141,23 @@ def install() -> Installed:
                 ", ".join(sorted(before)),
             )
     return installed
+
+
+def _answer_as_dtensors(installed: Installed) -> None:
+    """Let ``isinstance(param, DTensor)`` be True of sharded tensors, as it is with FSDP2."""
+    from torch.distributed.tensor import DTensor  # noqa: TID251 - to be taken for it
+
+    answer_to(DTensor)
+    installed.at_undo(functools.partial(answer_to, None))
+    swap = telling_the_truth(torch.utils.swap_tensors)
+    installed.replace(torch.utils, "swap_tensors", swap)
+
+    def take_for_plain(module: types.ModuleType) -> None:
+        original = getattr(module, META_STATE[1], None)
+        if original is not None:
+            installed.replace(module, META_STATE[1], as_plain(original, ShardedTensor))
+
+    installed.after_import(META_STATE[0], take_for_plain)
 
 
 def _is_of(module: types.ModuleType, packages: tuple[str, ...]) -> bool:

@@ -265,8 +265,13 @@ def broadcast_tensors(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Cut what was received before the next one comes: one whole tensor exists at a time."""
+    """Cut what was received before the next one comes: one whole tensor exists at a time.
+
+    Torch is shown plain tensors in the places of sharded ones, of which it would make rows where
+    they answer for DTensors.
+    """
     sharded = _sharded_ones({key: local_state_dict.get(key) for key in keys})
+    local_state_dict.update(dict.fromkeys(sharded, torch.empty(0)))
     original(full_state_dict, local_state_dict, keys, *args, **kwargs)
     _cut_received(local_state_dict, sharded)
 

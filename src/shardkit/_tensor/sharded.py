@@ -20,6 +20,7 @@ from shardkit import _compat
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 from shardkit._tensor import dcp_protocol
+from shardkit._tensor.client_answers import ClientAnswers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,7 +148,7 @@ def set_dispatcher(dispatcher: Dispatcher, of_mixed: Dispatcher) -> None:
     _dispatcher, _dispatcher_of_mixed = dispatcher, of_mixed
 
 
-class ShardedTensor(HostValues):
+class ShardedTensor(ClientAnswers):
     """A tensor of a global shape of which this rank holds a flat range.
 
     Looks like FSDP2's DTensor parameters: `shape` is global, `placements` and `device_mesh` say
@@ -369,15 +370,6 @@ class ShardedTensor(HostValues):
         whole = self.full_tensor().as_subclass(ReplicatedTensor)
         whole.spec = self.spec
         return whole
-
-    def storage(self) -> Any:
-        """Refuse: writers of whole files ask for it, transformers' `save_pretrained` for one."""
-        msg = (
-            f"sharded {self.spec.name!r} has no storage of the whole tensor, which a writer of "
-            f"files asks for (save_pretrained, safetensors). Save the whole model, on all ranks, "
-            f'by shardkit.checkpoint.save_full(path, model, format="safetensors").'
-        )
-        raise ShardedTensorError(msg)
 
     def share_memory_(self) -> Self:
         """Move this rank's piece, and what shares its storage, to shared memory."""

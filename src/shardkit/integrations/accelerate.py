@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from shardkit._compat import AfterImport
 from shardkit._errors import IntegrationError
 from shardkit._install import Installed, install
 from shardkit._module.fsdp_module import FSDPModule
@@ -80,7 +78,7 @@ def use() -> Installed:
 
 
 def _replace_all(used: Installed) -> None:
-    _after_import(used, "transformers", lambda _: check_version("transformers"))
+    used.after_import("transformers", lambda _: check_version("transformers"))
     _in_use.append(used)
     used.at_undo(_in_use.clear)
     used.at_undo(install().undo)
@@ -95,7 +93,7 @@ def _replace_all(used: Installed) -> None:
     if "get_optimizer_state_dict" not in utils.load_fsdp_optimizer.__code__.co_names:  # 1.12
         _load_sharded_optimizers(used)
     _refuse_sharded_loading(used)
-    _after_import(used, "transformers.trainer", functools.partial(_say_what_is_not_saved, used))
+    used.after_import("transformers.trainer", functools.partial(_say_what_is_not_saved, used))
 
 
 def _load_sharded_optimizers(used: Installed) -> None:
@@ -116,7 +114,7 @@ def _load_sharded_optimizers(used: Installed) -> None:
 
     for module in (accelerate.utils.fsdp_utils, accelerate.utils, accelerate.accelerator):
         used.replace(module, original.__name__, load)
-    _after_import(used, "transformers.trainer", lambda m: used.replace(m, original.__name__, load))
+    used.after_import("transformers.trainer", lambda m: used.replace(m, original.__name__, load))
 
 
 def _say_what_is_not_saved(used: Installed, trainer_module: Any) -> None:
@@ -171,17 +169,7 @@ def _refuse_sharded_loading(used: Installed) -> None:
         with replacing("transformers"):
             used.replace(module, "apply_fully_sharded_data_parallelism", refuse)
 
-    _after_import(used, "transformers.distributed.mixin", replace)
-
-
-def _after_import(used: Installed, name: str, then: Callable[[Any], None]) -> None:
-    """Call a function with a module: now if it is imported, else right after that."""
-    if name in sys.modules:
-        then(sys.modules[name])
-        return
-    finder = AfterImport(name, then)
-    sys.meta_path.insert(0, finder)
-    used.at_undo(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+    used.after_import("transformers.distributed.mixin", replace)
 
 
 def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:

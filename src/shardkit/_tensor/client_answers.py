@@ -1,0 +1,145 @@
+"""What packages that know FSDP2 ask of a sharded parameter, and `ShardedTensor` answers.
+
+They look for the names of a DTensor: `_local_tensor`, `_spec`, the class itself. And they ask for
+memory, mostly to find out whether two parameters are one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import dlpack
+
+from shardkit._errors import ShardedTensorError
+from shardkit._host_values import HostValues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardkit._tensor.spec import ShardSpec
+
+_own_storages: weakref.WeakKeyDictionary[ShardSpec, torch.UntypedStorage] = (
+    weakref.WeakKeyDictionary()
+)
+"""What stands for the memory of empty pieces, which have none: an address for each parameter."""
+
+
+class _Claimed:
+    """Class that sharded tensors answer to beside their own; None: no other."""
+
+    cls: type | None = None
+
+
+_truth = threading.local()
+"""Has `is_asked` in a thread that needs the class which an object has."""
+
+
+def answer_to(cls: type | None) -> None:
+    """Let sharded tensors answer ``isinstance(p, cls)`` by True from now on; None: end that.
+
+    Python asks the class of an object first, then what the object says its class is. So all is
+    True that was True before, and `type` gives the class it is.
+    """
+    _Claimed.cls = cls
+
+
+def telling_the_truth(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """Wrap ``torch.utils.swap_tensors``, which gives each tensor the `__class__` of the other."""
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        _truth.is_asked = True
+        try:
+            swap(t1, t2)
+        finally:
+            _truth.is_asked = False
+
+    return swap_tensors
+
+
+class ClientAnswers(HostValues):
+    """The part of a `ShardedTensor` that no operator needs: what others ask DTensors for."""
+
+    local_piece: Tensor
+    spec: ShardSpec
+
+    @property
+    def __class__(self) -> type:
+        """The class, or the one that is answered to (`answer_to`)."""
+        if _Claimed.cls is None or getattr(_truth, "is_asked", False):
+            return type(self)
+        return _Claimed.cls
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        object.__dict__["__class__"].__set__(self, cls)
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The piece, as `to_local` gives it where autograd does not record."""
+        return self.local_piece
+
+    @_local_tensor.setter
+    def _local_tensor(self, piece: Tensor) -> None:
+        """Have another piece from now on, not copied, as by `replace_piece`.
+
+        Raises:
+            ShardedTensorError: It has another number of elements.
+        """
+        wanted = tuple(self.local_piece.shape)
+        if tuple(piece.shape) != wanted:
+            msg = (
+                f"_local_tensor of sharded {self.spec.name!r} must be this rank's piece, of shape "
+                f"{wanted}, got {tuple(piece.shape)}. Whole tensors are written by copy_."
+            )
+            raise ShardedTensorError(msg)
+        self.replace_piece(piece)
+
+    def replace_piece(self, piece: Tensor) -> None:
+        """Have another piece, not copied."""
+        raise NotImplementedError
+
+    @property
+    def _spec(self) -> Any:
+        """Not there: what DTensor keeps in it can describe rows only.
+
+        Raises:
+            AttributeError: Always. So `hasattr` is False.
+        """
+        msg = (
+            f"sharded {self.spec.name!r} has no _spec: a DTensorSpec says which rows a rank has, "
+            f"and this piece is a range of elements. Use to_local(), full_tensor(), device_mesh "
+            f"and placements."
+        )
+        raise AttributeError(msg)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of this rank's piece, and of nothing else.
+
+        Its address tells parameters apart. So an empty piece has an address as well, which all
+        tensors of its parameter share.
+        """
+        piece = self.local_piece
+        if type(piece) is not Tensor or piece.is_meta or piece.device.type == "xla":
+            return piece.untyped_storage()
+        if piece.numel():
+            # A storage that begins at the piece: those of a bucket lie in one storage.
+            there = piece.detach().view(torch.uint8)
+            return dlpack.from_dlpack(there).untyped_storage()
+        if self.spec not in _own_storages:
+            _own_storages[self.spec] = torch.UntypedStorage(1, device=piece.device)
+        return _own_storages[self.spec]
+
+    def storage(self) -> Any:
+        """Refuse: writers of whole files ask for it, transformers' `save_pretrained` for one."""
+        msg = (
+            f"sharded {self.spec.name!r} has no storage of the whole tensor, which a writer of "
+            f"files asks for (save_pretrained, safetensors). Save the whole model, on all ranks, "
+            f'by shardkit.checkpoint.save_full(path, model, format="safetensors").'
+        )
+        raise ShardedTensorError(msg)

@@ -1,0 +1,212 @@
+"""What packages that know FSDP2 ask of a sharded parameter: one test for each question."""
+
+from __future__ import annotations
+
+import pickle
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.tensor import DTensor
+
+import shardkit
+from recording import recording_mesh
+from shardkit import ShardedTensor, ShardedTensorError, fully_shard
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Layers(nn.Module):
+    """Of 4 ranks some have nothing of the small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(3)
+        self.last = nn.Linear(5, 6)
+        self.tied = nn.Linear(5, 6, bias=False)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.first(x)) + self.last(self.first(x))
+
+
+def sharded_layers(size: int, rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(Layers(), mesh=recording_mesh((size,), rank=rank)[0])
+
+
+RANKS = [(size, rank) for size in (1, 2, 4) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_local_tensor_is_the_piece(size: int, rank: int) -> None:
+    """`hasattr(p, "_local_tensor")` is how some packages know that they must gather."""
+    whole = dict(Layers().named_parameters())
+    for name, param in sharded_layers(size, rank).named_parameters():
+        local = param._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001
+        assert type(local) is Tensor
+        assert local.ndim == 1
+        assert local.data_ptr() == param.to_local().data_ptr()  # type: ignore[attr-defined]
+        assert not hasattr(whole[name], "_local_tensor")
+
+
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_storages_tell_parameters_apart(size: int, rank: int) -> None:
+    """Also those of one bucket, which lie in one storage, and those of which a rank has nothing."""
+    model = sharded_layers(size, rank)
+    addresses = {}
+    for name, param in model.named_parameters():
+        storage = param.untyped_storage()
+        addresses[name] = storage.data_ptr()
+        local = param.to_local()  # type: ignore[attr-defined]
+        if local.numel():
+            assert storage.data_ptr() == local.data_ptr()
+            assert storage.nbytes() == local.nbytes
+    assert 0 not in addresses.values()
+    assert len(set(addresses.values())) == len(addresses)
+
+
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_storages_show_what_is_one(size: int, rank: int) -> None:
+    """In a state dict each name has an object of its own."""
+    model = sharded_layers(size, rank)
+    state, again = model.state_dict(), model.state_dict()
+
+    def address(tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    assert address(state["tied.weight"]) == address(state["last.weight"])
+    for name, value in state.items():
+        assert address(value) == address(again[name]) == address(value.data)
+        if value.to_local().numel():
+            assert address(value) != address(value.clone())
+
+
+def test_the_storage_is_the_memory_of_the_piece() -> None:
+    param = next(sharded_layers(2, 0).parameters())
+    local = param.to_local()  # type: ignore[attr-defined]
+    view = torch.empty(0).set_(param.untyped_storage())
+    local.fill_(3.0)
+    assert view.tolist() == [3.0] * local.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_storages_of_other_dtypes(dtype: torch.dtype) -> None:
+    model = fully_shard(
+        nn.Linear(3, 3, bias=False, dtype=dtype), mesh=recording_mesh((2,), rank=1)[0]
+    )
+    storage = model.weight.untyped_storage()
+    assert storage.nbytes() == model.weight.to_local().nbytes  # type: ignore[operator]
+
+
+def test_a_piece_can_be_put_elsewhere() -> None:
+    """Staging in pinned or shared memory, and offloading, put `_local_tensor` there."""
+    model = sharded_layers(2, 0)
+    state: typing.Any = model.first.weight.detach().clone()  # type: ignore[operator, union-attr]
+    elsewhere = torch.full_like(state.to_local(), 2.0)
+    state._local_tensor = elsewhere  # noqa: SLF001
+    assert type(state) is ShardedTensor
+    assert state._local_tensor is elsewhere  # noqa: SLF001
+    assert state.to_local().data_ptr() == elsewhere.data_ptr()
+    match = r"_local_tensor of sharded 'first\.weight' must be .* \(\d+,\), got \(5, 6\)"
+    with pytest.raises(ShardedTensorError, match=match):
+        state._local_tensor = torch.ones(5, 6)  # noqa: SLF001
+
+
+def test_on_meta_there_is_no_address() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+    weight = fully_shard(layer, mesh=recording_mesh((2,), rank=1)[0]).weight
+    assert weight.is_meta
+    assert weight.untyped_storage().data_ptr() == 0
+    assert weight._local_tensor.is_meta  # type: ignore[operator, union-attr]  # noqa: SLF001
+
+
+def test_there_is_no_address_of_the_whole() -> None:
+    """As of a DTensor: who reads memory there fails, and gets no neighbors of a piece."""
+    weight = sharded_layers(1, 0).first.weight
+    assert weight.data_ptr() == 0  # type: ignore[operator, union-attr]
+    with pytest.raises(ShardedTensorError, match=r"no storage of the whole.*save_full"):
+        weight.storage()  # type: ignore[operator, union-attr]
+
+
+def test_there_is_no_description_by_rows() -> None:
+    weight: typing.Any = sharded_layers(2, 0).first.weight
+    assert not hasattr(weight, "_spec")
+    with pytest.raises(AttributeError, match=r"'first\.weight' has no _spec.*Use to_local\(\)"):
+        _ = weight._spec  # noqa: SLF001
+
+
+# --- isinstance(param, DTensor) -------------------------------------------------------------------
+
+
+def everything_of(param: Tensor) -> list[Tensor]:
+    return [param, param.data, param.detach(), torch.zeros_like(param), param.detach().clone()]
+
+
+def test_it_is_a_dtensor_while_shardkit_is_installed() -> None:
+    weight = typing.cast("Tensor", sharded_layers(2, 0).first.weight)
+    assert not any(isinstance(each, DTensor) for each in everything_of(weight))
+    with shardkit.install():
+        for each in everything_of(weight):
+            assert isinstance(each, DTensor)
+            assert isinstance(each, ShardedTensor)
+            assert type(each) is ShardedTensor
+        assert isinstance(weight, nn.Parameter)
+        assert not isinstance(nn.Parameter(torch.ones(2)), DTensor)
+    assert not any(isinstance(each, DTensor) for each in everything_of(weight))
+
+
+def shard_more(_: nn.Module) -> None:
+    other = fully_shard(nn.Linear(2, 2), mesh=recording_mesh((2,), rank=0)[0])
+    assert type(other.weight) is ShardedTensor
+
+
+CHANGES: list[Callable[[nn.Module], object]] = [
+    shard_more,
+    lambda model: model.to(torch.bfloat16),
+    lambda model: model.to_empty(device="cpu"),
+    lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    lambda model: model.requires_grad_(requires_grad=False),
+    lambda model: pickle.loads(pickle.dumps(model.state_dict())),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_objects_are_still_swapped(change: Callable[[nn.Module], object], swaps: bool) -> None:
+    """`torch.utils.swap_tensors` gives each object the class that the other one says it has."""
+    with shardkit.install():
+        model = sharded_layers(2, 0)
+        before = list(model.parameters())
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        try:
+            change(model)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        after = list(model.parameters())
+    assert all(type(param) is ShardedTensor for param in after)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_state_on_meta_gets_memory_of_pieces() -> None:
+    """`dcp.load` would make DTensors of rows."""
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+    state: typing.Any = fully_shard(layer, mesh=recording_mesh((2,), rank=1)[0]).state_dict()
+    with shardkit.install():
+        made: typing.Any = planner_helpers._iterate_state_dict(  # noqa: SLF001 - what it calls
+            dict(state), pytest.fail, pytest.fail, torch.zeros_like
+        )
+    assert {type(value) for value in made.values()} == {ShardedTensor}
+
+
+def test_nothing_of_torch_is_changed_afterwards() -> None:
+    before = torch.utils.swap_tensors, planner_helpers._iterate_state_dict  # noqa: SLF001
+    with shardkit.install():
+        assert torch.utils.swap_tensors is not before[0]
+    assert before == (torch.utils.swap_tensors, planner_helpers._iterate_state_dict)  # noqa: SLF001
