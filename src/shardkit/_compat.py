@@ -398,18 +398,32 @@ def before_threads_end(callback: Callable[[], None]) -> None:
     threading._register_atexit(callback)  # type: ignore[attr-defined]
 
 
-def before_world_ends(callback: Callable[[], None]) -> None:
+def before_world_ends(callback: Callable[[], object]) -> None:
     """Call `callback` when ``dist.destroy_process_group()`` is about to end the default group.
 
     Torch has no hook for it. Who imported the function by its name before does not come by here.
     """
+    _around_destroy(before=callback)
+
+
+def after_world_ends(callback: Callable[[], object]) -> None:
+    """Call `callback` when it has ended the default group; see `before_world_ends`."""
+    _around_destroy(after=callback)
+
+
+def _around_destroy(
+    before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
+) -> None:
     destroy = c10d.destroy_process_group
 
     @functools.wraps(destroy)
     def wrapper(group: Any = None) -> None:
-        if c10d.is_initialized() and group in {None, c10d.GroupMember.WORLD}:
-            callback()
+        is_end = c10d.is_initialized() and group in {None, c10d.GroupMember.WORLD}
+        if is_end and before is not None:
+            before()
         destroy(group)
+        if is_end and after is not None:
+            after()
 
     c10d.destroy_process_group = wrapper
     torch.distributed.destroy_process_group = wrapper  # noqa: TID251

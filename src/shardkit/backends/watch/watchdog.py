@@ -758,9 +758,10 @@ class Watchdog:
 
     def close(self, state: str = "ended") -> None:
         """Say that this process takes part no more, and end the threads."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
+        with self.lock:  # The clock may find out by itself at the same time.
+            if self._closed.is_set():
+                return
+            self._closed.set()
         self._call = None
         # A request that does not end, to a store that is lost, would hold this one up.
         if self.world_size > 1 and self._store.silent_s < _STUCK_S:
@@ -781,7 +782,10 @@ class Watchdog:
             self._file.unlink(missing_ok=True)
 
     def end_threads(self) -> None:
-        """Wait for the threads: at the end of Python none may be inside the store."""
+        """Wait for the threads: at the end of Python none may be inside the store.
+
+        A store that is lost keeps them for longer, so they are not waited for without end.
+        """
         end = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0))
@@ -841,7 +845,8 @@ def _new_watchdog(store: Any) -> Watchdog:
 
 
 def _at_start() -> None:
-    """Have the end of this process told."""
+    """Have the end of this process told, and that of the process group."""
+    _compat.after_world_ends(_end_with_group)
     atexit.register(_say_goodbye, os.getpid())
     hook = sys.excepthook
 
@@ -852,6 +857,13 @@ def _at_start() -> None:
         hook(kind, error, trace)
 
     sys.excepthook = tell
+
+
+def _end_with_group() -> None:
+    """End the threads when the group has ended: who looks for forgotten ones finds none."""
+    if _current is not None:
+        _current.close("destroyed")
+        _current.end_threads()
 
 
 def _say_goodbye(pid: int) -> None:

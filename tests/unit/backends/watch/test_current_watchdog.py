@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import typing
 
+import pytest
 import torch.distributed as dist
 
 from shardkit.backends.watch.channel import channel_of
@@ -43,3 +45,25 @@ def issue_alone() -> bool:
 
 def test_a_process_group_has_one_watchdog(spawn: Spawn) -> None:
     assert spawn(issue_alone, 2) == [True, True]
+
+
+def threads_left() -> tuple[list[str], list[str]]:
+    """Return the names of shardkit's threads before the process group ends and right after it."""
+
+    def running() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return sorted(name for name in names if name.startswith("shardkit"))
+
+    current_watchdog()
+    before = running()
+    dist.barrier()
+    dist.destroy_process_group()
+    return before, running()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_threads_end_with_the_process_group(spawn: Spawn, world_size: int) -> None:
+    """Who looks for threads that were left behind after a test finds none."""
+    for before, after in spawn(threads_left, world_size):
+        assert before == (["shardkit-answers", "shardkit-clock"] if world_size > 1 else [])
+        assert after == []
