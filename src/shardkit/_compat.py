@@ -45,12 +45,16 @@ class MeshInfo(NamedTuple):
         mesh: Mesh of torch or of shardkit.
         shard_dim: Axis of the mesh that it is sharded over; None: it is not.
         replicate_dim: Axis that it is replicated over; None: it is not.
+        spmd_mesh: Mesh of the DTensor that it is, of which `mesh` is a part; None: no part of it.
+        dims: Names of the axes of `spmd_mesh` that make up `mesh`: a ``DataParallelMeshDims``.
     """
 
     placement: Any
     mesh: Any
     shard_dim: int | None
     replicate_dim: int | None
+    spmd_mesh: Any = None
+    dims: Any = None
 
 
 def mesh_info_of(answer: Any) -> MeshInfo | None:
@@ -67,6 +71,8 @@ def mesh_info_of(answer: Any) -> MeshInfo | None:
         info.mesh,
         getattr(info, "shard_mesh_dim", None),
         getattr(info, "replicate_mesh_dim", None),
+        getattr(info, "spmd_mesh", None),
+        getattr(info, "dp_mesh_dims", None),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import typing
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parallel_models import forget_old_meshes
 from shardkit import ShardedTensor, fully_shard
@@ -22,6 +23,8 @@ if typing.TYPE_CHECKING:
 if not hasattr(fsdp, "DataParallelMeshDims"):
     pytest.skip("this torch has no DataParallelMeshDims", allow_module_level=True)
 DataParallelMeshDims = fsdp.DataParallelMeshDims
+ShardPlacementResult = fsdp._fully_shard._fsdp_common.ShardPlacementResult  # noqa: SLF001
+_get_mesh_info = fsdp._fully_shard._fsdp_init._get_mesh_info  # noqa: SLF001 - as torchtitan does
 
 EXACT = 1e-12  # Sums in another order, in fp64.
 
@@ -108,6 +111,84 @@ def test_training_equals_one_process(spawn: Spawn, case: str) -> None:
     spawn(train, 4, case)
 
 
+class Experts(nn.Module):
+    """A layer on one mesh, and rows on another one, of which a rank holds those of its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = Columns()
+        self.rows = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = self.rows
+        if isinstance(rows, DTensor):  # Every rank has a batch of its own, on all axes.
+            mesh = rows.device_mesh
+            sums = [Partial()] * (mesh.ndim - 1)
+            own = rows.to_local(grad_placements=[*sums, Shard(0)])
+            spread = DTensor.from_local(own, mesh["ep"], [Shard(0)])
+            rows = spread.full_tensor(grad_placements=[Partial()])
+        hidden = self.dense(inputs)
+        return typing.cast("Tensor", torch.softmax(hidden @ rows.T, dim=-1) @ rows)
+
+
+EXPERTS = {
+    "shard": (((4,), ("dp",)), ((2, 2), ("efsdp", "ep"))),
+    "on every rank": (((4,), ("dp",)), ((1, 4), ("efsdp", "ep"))),
+    "hybrid": (((2, 2), ("rep", "dp")), ((2, 1, 2), ("rep", "efsdp", "ep"))),
+}
+
+
+def train_experts(case: str) -> None:
+    forget_old_meshes()
+    dense, sparse = (
+        init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in EXPERTS[case]
+    )
+    replicate = "rep" if "rep" in (dense.mesh_dim_names or ()) else None
+    dims, sparse_dims = (
+        DataParallelMeshDims(shard=name, replicate=replicate) for name in ("dp", "efsdp")
+    )
+    torch.manual_seed(1)
+    plain = Experts().double()
+    model = copy.deepcopy(plain)
+    for each in ("weight", "scale"):
+        whole = getattr(model.dense, each).detach()
+        spread = distribute_tensor(whole, dense, [Replicate()] * dense.ndim)
+        setattr(model.dense, each, nn.Parameter(spread))
+    placements = [*[Replicate()] * (sparse.ndim - 1), Shard(0)]
+    model.rows = nn.Parameter(distribute_tensor(model.rows.detach(), sparse, placements))
+    rows = model.rows
+
+    def place(param: nn.Parameter) -> ShardPlacementResult | None:
+        if param is not rows:
+            return None
+        return ShardPlacementResult(Shard(0), _get_mesh_info(sparse, sparse_dims))
+
+    fully_shard(model, mesh=dense, dp_mesh_dims=dims, shard_placement_fn=place)
+    model.set_gradient_divide_factor(4.0)
+    found: typing.Any = model.rows
+    assert found.to_local().numel() == plain.rows.numel() // math.prod(sparse.shape[-2:])
+    assert found.device_mesh.mesh_dim_names == sparse.mesh_dim_names
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
+        plain(batches.flatten(0, 1)).square().mean().backward()
+        model(batches[dist.get_rank()]).square().mean().backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
+        assert abs(norms[0].item() - norms[1].item()) < EXACT
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (typing.cast("typing.Any", param).full_tensor() - wanted).abs().max() < EXACT
+    model.check_replicas()
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_on_a_mesh_of_their_own(spawn: Spawn, case: str) -> None:
+    spawn(train_experts, 4, case)
+
+
 def mistake(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(4, 4, bias=False)
@@ -130,7 +211,7 @@ MISTAKES = {
     "sharded": "over the data-parallel axis 'dp' it must be Replicate()",
     "name": "names ['fsdp'] of a mesh with axes ('dp', 'tp')",
     "no mesh": "got None",
-    "another mesh": "dp_mesh_dims says where all parameters lie",
+    "another mesh": "the meshes must have this rank only in common",
 }
 
 

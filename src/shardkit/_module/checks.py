@@ -222,21 +222,8 @@ def check_in_mesh(mesh: DeviceMesh) -> None:
         raise MeshError(msg)
 
 
-def check_params(
-    found: list[ParamEntry],
-    mesh: DeviceMesh,
-    offload: OffloadPolicy,
-    *,
-    is_spmd: bool = False,
-) -> None:
-    """Refuse parameters that cannot be sharded.
-
-    Args:
-        found: The parameters.
-        mesh: Mesh of the call.
-        offload: Place of the shards.
-        is_spmd: Whether they are DTensors whose mesh has the axes of `mesh` as well.
-    """
+def check_params(found: list[ParamEntry], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+    """Refuse parameters that cannot be sharded over the mesh of the call, or their own."""
     may_be_offloaded = isinstance(offload, CPUOffloadPolicy)
     mesh_of_group = mesh
     for item in found:
@@ -256,7 +243,7 @@ def check_params(
             raise WrapError(msg)
         tensor_parallel = tensor_parallel_of(param)
         if tensor_parallel is not None:
-            inner = tensor_parallel.outside(mesh) if is_spmd else tensor_parallel
+            inner = tensor_parallel.outside(mesh) if item.is_spmd else tensor_parallel
             inner.check(item.name, param, mesh)
         sparse = next(
             (site for site, _ in item.sites if getattr(site, "sparse", None) is True), None

@@ -14,7 +14,7 @@ from shardkit._module.fsdp_module import FSDPModule, swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
-from shardkit._module.placements import data_parallel_mesh, place_params
+from shardkit._module.placements import SpmdMesh, data_parallel_mesh, place_params
 from shardkit._params.memory import give_back
 from shardkit._policy import (
     CPUOffloadPolicy,
@@ -192,8 +192,9 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         ignored_params: Left as they are: not sharded, not gathered, gradients not averaged.
         dp_mesh_dims: FSDP2's ``DataParallelMeshDims``. `mesh` is then that of DTensors, which all
             parameters are, replicated over the axes that this names: they are sharded over those
-            in `shard` (several as one), and replicated over those in `replicate`. None: `mesh` is
-            the one to shard over.
+            in `shard` (several as one), and replicated over those in `replicate`. Parameters for
+            which `shard_placement_fn` returns a ``ShardPlacementResult`` may be DTensors on another
+            mesh, with dims of its own. None: `mesh` is the one to shard over.
 
     Returns:
         `module`, whose class is now ``FSDP<Class>``, a subclass of `FSDPModule` and of its own. For
@@ -227,16 +228,16 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     checks.check_ties(modules, ignored)
     candidates = list(checks.find_params(modules, ignored))
     checks.check_not_taken(modules, candidates)
-    is_spmd = dp_mesh_dims is not None
-    if is_spmd:
-        shard_mesh = data_parallel_mesh(candidates, mesh, dp_mesh_dims)
+    if dp_mesh_dims is not None:
+        shard_mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     else:
         device_type = device_type_of(candidates, offload_policy)
         shard_mesh = as_device_mesh(mesh, device_type=device_type)
     checks.check_mesh(shard_mesh)
-    others = place_params(candidates, shard_placement_fn, shard_mesh, is_spmd=is_spmd)
+    spmd = None if dp_mesh_dims is None else SpmdMesh(mesh, dp_mesh_dims)
+    others = place_params(candidates, shard_placement_fn, shard_mesh, spmd=spmd)
     reshard = checks.checked_reshard(reshard_after_forward, shard_mesh, others)
-    checks.check_params(candidates, shard_mesh, offload_policy, is_spmd=is_spmd)
+    checks.check_params(candidates, shard_mesh, offload_policy)
     checks.check_reparametrized(candidates)
     group = None
     whole_nbytes = sum(item.param.nbytes for item in candidates if item.param.device.type == "cpu")

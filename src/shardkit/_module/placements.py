@@ -7,7 +7,7 @@ changed before all parameters have a place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._errors import MeshError, WrapError
@@ -24,12 +24,24 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
 
 
+class SpmdMesh(NamedTuple):
+    """The mesh of DTensors that are replicated over some of its axes, and sharded there.
+
+    Attributes:
+        mesh: Mesh of torch, with names.
+        dims: FSDP2's ``DataParallelMeshDims``, which names these axes.
+    """
+
+    mesh: Any
+    dims: Any
+
+
 def place_params(
     found: Sequence[ParamEntry],
     fn: Callable[[nn.Parameter], Any] | None,
     mesh: DeviceMesh,
     *,
-    is_spmd: bool = False,
+    spmd: SpmdMesh | None = None,
 ) -> list[DeviceMesh]:
     """Set the mesh of each parameter, where it is not that of the call.
 
@@ -37,34 +49,28 @@ def place_params(
         found: Parameters of the group.
         fn: Function of the user; None: all lie on the mesh of the call.
         mesh: Mesh of the call.
-        is_spmd: Whether `data_parallel_mesh` has chosen it: then all parameters lie on it.
+        spmd: Mesh of the DTensors, where `mesh` is made of axes of it.
 
     Returns:
         The meshes besides `mesh`.
 
     Raises:
-        WrapError: What the function returned is none of what it may return.
+        WrapError: What the function returned is none of what it may return. A parameter is no
+            DTensor on the mesh that it should be on, or not replicated over the axes to shard over.
         MeshError: Not a mesh that the parameter can lie on.
 
     Cost: two process groups per call for `Replicate()`, made once.
     """
-    if fn is None:
-        return []
     known = {_axes_of(mesh): mesh}
     for item in found:
-        answer = fn(item.param)
-        place = _mesh_of(answer, item, mesh)
-        if place is not mesh and is_spmd:
-            msg = (
-                f"shard_placement_fn returned {answer!r} for {item.name!r}, and dp_mesh_dims says "
-                f"where all parameters lie. Return None or a Shard(dim), or leave dp_mesh_dims out "
-                f"and pass the data-parallel mesh itself."
-            )
-            raise MeshError(msg)
+        place, own = (mesh, spmd) if fn is None else _place_of(fn(item.param), item, mesh, spmd)
+        if own is not None:
+            _check_spmd(item, own)
         if place is not mesh:
             _check(place, item, mesh)
         place = known.setdefault(_axes_of(place), place)
         item.mesh = None if place is mesh else place
+        item.is_spmd = own is not None
         item.around = None
         is_part = place.size() < mesh.size() and tensor_parallel_of(item.param) is None
         if is_part and mesh.size() > 1:
@@ -95,17 +101,15 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def data_parallel_mesh(found: Sequence[ParamEntry], mesh: Any, dims: Any) -> DeviceMesh:
-    """Return the mesh to shard over, of a mesh on which all parameters are DTensors.
+def data_parallel_mesh(mesh: Any, dims: Any) -> DeviceMesh:
+    """Return the mesh to shard over, of a mesh on which parameters are DTensors.
 
     Args:
-        found: Parameters of the group.
         mesh: Mesh of torch, with names.
         dims: FSDP2's ``DataParallelMeshDims``.
 
     Raises:
         MeshError: The mesh has no names, or not these.
-        WrapError: A parameter is no DTensor on this mesh, or not replicated over these axes.
 
     Cost: a process group for several axes that are taken as one, made once.
     """
@@ -126,31 +130,30 @@ def data_parallel_mesh(found: Sequence[ParamEntry], mesh: Any, dims: Any) -> Dev
         raise MeshError(msg)
     whole = as_device_mesh(mesh, device_type=mesh.device_type)
     checks.check_in_mesh(whole)
-    dims_of = [[whole.axis_index(name) for name in each] for each in names]
-    for item in found:
-        _check_spmd(item, mesh, [dim for each in dims_of for dim in each])
-    replicate, shard = dims_of
+    replicate, shard = ([whole.axis_index(name) for name in each] for each in names)
     if not shard:
         return replicated(_flattened(whole, [replicate]))
     return _flattened(whole, [replicate, shard] if replicate else [shard])
 
 
-def _check_spmd(item: ParamEntry, mesh: Any, dims: Sequence[int]) -> None:
+def _check_spmd(item: ParamEntry, spmd: SpmdMesh) -> None:
     own = getattr(item.param, "device_mesh", None)
-    if tensor_parallel_of(item.param) is None or own != mesh:
+    if tensor_parallel_of(item.param) is None or own != spmd.mesh:
         what = "a plain parameter" if own is None else f"a DTensor on {own}"
         msg = (
             f"parameter {item.name!r} is {what}: with dp_mesh_dims all parameters are DTensors on "
-            f"the mesh that fully_shard gets. Call distribute_module(model, mesh) first."
+            f"the mesh that fully_shard gets, or on the one that shard_placement_fn returned for "
+            f"them. Call distribute_module(model, mesh) first."
         )
         raise WrapError(msg)
     placements: Any = item.param.placements  # type: ignore[attr-defined]
-    for dim in dims:
-        if not placements[dim].is_replicate():
+    for name in (*spmd.dims.replicate_names, *spmd.dims.shard_names):
+        placement = placements[spmd.mesh.mesh_dim_names.index(name)]
+        if not placement.is_replicate():
             msg = (
                 f"parameter {item.name!r} is a DTensor with placements {placements}: over the "
-                f"data-parallel axis {mesh.mesh_dim_names[dim]!r} it must be Replicate(), not "
-                f"{placements[dim]}. fully_shard shards it there."
+                f"data-parallel axis {name!r} it must be Replicate(), not {placement}. fully_shard "
+                f"shards it there."
             )
             raise WrapError(msg)
 
@@ -180,10 +183,12 @@ def _axes_of(mesh: DeviceMesh) -> tuple[Any, ...]:
     return tuple(mesh.backend.axis(index) for index in range(mesh.ndim))
 
 
-def _mesh_of(answer: Any, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that the user's function has chosen."""
+def _place_of(
+    answer: Any, item: ParamEntry, mesh: DeviceMesh, spmd: SpmdMesh | None
+) -> tuple[DeviceMesh, SpmdMesh | None]:
+    """Return the mesh that the user's function has chosen, and that of DTensors it is a part of."""
     if answer is None:
-        return mesh
+        return mesh, spmd
     info = _compat.mesh_info_of(answer)
     is_mesh = isinstance(answer, (DeviceMesh, TorchDeviceMesh))
     if mesh.backend.is_traced and (info is not None or is_mesh or _is_replicate(answer)):
@@ -200,13 +205,17 @@ def _mesh_of(answer: Any, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
         raise MeshError(msg)
     if info is not None:
         _check_dim(info.placement, item)
-        return _mesh_of_info(info, item, mesh)
+        if info.dims is not None:
+            return data_parallel_mesh(info.spmd_mesh, info.dims), SpmdMesh(
+                info.spmd_mesh, info.dims
+            )
+        return _mesh_of_info(info, item, mesh), None
     if is_mesh:
-        return as_device_mesh(answer, device_type=mesh.device_type)
+        return as_device_mesh(answer, device_type=mesh.device_type), None
     if _is_replicate(answer):
-        return replicated(mesh)
+        return replicated(mesh), spmd
     _check_dim(answer, item)
-    return mesh
+    return mesh, spmd
 
 
 def _is_replicate(answer: Any) -> bool:

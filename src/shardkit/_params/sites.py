@@ -32,6 +32,7 @@ class ParamEntry:
             group.
         around: Mesh that `mesh` is a part of, where other ranks hold other parameters in its place;
             None: there are none.
+        is_spmd: Whether it is a DTensor whose mesh has the axes of `mesh` as well.
         written: Values last written to it as a whole since ranks compared; None: nothing.
         num_written: Number of such writes in all.
         order: Position among the parameters of the root, from its first forward.
@@ -42,6 +43,7 @@ class ParamEntry:
     sites: list[tuple[nn.Module, str]]
     mesh: DeviceMesh | None = None
     around: DeviceMesh | None = None
+    is_spmd: bool = False
     written: WrittenValue | None = None
     num_written: int = 0
     order: int = 0
@@ -52,7 +54,7 @@ class ParamEntry:
 
     def __setstate__(self, state: Any) -> None:
         """Take what was pickled."""
-        self.mesh, self.around = None, None
+        self.mesh, self.around, self.is_spmd = None, None, False
         self.written, self.num_written, self.order = None, 0, 0
         for name, value in state[1].items():
             setattr(self, name, value)

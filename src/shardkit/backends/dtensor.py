@@ -140,11 +140,17 @@ class TensorParallel:
 
         The parameter is replicated over these, and sharded here (``dp_mesh_dims``).
         """
-        axes = self.mesh_axes
-        taken = [i for i, a in enumerate(axes) if a.size > 1 and set(a.members) <= {*mesh.ranks}]
+        mesh_names = mesh.mesh_dim_names or ()
+        names = self.mesh.mesh_dim_names or [None] * self.mesh.ndim
+        taken = [
+            i
+            for i, (axis, name) in enumerate(zip(self.mesh_axes, names, strict=True))
+            # One of one rank is told by its name: the joint mesh would have it twice.
+            if (set(axis.members) <= {*mesh.ranks} if axis.size > 1 else name in mesh_names)
+        ]
         if not taken:
             return self
-        kept = [i for i in range(len(axes)) if i not in taken]
+        kept = [i for i in range(self.mesh.ndim) if i not in taken]
         placements = tuple(self.placements[i] for i in kept)
         inner = self.mesh.submesh(kept)
         return replace(self, mesh=inner, placements=placements, data_dims=tuple(taken))
@@ -191,7 +197,7 @@ class TensorParallel:
                 f"{self.mesh.describe_ranks()}, and fully_shard got the mesh of ranks "
                 f"{mesh.describe_ranks()}: the meshes must have this rank only in common, not "
                 f"{shared} as well. Pass another axis of the same mesh, e.g. mesh['dp'] where the "
-                f"DTensors are on mesh['tp']."
+                f"DTensors are on mesh['tp'], or the DTensors' mesh and dp_mesh_dims."
             )
             raise MeshError(msg)
         for placement in self.placements:
