@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._compat import META_STATE, AfterImport, as_plain
+from shardkit._errors import IntegrationError, warn_user
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -41,6 +42,9 @@ _OURS = {
 }
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 """Those that users import from. Other parts of torch keep what they have."""
+
+_COMPANIONS = {"accelerate": "shardkit.integrations.accelerate"}
+"""Packages that do for FSDP2 what its names do not reach, and whose `use` does it by shardkit."""
 
 _installed: list[Installed] = []
 
@@ -104,7 +108,11 @@ def install() -> Installed:
 
     ``isinstance(param, DTensor)`` is True of sharded tensors meanwhile, as it is with FSDP2.
 
-    Rank 0 says so once, through the logger ``shardkit``. A second call changes nothing.
+    Where Accelerate is imported, before or after, `shardkit.integrations.accelerate.use` is called
+    as well. That also serves the Trainer of transformers, and TRL. If its version is too old for
+    that, a warning says so.
+
+    Rank 0 says once what was done, through the logger ``shardkit``. A second call changes nothing.
 
     Returns:
         Object whose `undo()` gives torch's names back, as does the end of ``with install():``. That
@@ -129,17 +137,19 @@ def install() -> Installed:
         if not is_given_by_torch and not _is_of(module, ("torch", "shardkit")):
             before.add(f"{module.__name__}.{attribute}")
     _answer_as_dtensors(installed)
-    if os.environ.get("RANK", "0") == "0":
-        _logger.warning(
-            "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s.",
-            ", ".join(theirs),
+    _say(
+        "shardkit is in the place of FSDP2: torch.distributed.fsdp gives shardkit's %s; "
+        "isinstance(param, DTensor) is True of sharded ones.",
+        ", ".join(theirs),
+    )
+    if before:
+        _say(
+            "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
+            "still torch's, so call shardkit.install() first.",
+            ", ".join(sorted(before)),
         )
-        if before:
-            _logger.warning(
-                "imported before, and shardkit's now: %s. What these modules keep elsewhere is "
-                "still torch's, so call shardkit.install() first.",
-                ", ".join(sorted(before)),
-            )
+    for package in _COMPANIONS:
+        installed.after_import(package, functools.partial(_bring_along, installed))
     return installed
 
 
@@ -158,6 +168,24 @@ def _answer_as_dtensors(installed: Installed) -> None:
             installed.replace(module, META_STATE[1], as_plain(original, ShardedTensor))
 
     installed.after_import(META_STATE[0], take_for_plain)
+
+
+def _bring_along(installed: Installed, package: types.ModuleType) -> None:
+    """Have a package that was imported use shardkit as well."""
+    integration: Any = importlib.import_module(_COMPANIONS[package.__name__])
+    try:
+        used = integration.use()
+    except IntegrationError as error:
+        warn_user(f"shardkit.install() does not reach into {package.__name__}: {error}")
+        return
+    installed.at_undo(used.undo)
+    _say("shardkit is in the place of FSDP2 in %s, too.", package.__name__)
+
+
+def _say(text: str, *args: object) -> None:
+    """Log on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        _logger.warning(text, *args)
 
 
 def _is_of(module: types.ModuleType, packages: tuple[str, ...]) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
+import pathlib
 import subprocess
 import sys
 import types
+import typing
 
 import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import shardkit
+from shardkit import _install
+from shardkit._install import Installed
 
 pytestmark = pytest.mark.helpers
 
@@ -143,3 +148,96 @@ with shardkit.install():
 assert shard is before
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def replaced_names(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return the owner and the name of what `install` replaces in torch."""
+    found = []
+    replace = Installed.replace
+
+    def note(self: Installed, owner: object, name: str, value: object) -> None:
+        found.append((getattr(owner, "__name__", repr(owner)), name))
+        replace(self, owner, name, value)
+
+    monkeypatch.setattr(Installed, "replace", note)
+    importlib.import_module("torch.distributed.checkpoint")
+    with shardkit.install():
+        pass
+    return [(owner, name) for owner, name in found if owner.startswith("torch.")]
+
+
+def test_every_name_that_is_replaced_stands_in_the_documentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = pathlib.Path(__file__).parents[2] / "docs/howto/torchtitan.md"
+    lines = [line for line in page.read_text().splitlines() if line.startswith("- in ")]
+    found = replaced_names(monkeypatch)
+    assert ("torch.utils", "swap_tensors") in found
+    for owner, name in found:
+        assert any(
+            f"`{owner}.{name}`" in line or (f"`{owner}`" in line and f"`{name}`" in line)
+            for line in lines
+        ), f"{owner}.{name}"
+
+
+# --- packages that are imported before or after ---------------------------------------------------
+
+INTEGRATION = """
+import their_framework
+from shardkit import IntegrationError
+from shardkit._install import Installed
+
+def use():
+    if their_framework.VERSION < 2:
+        raise IntegrationError("their_framework 1 is too old. Install 2.")
+    used = Installed()
+    used.replace(their_framework, "shard", lambda: "by shardkit")
+    return used
+"""
+
+
+@pytest.fixture
+def their_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where a package and what integrates it lie; neither is imported yet."""
+    (tmp_path / "their_framework.py").write_text("VERSION = 2\nshard = lambda: 'by FSDP2'\n")
+    (tmp_path / "their_integration.py").write_text(INTEGRATION)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_install, "_COMPANIONS", {"their_framework": "their_integration"})
+    for name in ("their_framework", "their_integration"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.usefixtures("their_folder")
+def test_packages_come_along(*, is_before: bool, caplog: pytest.LogCaptureFixture) -> None:
+    if is_before:
+        importlib.import_module("their_framework")
+    with caplog.at_level(logging.WARNING, "shardkit"), shardkit.install():
+        their: typing.Any = importlib.import_module("their_framework")
+        assert their.shard() == "by shardkit"
+        with shardkit.install():
+            pass
+        assert their.shard() == "by shardkit"
+    assert their.shard() == "by FSDP2"
+    text = "shardkit is in the place of FSDP2 in their_framework, too."
+    assert caplog.messages.count(text) == 1
+
+
+@pytest.mark.usefixtures("their_folder")
+def test_a_package_that_is_imported_after_the_end_stays() -> None:
+    finders = list(sys.meta_path)
+    with shardkit.install():
+        assert sys.meta_path != finders
+    assert sys.meta_path == finders
+    assert importlib.import_module("their_framework").shard() == "by FSDP2"
+    assert "their_integration" not in sys.modules
+
+
+def test_of_a_package_that_is_too_old_a_warning_tells(their_folder: pathlib.Path) -> None:
+    (their_folder / "their_framework.py").write_text("VERSION = 1\nshard = lambda: 'by FSDP2'\n")
+    match = r"install\(\) does not reach into their_framework: .* is too old\. Install 2\."
+    with shardkit.install():
+        with pytest.warns(UserWarning, match=match):
+            their: typing.Any = importlib.import_module("their_framework")
+        assert their.shard() == "by FSDP2"
