@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from experts import NUM_EXPERTS, WIDTH, Block, Model
+from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
 from parallel_models import forget_old_meshes
 from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, fully_shard
 from shardkit.checkpoint import get_model_state_dict, load, save, save_full
@@ -29,10 +29,7 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
-# The sums over tokens and ranks are taken in another order, in fp64.
-EXACT = 1e-12
-
-NUM_TOKENS, STEPS = 12, 3
+STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,24 +120,6 @@ def make(layout: Layout, **options: typing.Any) -> tuple[Model, typing.Any]:
         # A mean over the tokens of all ranks: also of experts that few ranks hold.
         module.set_gradient_divide_factor(dist.get_world_size())
     return plain, model
-
-
-def batch_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a rank. Each rank's come to other experts, and one has none."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64) + rank / 2
-    return tokens, torch.randn(NUM_TOKENS, 3, generator=generator, dtype=torch.float64)
-
-
-def batches(step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return this rank's batch, and those of all ranks in one."""
-    each = [batch_of(rank, step) for rank in range(dist.get_world_size())]
-    xs, ys = zip(*each, strict=True)
-    return each[dist.get_rank()], (torch.cat(xs), torch.cat(ys))
-
-
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def pairs(

@@ -131,8 +131,8 @@ def data_parallel_mesh(found: Sequence[ParamEntry], mesh: Any, dims: Any) -> Dev
         _check_spmd(item, mesh, [dim for each in dims_of for dim in each])
     replicate, shard = dims_of
     if not shard:
-        return replicated(_flattened(whole, [replicate]))
-    return _flattened(whole, [replicate, shard] if replicate else [shard])
+        return replicated(flattened(whole, [replicate]))
+    return flattened(whole, [replicate, shard] if replicate else [shard])
 
 
 def _check_spmd(item: ParamEntry, mesh: Any, dims: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ def _check_spmd(item: ParamEntry, mesh: Any, dims: Sequence[int]) -> None:
             raise WrapError(msg)
 
 
-def _flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
+def flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
     """Return a mesh with an axis for each list of axes of `mesh`."""
     axes, names = [], []
     for each in dims:
@@ -168,7 +168,7 @@ def _flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
         mesh.device_type,
         tuple(axis.size for axis in axes),
         whole.ranks,
-        tuple(names),
+        tuple(names) if mesh.mesh_dim_names else None,
         mesh.rank,
         mesh.backend.with_axes(axes),
         whole.left_out,
@@ -192,7 +192,8 @@ def _mesh_of(answer: Any, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
             f"{mesh.device_type!r} devices all parameters of a model lie on one mesh. Return None."
         )
         raise MeshError(msg)
-    if mesh.device_type == "meta" and (info is not None or is_mesh):
+    has_ranks = info is not None or (is_mesh and answer.device_type != mesh.device_type)
+    if mesh.device_type == "meta" and has_ranks:
         msg = (
             f"shard_placement_fn returned {answer!r} for {item.name!r}, and the mesh of the call "
             f"is a shape, which has no ranks. Pass a mesh, or return None."
