@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
 from parallel_models import forget_old_meshes
-from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, fully_shard
+from shardkit import (
+    CheckpointError,
+    MixedPrecisionPolicy,
+    ShardedTensor,
+    ShardedTensorError,
+    auto_shard,
+    fully_shard,
+)
 from shardkit.checkpoint import get_model_state_dict, load, save, save_full
 from step_traffic import counted, total
 
@@ -400,6 +407,37 @@ def use_those_of_one_place() -> None:
 
 def test_a_norm_counts_experts_also_where_none_was_used(spawn: Spawn) -> None:
     spawn(use_those_of_one_place, 4)
+
+
+def call_apart(kind: str, path: str) -> None:
+    """Shard experts by a call of their own, and then the model around them."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(rank % 2)
+    model: typing.Any = Choices(3).double()
+    fully_shard([*model.experts], mesh=mesh["efsdp"])
+    fully_shard(model)
+    if kind == "save":
+        with pytest.raises(CheckpointError, match="the other ranks hold others in its place"):
+            save(path, model)
+    elif kind == "save_full":
+        with pytest.raises(ShardedTensorError, match="the other ranks hold others in its place"):
+            save_full(path, model)
+    else:
+        model(torch.ones(2, WIDTH, dtype=torch.float64), [0, rank % 2]).backward()
+        if kind == "copies":
+            copied = copy.deepcopy(model)
+            for param, other in zip(copied.parameters(), model.parameters(), strict=True):
+                param.grad = None if other.grad is None else other.grad.clone()
+            model = copied
+        check_norms(model, rank % 2)
+
+
+@pytest.mark.parametrize("kind", ["norms", "copies", "save", "save_full"])
+def test_experts_with_a_call_of_their_own_are_parts(
+    spawn: Spawn, kind: str, tmp_path: typing.Any
+) -> None:
+    spawn(call_apart, 4, kind, str(tmp_path / "checkpoint"))
 
 
 def pickle_experts() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._params.sites import ParamEntry
+    from shardkit._runtime.group import ParamGroup
 
 
 def place_params(
@@ -70,6 +71,27 @@ def place_params(
         if is_part and mesh.size() > 1:
             item.around = mesh
     return [place for place in known.values() if place is not mesh]
+
+
+def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
+    """Have groups on a part of a mesh know that other ranks hold others in their place.
+
+    As `shard_placement_fn` says it of a single parameter: experts that were sharded by a call of
+    their own, before a module around them. Ranks of tensor parallelism hold equal parameters
+    beside those that are split, so where a mesh has DTensors nothing is said.
+
+    Args:
+        groups: Groups in a module.
+        mesh: Mesh of the call on that module.
+    """
+    widest = max((mesh, *(group.mesh for group in groups)), key=lambda each: each.size())
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    split = {b.plan.mesh.ranks for b in buckets for s in b.store.specs if s.tensor_parallel}
+    for bucket in buckets:
+        own = bucket.plan.mesh
+        is_part = set(own.ranks) < set(widest.ranks) and own.ranks not in split
+        if is_part and bucket.plan.around is None:
+            bucket.lie_within(widest)
 
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
