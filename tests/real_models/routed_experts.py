@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_to_all_single
 from zoo import DECODER, GROUPED_QUERIES, VOCABULARY, draw_tokens
 
+from experts import Exchange
 from shardkit import auto_shard
 
 if typing.TYPE_CHECKING:
@@ -72,10 +72,7 @@ def compute_there(
     counts_here = torch.empty_like(counts)  # By sender and expert.
     dist.all_to_all_single(counts_here, counts, group=group)
     sent, received = (each.view(ranks, -1).sum(1).tolist() for each in (counts, counts_here))
-    rows = rows[order // chosen.shape[1]]
-    here = rows.new_empty(sum(received), rows.shape[1])
-    here = all_to_all_single(here, rows, received, sent, group=group)
-
+    here = Exchange.apply(rows[order // chosen.shape[1]], sent, received, group)
     experts = torch.arange(len(gate_up)).repeat(ranks).repeat_interleave(counts_here)
     by_expert = experts.argsort(stable=True)
     num_here = counts_here.view(ranks, -1).sum(0).tolist()
@@ -85,8 +82,7 @@ def compute_there(
         outputs.append(F.linear(module.act_fn(gate) * up, down[index]))
     computed = torch.cat(outputs)[by_expert.argsort()]
 
-    back = computed.new_empty(sum(sent), computed.shape[1])
-    back = all_to_all_single(back, computed, sent, received, group=group)[order.argsort()]
+    back = Exchange.apply(computed, received, sent, group)[order.argsort()]
     routes.append((counts.tolist(), num_here))
     return (back.view(*chosen.shape, -1) * weights[..., None]).sum(1)
 
