@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-WIDTH, HIDDEN, NUM_EXPERTS = 6, 10, 4
+WIDTH, HIDDEN, NUM_EXPERTS, NUM_TOKENS = 6, 10, 4, 12
+
+EXACT = 1e-12
+"""Of one process and of several: sums over tokens and ranks are taken in another order, in fp64."""
 
 
 class Exchange(torch.autograd.Function):
@@ -99,3 +102,25 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return typing.cast("Tensor", self.head(hidden))
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def batch_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return tokens of a rank, and targets. Each rank's come to other experts, and one has none."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64) + rank / 2
+    return tokens, torch.randn(NUM_TOKENS, 3, generator=generator, dtype=torch.float64)
+
+
+def batches(step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return this rank's batch, and those of all ranks in one."""
+    each = [batch_of(rank, step) for rank in range(dist.get_world_size())]
+    xs, ys = zip(*each, strict=True)
+    return each[dist.get_rank()], (torch.cat(xs), torch.cat(ys))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean squared error."""
+    return nn.functional.mse_loss(model(batch[0]), batch[1])

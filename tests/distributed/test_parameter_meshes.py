@@ -16,9 +16,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from experts import NUM_EXPERTS, WIDTH, Block, Model
+from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
 from parallel_models import forget_old_meshes
-from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, fully_shard
+from shardkit import (
+    CheckpointError,
+    MixedPrecisionPolicy,
+    ShardedTensor,
+    ShardedTensorError,
+    auto_shard,
+    fully_shard,
+)
 from shardkit.checkpoint import get_model_state_dict, load, save, save_full
 from step_traffic import counted, total
 
@@ -29,10 +36,7 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
-# The sums over tokens and ranks are taken in another order, in fp64.
-EXACT = 1e-12
-
-NUM_TOKENS, STEPS = 12, 3
+STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,24 +127,6 @@ def make(layout: Layout, **options: typing.Any) -> tuple[Model, typing.Any]:
         # A mean over the tokens of all ranks: also of experts that few ranks hold.
         module.set_gradient_divide_factor(dist.get_world_size())
     return plain, model
-
-
-def batch_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a rank. Each rank's come to other experts, and one has none."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64) + rank / 2
-    return tokens, torch.randn(NUM_TOKENS, 3, generator=generator, dtype=torch.float64)
-
-
-def batches(step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return this rank's batch, and those of all ranks in one."""
-    each = [batch_of(rank, step) for rank in range(dist.get_world_size())]
-    xs, ys = zip(*each, strict=True)
-    return each[dist.get_rank()], (torch.cat(xs), torch.cat(ys))
-
-
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def pairs(
@@ -421,6 +407,37 @@ def use_those_of_one_place() -> None:
 
 def test_a_norm_counts_experts_also_where_none_was_used(spawn: Spawn) -> None:
     spawn(use_those_of_one_place, 4)
+
+
+def call_apart(kind: str, path: str) -> None:
+    """Shard experts by a call of their own, and then the model around them."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(rank % 2)
+    model: typing.Any = Choices(3).double()
+    fully_shard([*model.experts], mesh=mesh["efsdp"])
+    fully_shard(model)
+    if kind == "save":
+        with pytest.raises(CheckpointError, match="the other ranks hold others in its place"):
+            save(path, model)
+    elif kind == "save_full":
+        with pytest.raises(ShardedTensorError, match="the other ranks hold others in its place"):
+            save_full(path, model)
+    else:
+        model(torch.ones(2, WIDTH, dtype=torch.float64), [0, rank % 2]).backward()
+        if kind == "copies":
+            copied = copy.deepcopy(model)
+            for param, other in zip(copied.parameters(), model.parameters(), strict=True):
+                param.grad = None if other.grad is None else other.grad.clone()
+            model = copied
+        check_norms(model, rank % 2)
+
+
+@pytest.mark.parametrize("kind", ["norms", "copies", "save", "save_full"])
+def test_experts_with_a_call_of_their_own_are_parts(
+    spawn: Spawn, kind: str, tmp_path: typing.Any
+) -> None:
+    spawn(call_apart, 4, kind, str(tmp_path / "checkpoint"))
 
 
 def pickle_experts() -> None:

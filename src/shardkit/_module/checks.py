@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardkit._mesh import DeviceMesh
 
-_MAX_MESH_NDIM = 2
+MAX_MESH_NDIM = 2
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -203,7 +203,7 @@ def find_params(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Iterato
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim > _MAX_MESH_NDIM:
+    if mesh.ndim > MAX_MESH_NDIM:
         msg = (
             f"fully_shard takes a 1-D mesh (shard) or a 2-D one (replicate, shard), got "
             f"{mesh.ndim} axes {mesh.mesh_dim_names or mesh.shape}. Pass a submesh, "

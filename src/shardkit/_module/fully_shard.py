@@ -14,7 +14,7 @@ from shardkit._module.fsdp_module import FSDPModule, swap_class
 from shardkit._module.hooks import ModuleState, get_state
 from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
-from shardkit._module.placements import SpmdMesh, data_parallel_mesh, place_params
+from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
 from shardkit._params.memory import give_back
 from shardkit._policy import (
     CPUOffloadPolicy,
@@ -220,11 +220,10 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
     mp_policy, offload_policy = as_mixed_precision(mp_policy), as_offload(offload_policy)
     ignored = ignored_params or set()
     checks.check_ignored(ignored)
-    for each in modules:
-        for inner in each.modules():
-            state = get_state(inner)
-            if state is not None and state.group is not None:
-                state.group.show(unsharded=False)
+    states = [get_state(inner) for each in modules for inner in each.modules()]
+    inside = [state.group for state in states if state is not None and state.group is not None]
+    for inner in inside:
+        inner.show(unsharded=False)
     checks.check_ties(modules, ignored)
     candidates = list(checks.find_params(modules, ignored))
     checks.check_not_taken(modules, candidates)
@@ -252,6 +251,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
         )
         group.swap_in_params()
         give_back(whole_nbytes)
+    if not shard_mesh.backend.is_traced:
+        mark_parts(inside if group is None else [*inside, group], shard_mesh)
     note_ignored(ignored)
     watch_optimizers()
     watch_engine()

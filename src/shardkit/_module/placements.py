@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardkit._params.sites import ParamEntry
+    from shardkit._runtime.group import ParamGroup
 
 
 class SpmdMesh(NamedTuple):
@@ -78,6 +79,27 @@ def place_params(
     return [place for place in known.values() if place is not mesh]
 
 
+def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
+    """Have groups on a part of a mesh know that other ranks hold others in their place.
+
+    As `shard_placement_fn` says it of a single parameter: experts that were sharded by a call of
+    their own, before a module around them. Ranks of tensor parallelism hold equal parameters
+    beside those that are split, so where a mesh has DTensors nothing is said.
+
+    Args:
+        groups: Groups in a module.
+        mesh: Mesh of the call on that module.
+    """
+    widest = max((mesh, *(group.mesh for group in groups)), key=lambda each: each.size())
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    split = {b.plan.mesh.ranks for b in buckets for s in b.store.specs if s.tensor_parallel}
+    for bucket in buckets:
+        own = bucket.plan.mesh
+        is_part = set(own.ranks) < set(widest.ranks) and own.ranks not in split
+        if is_part and bucket.plan.around is None:
+            bucket.lie_within(widest)
+
+
 def replicated(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of a parameter that each rank of `mesh` holds whole.
 
@@ -132,8 +154,8 @@ def data_parallel_mesh(mesh: Any, dims: Any) -> DeviceMesh:
     checks.check_in_mesh(whole)
     replicate, shard = ([whole.axis_index(name) for name in each] for each in names)
     if not shard:
-        return replicated(_flattened(whole, [replicate]))
-    return _flattened(whole, [replicate, shard] if replicate else [shard])
+        return replicated(flattened(whole, [replicate]))
+    return flattened(whole, [replicate, shard] if replicate else [shard])
 
 
 def _check_spmd(item: ParamEntry, spmd: SpmdMesh) -> None:
@@ -158,7 +180,7 @@ def _check_spmd(item: ParamEntry, spmd: SpmdMesh) -> None:
             raise WrapError(msg)
 
 
-def _flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
+def flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
     """Return a mesh with an axis for each list of axes of `mesh`."""
     axes, names = [], []
     for each in dims:
@@ -171,7 +193,7 @@ def _flattened(mesh: DeviceMesh, dims: Sequence[Sequence[int]]) -> DeviceMesh:
         mesh.device_type,
         tuple(axis.size for axis in axes),
         whole.ranks,
-        tuple(names),
+        tuple(names) if mesh.mesh_dim_names else None,
         mesh.rank,
         mesh.backend.with_axes(axes),
         whole.left_out,
@@ -197,7 +219,8 @@ def _place_of(
             f"{mesh.device_type!r} devices all parameters of a model lie on one mesh. Return None."
         )
         raise MeshError(msg)
-    if mesh.device_type == "meta" and (info is not None or is_mesh):
+    has_ranks = info is not None or (is_mesh and answer.device_type != mesh.device_type)
+    if mesh.device_type == "meta" and has_ranks:
         msg = (
             f"shard_placement_fn returned {answer!r} for {item.name!r}, and the mesh of the call "
             f"is a shape, which has no ranks. Pass a mesh, or return None."

@@ -7,6 +7,7 @@ a piece of, and the unsharded parameters, are in the bucket's store.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardkit._mesh import DeviceMesh
     from shardkit._params.flat_store import Store
     from shardkit._params.sites import ParamEntry
 
@@ -135,6 +137,16 @@ class Bucket:
             spec.entry, spec.unsharded = weakref.ref(entry), weakref.ref(unsharded)
         _showing.update({id(param): self for param in store.unsharded})
         self.sites = ParamSites(self.entries, store.unsharded)
+
+    def lie_within(self, mesh: DeviceMesh) -> None:
+        """Take other ranks of `mesh` to hold other parameters in the place of these.
+
+        Not of DTensors, which say themselves what they are parts of.
+        """
+        self.plan = self.store.plan = replace(self.plan, around=mesh)
+        for spec in self.store.specs:
+            if spec.tensor_parallel is None:
+                spec.lie_within(mesh)
 
     # --- exchange of the user's parameters ---
 

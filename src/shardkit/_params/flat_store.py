@@ -575,7 +575,7 @@ class FlatStore(Store):
             self.layout,
             index,
             mesh=plan.mesh,
-            around=plan.around,
+            around=plan.around if self._tensor_parallel[index] is None else None,
             axis=plan.axis,
             name=self.entries[index].name,
             state_allocator=allocator,

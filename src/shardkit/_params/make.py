@@ -111,7 +111,7 @@ def _new_bucket(
     offload: OffloadPolicy,
     layout: Any = None,
 ) -> Bucket:
-    plan = plan_for(entries[0], mesh, policy, offload)
+    plan = plan_for(entries, mesh, policy, offload)
     for entry in entries:
         entry.mesh = entry.around = None  # The plan knows them.
     # Tensors made in inference mode could never be trained.
@@ -120,11 +120,16 @@ def _new_bucket(
 
 
 def plan_for(
-    first: ParamEntry, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+    entries: Sequence[ParamEntry],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
 ) -> BucketPlan:
-    """Return the plan of a bucket that begins with a parameter; `mesh` is that of its group."""
+    """Return the plan of a bucket of parameters; `mesh` is that of its group."""
+    first = entries[0]
     dtype, own = stored_dtype(first), first.mesh or mesh
-    return BucketPlan.of(first.param, own, policy, offload, dtype=dtype, around=first.around)
+    around = next((entry.around for entry in entries if entry.around is not None), None)
+    return BucketPlan.of(first.param, own, policy, offload, dtype=dtype, around=around)
 
 
 def store_class(
@@ -209,7 +214,7 @@ def plan_buckets(
     """
     planned = []
     for alike in split_by_kind(entries, policy=policy):
-        plan = plan_for(alike[0], mesh, policy, offload).materialized()
+        plan = plan_for(alike, mesh, policy, offload).materialized()
         planned.append(_planned(plan, alike))
     return planned
 

@@ -178,12 +178,16 @@ class ShardSpec:
         self.axes = (self.axis,) if outer is None else (self.axis, *outer.axes)
         self.total_axes = self.axes
         if self.around is not None:
-            self._count_around(self.around)
+            self.lie_within(self.around)
         self.start, self.stop = self.layout.owned_range(self.index, self.axis.rank)
         self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
 
-    def _count_around(self, around: DeviceMesh) -> None:
-        """Sum over all of `around`, but for axes of replicas that both meshes have."""
+    def lie_within(self, around: DeviceMesh) -> None:
+        """Take other ranks of `around` to hold other parameters in the place of this one.
+
+        A norm of all is summed over `around`, but for axes of replicas that both meshes have.
+        """
+        self.around = around
         axes = [around.backend.axis(index) for index in range(around.ndim)]
         if self.mesh.ndim > 1:
             replicas = self.mesh.backend.axis(0)

@@ -17,6 +17,7 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
+from shardkit._wrapping.experts import ExpertMeshes, Experts, axis_of
 from shardkit._wrapping.plan import (
     ShardPlan,
     assign_params,
@@ -57,6 +58,7 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     *,
     units: Mapping[Any, Any] | Collection[Any] = (),
     strategy: StrategyName | enum.Enum | Strategy | None = None,
+    experts: Mapping[Any, str] | None = None,
     before: Callable[[nn.Module], Any] | None = None,
     offload_budget_nbytes: int | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
@@ -112,12 +114,21 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
 
     Args:
         model: The root: not sharded, not wrapped.
-        mesh: A mesh as of `fully_shard`. A number of ranks, or a mesh shape, with ``apply=False``
-            only: plans for ranks that are not there.
+        mesh: A mesh as of `fully_shard`; with `experts` torch's, with names and one more axis. A
+            number of ranks, or a mesh shape, with ``apply=False`` only: plans for ranks that are
+            not there. The last number of a shape is then the axis of the experts.
         policy: The choice of modules that form groups.
         units: Collection of more groups, as of a mapping, or as a collection of names and tuples. A
             module that is named here is taken out of the groups of the policy.
         strategy: A name such as ``"zero2"``, see `strategy`, instead of `reshard_after_forward`.
+        experts: Mapping from modules that hold stacked experts to the axis of `mesh` over which
+            these are spread: ``{"MixtralExperts": "ep"}``. A module is named by its class, the name
+            of that, or a pattern as above. Dim 0 of each of its own parameters counts experts; they
+            are DTensors on that axis, or become such, with other objects: make the optimizer after
+            this call. Experts are sharded over the other axes of the mesh, (shard) or (replicate,
+            shard); all else is sharded over the shard axis and that of the experts as one.
+            Gradients of experts are divided by the number of all ranks, since tokens of all come
+            to them. To send tokens there is left to the model.
         before: A function of each module of a group that is not the root, before it is sharded, for
             instance `checkpoint_module`. What it returns takes the module's place, if it is
             another module.
@@ -146,11 +157,12 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         WrapError: A policy that chooses nothing, or names what is not there; groups that overlap; a
             module that is sharded already or is wrapped in DDP; and as of `fully_shard`. Nothing
             has been changed.
-        MeshError: The mesh does not fit the strategy; and as of `fully_shard`.
+        MeshError: The mesh does not fit the strategy, or has no axis for the experts; and as of
+            `fully_shard`.
 
-    Cost: no collective, unless `shard_placement_fn` returns ``Replicate()``, which makes process
-    groups once: then all ranks must call this, also to plan. All ranks plan the same, for only
-    names, shapes and dtypes count.
+    Cost: no collective, unless there are `experts` or `shard_placement_fn` returns ``Replicate()``,
+    which makes process groups once: then all ranks must call this, also to plan. All ranks plan the
+    same, for only names, shapes and dtypes count.
     """
     policy = _policy_of(policy, auto_wrap_policy, fsdp_min_num_params)
     prepare = _prepare_of(before, auto_wrapper_callable)
@@ -172,9 +184,14 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
         "offload_policy": as_offload(offload_policy),
         "ignored_params": ignored_params or set(),
     }
-    shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply)
+    meshes = None if experts is None else _expert_meshes(mesh, axis_of(experts), is_plan=not apply)
+    shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply, meshes=meshes)
     choice = _choice(model, policy, units, shard_mesh, common)
-    planned = _planned(model, shard_mesh, choice, common)
+    spread = None
+    if experts is not None and meshes is not None:
+        tree = ModuleTree(model, ignored_params or ())
+        spread = Experts.of(tree, [*experts], meshes)
+    planned = _planned(model, shard_mesh, choice, common, spread)
     if offload_budget_nbytes is not None:
         offload_to_fit(planned, offload_budget_nbytes)
     plan = ShardPlan(
@@ -234,11 +251,12 @@ def _mesh_of(
     common: dict[str, Any],
     *,
     is_plan: bool,
+    meshes: ExpertMeshes | None = None,
 ) -> DeviceMesh:
     """Return the mesh to shard over; a shape is enough for a plan."""
-    if isinstance(mesh, int) or (
-        isinstance(mesh, (tuple, list)) and all(isinstance(size, int) for size in mesh)
-    ):
+    if meshes is not None:
+        result = meshes.dense
+    elif _is_shape(mesh):
         shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
         if chosen is not None and isinstance(mesh, int):
             shape = chosen.mesh_shape(mesh)
@@ -260,6 +278,25 @@ def _mesh_of(
     if chosen is not None:
         chosen.check_mesh_shape(result.shape)
     return result
+
+
+def _is_shape(mesh: Any) -> bool:
+    return isinstance(mesh, int) or (
+        isinstance(mesh, (tuple, list)) and all(isinstance(size, int) for size in mesh)
+    )
+
+
+def _expert_meshes(mesh: Any, axis: str, *, is_plan: bool) -> ExpertMeshes:
+    """Return the meshes of a model with experts."""
+    if not _is_shape(mesh):
+        return ExpertMeshes.of(mesh, axis)
+    if not is_plan:
+        msg = (
+            f"{mesh} is a mesh shape, for which auto_shard can only plan. Pass apply=False, or a "
+            f"mesh of torch with names of its axes, of which {axis!r} is one."
+        )
+        raise MeshError(msg)
+    return ExpertMeshes.of_shape(mesh_of_shape((mesh,) if isinstance(mesh, int) else mesh), axis)
 
 
 def _choice(
@@ -287,7 +324,11 @@ def _choice(
 
 
 def _planned(
-    model: nn.Module, mesh: DeviceMesh, choice: Choice, common: dict[str, Any]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    choice: Choice,
+    common: dict[str, Any],
+    experts: Experts | None,
 ) -> list[Unit]:
     """Return the groups in the order of sharding, with all arguments."""
     tree = ModuleTree(model, common["ignored_params"])
@@ -307,9 +348,23 @@ def _planned(
         is_other = own_mesh is not None and not is_shape_only(mesh)
         unit_mesh = as_device_mesh(own_mesh, device_type=mesh.device_type) if is_other else mesh
         unit.arguments = {**arguments, "mesh": unit_mesh}
+        if experts is not None and experts.is_in(unit.entries):
+            _place_experts(unit, experts)
         unit.check()
         unit.plan()
     return ordered
+
+
+def _place_experts(unit: Unit, experts: Experts) -> None:
+    """Have a unit know the mesh of the experts in it."""
+    if unit.mesh is not experts.meshes.dense:
+        msg = (
+            f"the policy gives the group ({', '.join(unit.names)}) a mesh of its own, and "
+            f"experts= those of the call, for experts are in it. Leave out one of them."
+        )
+        raise MeshError(msg)
+    unit.arguments["shard_placement_fn"] = experts.placed(unit.arguments["shard_placement_fn"])
+    experts.plan(unit.entries)
 
 
 # --- offload by a budget --------------------------------------------------------------------------

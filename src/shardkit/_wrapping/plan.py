@@ -21,6 +21,7 @@ from shardkit._module.placements import place_params
 from shardkit._params.make import plan_buckets
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._schedule import Op, UnshardSchedule
+from shardkit._wrapping.experts import PlacedExperts
 from shardkit.backends.base import MeshBackend
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shardkit._params.make import PlannedBucket
     from shardkit._params.sites import ParamEntry
     from shardkit._schedule import Action
+    from shardkit._wrapping.experts import Experts
     from shardkit._wrapping.policies import Choice, ModuleTree
     from shardkit._wrapping.strategies import Strategy
 
@@ -388,24 +390,50 @@ class Unit:
             offload=self.arguments["offload_policy"],
         )
 
+    def shard(self) -> None:
+        """Call `fully_shard`."""
+        modules: Any = self.modules
+        experts = self._experts
+        if experts is not None:
+            experts.cut()
+        fully_shard(modules if len(modules) > 1 else modules[0], **self.arguments)
+        for module in modules if experts is not None else ():
+            module.set_gradient_divide_factor(self.mesh.size())  # Tokens of all ranks come to them.
+
+    @property
+    def _experts(self) -> Experts | None:
+        fn = self.arguments["shard_placement_fn"]
+        return fn.experts if isinstance(fn, PlacedExperts) else None
+
     def record(self) -> GroupPlan:
         """Return what is shown of the group."""
         reshards, buckets = self.arguments["reshard_after_forward"], self.buckets
         wants_host = isinstance(self.arguments["offload_policy"], CPUOffloadPolicy)
-        sums = ("nbytes", "padding_nbytes", "shard_nbytes", "unsharded_nbytes", "send_nbytes")
+        of_rank = ("shard_nbytes", "unsharded_nbytes", "send_nbytes")
+        parts = [self._num_parts(bucket) for bucket in buckets]
+        counted = [*zip(parts, buckets, strict=True)]
         return GroupPlan(
             names=self.names,
             kinds=tuple(type(module).__name__ for module in self.modules),
             num_params=len(self.entries),
-            numel=sum(sum(bucket.layout.numels) for bucket in buckets),
+            numel=sum(n * sum(bucket.layout.numels) for n, bucket in counted),
+            nbytes=sum(n * bucket.nbytes for n, bucket in counted),
+            padding_nbytes=sum(n * bucket.padding_nbytes for n, bucket in counted),
             state_nbytes=self.state_nbytes,
             is_resharded=not self.is_root if reshards is None else bool(reshards),
             is_offloaded=wants_host and self.mesh.backend.has_own_memory,
             tied=tuple(entry.name for entry in self.entries if len(set(entry.sites)) > 1),
             shared=self.shared,
             arguments=dict(self.arguments),
-            **{name: sum(getattr(bucket, name) for bucket in buckets) for name in sums},
+            **{name: sum(getattr(bucket, name) for bucket in buckets) for name in of_rank},
         )
+
+    def _num_parts(self, bucket: PlannedBucket) -> int:
+        """Return in how many parts its parameters are spread over an axis of experts."""
+        if self._experts is None:
+            return 1
+        meshes = self._experts.meshes
+        return meshes.num_parts if bucket.plan.mesh is meshes.own else 1
 
     def traffic(self, gathers: int, passes: int, reductions: int) -> PlannedTraffic:
         """Return what the group communicates in a step.
@@ -707,10 +735,9 @@ class ShardPlan:
                     _prepared(self.model, module, self._prepare, unit.arguments)
                     for module in unit.modules
                 ]
-            modules = unit.modules
-            is_done = any(get_state(module) is not None for module in modules)
+            is_done = any(get_state(module) is not None for module in unit.modules)
             if (unit.entries or unit.is_root) and not is_done:
-                fully_shard(modules if len(modules) > 1 else modules[0], **unit.arguments)
+                unit.shard()
         if self.strategy is not None:
             self.strategy.prepare(self.model)
         if self._init_fn is not None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardkit import _compat
 from shardkit._errors import MeshError, StateError, WrapError
@@ -298,6 +299,18 @@ class TensorParallel:
                 mesh.backend,
             ),
         )
+
+
+def distributed_by_dim_0(param: nn.Parameter, mesh: TorchDeviceMesh) -> nn.Parameter:
+    """Return a parameter whose dim 0 is cut over a 1-D mesh of torch.
+
+    Each rank takes its part of the values that it has; nothing is sent. What a user has noted on
+    the parameter goes along.
+    """
+    part = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
+    result = nn.Parameter(part, requires_grad=param.requires_grad)
+    result.__dict__.update(param.__dict__)
+    return result
 
 
 def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple[int, ...]:

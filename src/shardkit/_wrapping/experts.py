@@ -1,0 +1,273 @@
+"""Stacked experts: which modules hold them, over which axis they are spread, on which meshes.
+
+Where tokens travel to experts each rank of an axis, ``ep``, holds some of them. Without that axis
+the mesh is one as of `fully_shard`, and experts are sharded over it. All else is sharded over the
+same ranks and those of ``ep``, as one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardkit._errors import MeshError, WrapError, listed, nearest
+from shardkit._module import checks
+from shardkit._module.fsdp_module import own_class
+from shardkit._module.placements import flattened
+from shardkit._wrapping.policies import chosen_by
+from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardkit._mesh import DeviceMesh
+    from shardkit._params.sites import ParamEntry
+    from shardkit._wrapping.policies import ModuleTree
+
+
+@dataclass(frozen=True)
+class ExpertMeshes:
+    """The meshes of a model with experts.
+
+    Attributes:
+        dense: Mesh of all other parameters.
+        own: Mesh of the experts: of the ranks that hold the same ones.
+        axis: Name of the axis over which experts are spread.
+        num_parts: Number of ranks of that axis.
+        torch_mesh: That axis, as torch's mesh; None where the mesh is only a shape.
+    """
+
+    dense: DeviceMesh
+    own: DeviceMesh
+    axis: str
+    num_parts: int
+    torch_mesh: TorchDeviceMesh | None = None
+
+    @classmethod
+    def of(cls, mesh: Any, axis: str) -> ExpertMeshes:
+        """Return them of torch's mesh, with names of its axes.
+
+        Raises:
+            MeshError: It is no such mesh, lacks the axis, or has more than two others.
+
+        Cost: a process group for several axes that are taken as one, made once.
+        """
+        names = mesh.mesh_dim_names if isinstance(mesh, TorchDeviceMesh) else None
+        if names is None:
+            msg = (
+                f"with experts= the mesh is torch's, with names of its axes, got {mesh!r}: experts "
+                f"become DTensors on the axis {axis!r}. Make it by torch's init_device_mesh"
+                f"('cpu', (2, 2), mesh_dim_names=('fsdp', {axis!r}))."
+            )
+            raise MeshError(msg)
+        if axis not in names:
+            msg = (
+                f"experts= spreads experts over an axis {axis!r}, which the mesh with axes {names} "
+                f"has not. Name one of these."
+            )
+            raise MeshError(msg)
+        whole = as_device_mesh(mesh, device_type=mesh.device_type)
+        checks.check_in_mesh(whole)
+        return cls._split(whole, names.index(axis), axis, mesh[axis])
+
+    @classmethod
+    def of_shape(cls, mesh: DeviceMesh, axis: str) -> ExpertMeshes:
+        """Return them of a mesh that is only a shape, whose last axis is that of the experts."""
+        return cls._split(mesh, mesh.ndim - 1, axis, None)
+
+    @classmethod
+    def _split(
+        cls, whole: DeviceMesh, dim: int, axis: str, torch_mesh: TorchDeviceMesh | None
+    ) -> ExpertMeshes:
+        rest = [index for index in range(whole.ndim) if index != dim]
+        if not 1 <= len(rest) <= checks.MAX_MESH_NDIM:
+            msg = (
+                f"with experts= the mesh has the axis {axis!r} and one more (shard) or two more "
+                f"(replicate, shard), got the axes {whole.mesh_dim_names or whole.shape}. An axis "
+                f"may have the size 1."
+            )
+            raise MeshError(msg)
+        *replicate, shard = rest
+        both = sorted([shard, dim])
+        dense = flattened(whole, [replicate, both] if replicate else [both])
+        parts = whole.shape[dim]
+        own = whole.submesh(rest) if parts > 1 else dense
+        return cls(dense, own, axis, parts, torch_mesh)
+
+
+@dataclass
+class Experts:
+    """The stacked experts of a model.
+
+    Attributes:
+        meshes: The meshes of the model.
+        sites: Every (module, attribute) that holds them.
+        params: The parameters: those of the model and, of each that is to be cut, one of the size
+            of a rank's part, by which a plan counts.
+        whole: Parameters of the model that are to be cut.
+    """
+
+    meshes: ExpertMeshes
+    sites: list[tuple[nn.Module, str]]
+    params: set[nn.Parameter]
+    whole: set[nn.Parameter]
+
+    @classmethod
+    def of(cls, tree: ModuleTree, choices: Sequence[Any], meshes: ExpertMeshes) -> Experts:
+        """Find the experts of a model.
+
+        Raises:
+            WrapError: A choice fits no module, or a module that holds no stacks which can be cut.
+        """
+        sites: list[tuple[nn.Module, str]] = []
+        names = dict.fromkeys(name for choice in choices for name in _modules_of(tree, choice))
+        for name in names:
+            module = tree.modules[name]
+            held = [*module.named_parameters(recurse=False)]
+            _check_stacks(name, module, held, meshes)
+            sites += [(module, attribute) for attribute, _ in held]
+        params = {getattr(module, attribute) for module, attribute in sites}
+        whole = {param for param in params if tensor_parallel_of(param) is None}
+        return cls(meshes, sites, params, whole)
+
+    def is_in(self, entries: Sequence[ParamEntry]) -> bool:
+        """Whether experts are among the parameters of a group."""
+        return any(entry.param in self.params for entry in entries)
+
+    def plan(self, entries: Sequence[ParamEntry]) -> None:
+        """Put a parameter of the size of a rank's part in the place of each that is to be cut."""
+        for entry in entries:
+            param = entry.param
+            if param in self.whole:
+                size = (len(param) // self.meshes.num_parts, *param.shape[1:])
+                part = torch.empty(size, dtype=param.dtype, device="meta")
+                entry.param = nn.Parameter(part, requires_grad=param.requires_grad)
+                self.params.add(entry.param)
+
+    def cut(self) -> None:
+        """Make the experts DTensors on their axis, of which this rank has its part.
+
+        All ranks hold equal values, so nothing is sent. The DTensors are other objects. Once is
+        enough; more often does nothing.
+        """
+        from shardkit.backends.dtensor import distributed_by_dim_0
+
+        mesh = self.meshes.torch_mesh
+        assert mesh is not None  # A plan for a shape is not carried out.
+        made = {param: distributed_by_dim_0(param, mesh) for param in self.whole}
+        self.params.update(made.values())
+        self.whole.clear()
+        for module, attribute in self.sites:
+            param = getattr(module, attribute)
+            if param in made:
+                setattr(module, attribute, made[param])
+
+    def placed(self, fn: Callable[[nn.Parameter], Any] | None) -> PlacedExperts:
+        """Return the `shard_placement_fn` of a group with experts; `fn` is that of all else."""
+        return PlacedExperts(self, fn)
+
+
+class PlacedExperts:
+    """A `shard_placement_fn` that knows the mesh of experts.
+
+    Args:
+        experts: The experts.
+        fn: Function of all other parameters, or None.
+    """
+
+    def __init__(self, experts: Experts, fn: Callable[[nn.Parameter], Any] | None) -> None:
+        self.experts = experts
+        self._fn = fn
+
+    def __call__(self, param: nn.Parameter) -> Any:
+        """Return where a parameter lies."""
+        if param in self.experts.params:
+            return self.experts.meshes.own
+        return None if self._fn is None else self._fn(param)
+
+    def __repr__(self) -> str:
+        """Show it in a plan."""
+        meshes = self.experts.meshes
+        return f"<experts over {meshes.axis}={meshes.num_parts}>"
+
+
+def axis_of(experts: Any) -> str:
+    """Return the axis that `experts=` names.
+
+    Raises:
+        WrapError: It is no mapping from modules to one axis.
+    """
+    axes = {*experts.values()} if isinstance(experts, Mapping) else set()
+    axis = next(iter(axes), None)
+    if len(axes) != 1 or not isinstance(axis, str):
+        msg = (
+            f"experts= is a mapping from modules that hold stacked experts (a class, its name, or "
+            f"a pattern of names) to the name of one axis of the mesh, such as "
+            f"{{'MixtralExperts': 'ep'}}; got {experts!r}."
+        )
+        raise WrapError(msg)
+    return axis
+
+
+def _modules_of(tree: ModuleTree, choice: Any) -> list[str]:
+    """Return the names of the modules that are meant by a class, its name, or a pattern."""
+    if isinstance(choice, str):
+        classes = {own_class(module).__name__ for module in tree.modules.values()}
+        if "*" in choice or choice in tree.modules:
+            return tree.matching(choice)
+        if choice.rpartition(".")[2] not in classes:
+            msg = (
+                f"experts= names {choice!r}, which is neither a class nor a module of this "
+                f"{tree.class_name}. {nearest(choice, [*classes, *filter(None, tree.modules)])}"
+            )
+            raise WrapError(msg)
+    elif not isinstance(choice, type):
+        msg = f"experts= names modules by a class, its name, or a pattern, got {choice!r}."
+        raise WrapError(msg)
+    found = [name for names in chosen_by(tree, {choice}) for name in names]
+    if not found:
+        msg = f"experts= names {choice!r}, of which no module of this {tree.class_name} is."
+        raise WrapError(msg)
+    return found
+
+
+def _check_stacks(
+    name: str,
+    module: nn.Module,
+    held: Sequence[tuple[str, nn.Parameter]],
+    meshes: ExpertMeshes,
+) -> None:
+    kind = own_class(module).__name__
+    shapes = {attribute: tuple(param.shape) for attribute, param in held}
+    if not held or min(map(len, shapes.values())) == 0:
+        msg = (
+            f"experts= names {name!r}, a {kind}, whose own parameters are {shapes}: expected "
+            f"stacks, of which dim 0 counts experts. Name the module that holds them itself, such "
+            f"as 'layers.*.mlp.experts'. Experts that are modules of their own are not cut."
+        )
+        raise WrapError(msg)
+    counts = {shape[0] for shape in shapes.values()}
+    if len(counts) > 1 or counts.pop() % meshes.num_parts:
+        msg = (
+            f"experts= names {name!r}, a {kind}, whose own parameters are {shapes}: expected "
+            f"stacks of equally many experts, as a multiple of the {meshes.num_parts} ranks of "
+            f"{meshes.axis!r}. Name a module that holds only such stacks, or use another mesh."
+        )
+        raise WrapError(msg)
+    for attribute, param in held:
+        parts = tensor_parallel_of(param)
+        if parts is None or meshes.torch_mesh is None:
+            continue
+        of_axis = as_device_mesh(meshes.torch_mesh, device_type=meshes.dense.device_type).ranks
+        if of_axis not in [split.axis.members for split in parts.splits if split.dim == 0]:
+            msg = (
+                f"parameter {name}.{attribute} is a DTensor with placements {parts.placements} on "
+                f"the ranks {parts.mesh.describe_ranks()}: experts= spreads it over the axis "
+                f"{meshes.axis!r}, of ranks [{listed(of_axis, str)}]. Leave it whole, or make it "
+                f"a DTensor with Shard(0) there."
+            )
+            raise WrapError(msg)

@@ -1,0 +1,244 @@
+"""`auto_shard(experts=...)`: stacks that are cut over an axis train as in one process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardkit
+from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
+from parallel_models import forget_old_meshes
+from shardkit import ShardedTensor, auto_shard, checkpoint_module
+from shardkit.checkpoint import load, save
+from step_traffic import counted, total
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from workers import Spawn
+
+pytestmark = pytest.mark.helpers
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How ranks are used, and how modules are named.
+
+    Attributes:
+        shape: Sizes of the axes; the last one is `ep`, where `names` say nothing else.
+        experts: What holds experts.
+        names: Names of the axes.
+        options: More arguments of `auto_shard`, by name.
+    """
+
+    shape: tuple[int, ...]
+    experts: str = "Experts"
+    names: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+OPTIONS: dict[str, typing.Any] = {
+    "balanced": {"policy": None},
+    "list": {"policy": {("blocks.0", "blocks.1"): {}}},
+    "checkpointed": {"before": checkpoint_module},
+    "whole norms": {"shard_placement_fn": lambda p: Replicate() if p.ndim == 1 else None},
+    "zero2": {"strategy": "zero2"},
+    "hybrid": {"strategy": "hybrid"},
+}
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    forget_old_meshes()
+    names = layout.names or ("replicate", "fsdp", "ep")[-len(layout.shape) :]
+    return init_device_mesh("cpu", layout.shape, mesh_dim_names=names)
+
+
+def make(layout: Layout) -> tuple[Model, typing.Any, shardkit.ShardPlan]:
+    """Return the plain model of one process, the sharded one, and its plan."""
+    torch.manual_seed(3)
+    plain = Model().double()
+    model: typing.Any = copy.deepcopy(plain)
+    mesh = mesh_of(layout)
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+    arguments: dict[str, typing.Any] = {"policy": {"blocks.*": {}}}
+    for name in layout.options:
+        arguments |= OPTIONS[name]
+    plan = auto_shard(model, mesh, experts={layout.experts: "ep"}, **arguments)
+    return plain, model, plan
+
+
+def largest_difference(plain: nn.Module, model: nn.Module, *, grads: bool) -> float:
+    worst = 0.0
+    for (name, whole), param in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(param, ShardedTensor), name
+        assert param.shape == whole.shape, name
+        wanted, found = (whole.grad, param.grad) if grads else (whole, param)
+        assert wanted is not None
+        assert found is not None, name
+        difference = typing.cast("typing.Any", found).full_tensor() - wanted
+        worst = max(worst, difference.abs().max().item())
+    return worst
+
+
+def compare_training(layout: Layout) -> None:
+    plain, model, plan = make(layout)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    for step in range(STEPS):
+        own, whole = batches(step)
+        with counted(model) as found:
+            losses = [loss_of(plain, whole), loss_of(model, own)]
+            for loss in losses:
+                loss.backward()
+        if step > 0 and not layout.options:  # The order is known.
+            assert total(found) == plan.traffic()
+        mean = losses[1].detach().clone()
+        dist.all_reduce(mean)
+        assert abs(mean / dist.get_world_size() - losses[0].detach()) < EXACT
+        assert largest_difference(plain, model, grads=True) < EXACT
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
+        assert abs(norms[1].item() - norms[0].item()) < EXACT
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert largest_difference(plain, model, grads=False) < EXACT
+    assert model.memory_stats()["shard_nbytes"] == plan.memory.shard_nbytes
+    of_experts = sum(p.to_local().numel() for p in model.blocks[0].experts.parameters())
+    every = torch.tensor(of_experts)
+    dist.all_reduce(every)
+    replicas = layout.shape[0] if len(layout.shape) > 2 else 1
+    assert every == replicas * sum(p.numel() for p in plain.blocks[0].experts.parameters())
+    model.check_replicas()
+
+
+LAYOUTS = [
+    Layout((2, 2)),
+    Layout((1, 4), experts="blocks.*.experts", options=("whole norms",)),
+    Layout((2, 1, 2), options=("hybrid", "checkpointed")),
+    Layout((2, 2), names=("ep", "fsdp"), options=("list", "zero2")),
+    Layout((4, 1), options=("balanced",)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_equals_one_process(spawn: Spawn, layout: Layout) -> None:
+    spawn(compare_training, 4, layout)
+
+
+def test_two_ranks(spawn: Spawn) -> None:
+    spawn(compare_training, 2, Layout((1, 2)))
+
+
+# --- what is there already, and mistakes ---------------------------------------------------------
+
+
+def take_dtensors() -> None:
+    layout = Layout((2, 2))
+    torch.manual_seed(3)
+    plain = Model().double()
+    model: typing.Any = copy.deepcopy(plain)
+    mesh = mesh_of(layout)
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+        for name, param in [*block.experts.named_parameters()]:
+            part = distribute_tensor(param.detach(), mesh["ep"], [Shard(0)])
+            block.experts.register_parameter(name, nn.Parameter(part))
+    plan = auto_shard(model, mesh, Block, experts={Experts: "ep"})
+    own, whole = batches(0)
+    loss_of(plain, whole).backward()
+    loss_of(model, own).backward()
+    assert largest_difference(plain, model, grads=True) < EXACT
+    assert sum(group.numel for group in plan.groups) == sum(p.numel() for p in plain.parameters())
+    assert "<experts over ep=2>" in str(plan)
+
+
+def test_dtensors_are_taken_as_they_are(spawn: Spawn) -> None:
+    spawn(take_dtensors, 4)
+
+
+def keep_on_meta(path: str) -> None:
+    """Whole experts are never anywhere: neither here nor in memory that a rank has kept."""
+    layout = Layout((2, 2))
+    _, trained, _ = make(layout)
+    save(path, trained)
+    with torch.device("meta"):
+        model: typing.Any = Model().double()
+    mesh = mesh_of(layout)
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+
+    def fill(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 0.5)
+
+    auto_shard(model, mesh, Block, experts={Experts: "ep"}, param_init_fn=fill)
+    assert all(param.full_tensor().eq(0.5).all() for param in model.parameters())
+    load(path, model)
+    for loaded, wanted in zip(model.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(loaded.full_tensor(), wanted.full_tensor())
+
+
+def test_a_model_on_meta_is_cut_and_filled(spawn: Spawn, tmp_path: typing.Any) -> None:
+    spawn(keep_on_meta, 4, str(tmp_path / "checkpoint"))
+
+
+def mistaken(kind: str) -> None:
+    mesh: typing.Any = mesh_of(Layout((2, 2)))
+    model: typing.Any = Model()
+    options: dict[str, typing.Any] = {"policy": Block, "experts": {"Experts": "ep"}}
+    if kind == "no such axis":
+        options["experts"] = {"Experts": "tp"}
+    if kind == "own mesh":
+        mesh = shardkit.init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    if kind == "one axis":
+        mesh = mesh["ep"]
+    if kind == "group's mesh":
+        options["policy"] = {"blocks.0": {"mesh": mesh["fsdp"]}}
+    if kind == "strategy":
+        options["strategy"] = "hybrid"
+    if kind == "uneven":
+        model.blocks[1].experts.down = nn.Parameter(torch.zeros(NUM_EXPERTS - 1, 2, 2))
+    if kind == "another axis":
+        experts = model.blocks[0].experts
+        experts.up = nn.Parameter(distribute_tensor(experts.up.detach(), mesh["fsdp"], [Shard(0)]))
+    if kind == "another dim":
+        experts = model.blocks[0].experts
+        experts.up = nn.Parameter(distribute_tensor(experts.up.detach(), mesh["ep"], [Shard(1)]))
+    before = dict(model.named_parameters())
+    try:
+        auto_shard(model, mesh, **options)
+    finally:
+        assert dict(model.named_parameters()) == before
+        assert not any(isinstance(p, ShardedTensor) for p in before.values())
+        num_split = sum(isinstance(param, DTensor) for param in before.values())
+        assert num_split == kind.startswith("another")
+
+
+MISTAKES = {
+    "no such axis": ("MeshError", "an axis 'tp', which the mesh with axes ('fsdp', 'ep') has not"),
+    "own mesh": ("MeshError", "with experts= the mesh is torch's"),
+    "one axis": ("MeshError", "and one more (shard) or two more"),
+    "group's mesh": ("MeshError", "(blocks.0) a mesh of its own"),
+    "strategy": ("MeshError", "the strategy 'hybrid' wants a mesh"),
+    "uneven": ("WrapError", "stacks of equally many experts"),
+    "another axis": ("WrapError", "Leave it whole, or make it a DTensor with Shard(0)"),
+    "another dim": ("WrapError", "blocks.0.experts.up is a DTensor"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_mistakes_are_told_before_anything_is_changed(spawn_errors: Spawn, kind: str) -> None:
+    type_name, text = MISTAKES[kind]
+    for error in spawn_errors(mistaken, 4, kind):
+        assert error.type_name == type_name, error
+        assert text in error.message, error.message

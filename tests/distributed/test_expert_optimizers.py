@@ -1,0 +1,301 @@
+"""Optimizers, offload, compression and copies of models with experts on a mesh of their own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
+from parallel_models import forget_old_meshes
+from shardkit import CPUOffloadPolicy, Replicate, ShardedTensorError, auto_shard, fully_shard
+from shardkit.checkpoint import load, save
+from shardkit.compression import PowerSGD, bf16_compress, compress_gradients
+from shardkit.optim import LocalOptimizer, MatrixOptimizer
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from workers import Spawn
+
+pytestmark = pytest.mark.helpers
+
+STEPS = 3
+
+
+class StackedMuon(torch.optim.Optimizer):
+    """Muon, which takes stacks: each matrix is made orthogonal by itself."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(param)
+                buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(param.grad)
+                update = buffer / (buffer.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    gram = update @ update.mT
+                    update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+                param.add_(update, alpha=-group["lr"])
+
+
+def make(shape: tuple[int, ...] = (2, 2), **options: typing.Any) -> tuple[typing.Any, typing.Any]:
+    """Return the plain model of one process, and the sharded one."""
+    torch.manual_seed(3)
+    plain = Model().double()
+    model: typing.Any = copy.deepcopy(plain)
+    forget_old_meshes()
+    names = ("replicate", "fsdp", "ep")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    auto_shard(model, mesh, Block, experts={"Experts": "ep"}, **options)
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+    return plain, model
+
+
+def largest_difference(plain: nn.Module, model: nn.Module) -> float:
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    return max((p.full_tensor() - q).abs().max().item() for q, p in pairs)  # type: ignore[operator]
+
+
+def train(
+    both: typing.Sequence[nn.Module], optimizers: typing.Sequence[typing.Any], steps: range
+) -> None:
+    for step in steps:
+        own, whole = batches(step)
+        for model, batch, of_model in zip(both, (whole, own), optimizers, strict=True):
+            loss_of(model, batch).backward()
+            for optimizer in of_model:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+# --- kinds of optimizers --------------------------------------------------------------------------
+
+
+def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return matrices and stacks, and the rest."""
+    params = list(model.parameters())
+    return [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+
+
+def by_matrix(model: nn.Module, *, is_sharded: bool) -> list[typing.Any]:
+    matrices, rest = halves(model)
+    first = MatrixOptimizer(matrices, StackedMuon) if is_sharded else StackedMuon(matrices)
+    return [first, torch.optim.AdamW(rest, lr=0.01)]
+
+
+def local(kind: typing.Any, **options: typing.Any) -> Callable[..., list[typing.Any]]:
+    def make_one(model: nn.Module, *, is_sharded: bool) -> list[typing.Any]:
+        if is_sharded:
+            return [LocalOptimizer(model.parameters(), kind, **options)]
+        return [kind(model.parameters(), **options)]
+
+    return make_one
+
+
+def direct(kind: typing.Any, **options: typing.Any) -> Callable[..., list[typing.Any]]:
+    return lambda model, is_sharded: [kind(model.parameters(), **options)]  # noqa: ARG005
+
+
+OPTIMIZERS: dict[str, Callable[..., list[typing.Any]]] = {
+    "AdamW foreach": direct(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW fused": direct(torch.optim.AdamW, lr=0.01, fused=True, amsgrad=True),
+    "AdamW for": direct(torch.optim.AdamW, lr=0.01, foreach=False),
+    "SGD": direct(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adagrad": direct(torch.optim.Adagrad, lr=0.05),
+    "Adafactor": direct(torch.optim.Adafactor, lr=0.05),
+    "local AdamW": local(torch.optim.AdamW, lr=0.01),
+    "local SGD": local(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "matrices": by_matrix,
+}
+
+
+def step_and_resume(kind: str, path: str) -> None:
+    plain, model = make()
+    optimizers = [
+        OPTIMIZERS[kind](plain, is_sharded=False),
+        OPTIMIZERS[kind](model, is_sharded=True),
+    ]
+    train((plain, model), optimizers, range(STEPS))
+    assert largest_difference(plain, model) < EXACT
+    save(path, model, optimizers[1])
+    # Another `ep`, and replicas.
+    _, resumed = make((2, 2, 1))
+    optimizers[1] = OPTIMIZERS[kind](resumed, is_sharded=True)
+    load(path, resumed, optimizers[1])
+    train((plain, resumed), optimizers, range(STEPS, STEPS + 2))
+    assert largest_difference(plain, resumed) < 10 * EXACT
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_optimizer_steps_as_in_one_process(
+    spawn: Spawn, kind: str, tmp_path: typing.Any
+) -> None:
+    spawn(step_and_resume, 4, kind, str(tmp_path / "checkpoint"))
+
+
+def owners_are_spread() -> None:
+    _, model = make()
+    matrices, _ = halves(model)
+    optimizer = MatrixOptimizer(matrices, StackedMuon)
+    loss_of(model, batches(0)[0]).backward()
+    optimizer.step()
+    assert len({optimizer.owner_of(p) for b in model.blocks for p in b.experts.parameters()}) > 1
+
+
+def test_stacks_belong_to_several_ranks(spawn: Spawn) -> None:
+    spawn(owners_are_spread, 4)
+
+
+def refuse_stacks() -> None:
+    _, model = make()
+    before = [param.full_tensor() for param in model.parameters()]
+    matrices, _ = halves(model)
+    with pytest.raises(ValueError, match="only supports 2D"):
+        MatrixOptimizer(matrices, torch.optim.Muon)
+    assert all(
+        torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_a_class_for_matrices_alone_refuses_stacks(spawn: Spawn) -> None:
+    spawn(refuse_stacks, 4)
+
+
+# --- offload, compression, copies -----------------------------------------------------------------
+
+
+def offload() -> None:
+    plain, model = make(offload_policy=CPUOffloadPolicy())
+    optimizers = [[torch.optim.AdamW(m.parameters(), lr=0.01)] for m in (plain, model)]
+    train((plain, model), optimizers, range(STEPS))
+    assert largest_difference(plain, model) < EXACT
+
+
+def test_offload(spawn: Spawn) -> None:
+    spawn(offload, 4)
+
+
+def compress(kind: str) -> None:
+    plain, model = make((2, 1, 2))
+    hook: typing.Any = PowerSGD(64, start_after=1) if kind == "PowerSGD" else bf16_compress
+    compress_gradients(model, hook)
+    worst = 0.0
+    for step in range(STEPS):
+        own, whole = batches(step)
+        loss_of(plain, whole).backward()
+        loss_of(model, own).backward()
+        for wanted, found in zip(plain.parameters(), model.parameters(), strict=True):
+            assert wanted.grad is not None
+            assert found.grad is not None
+            difference = found.grad.full_tensor() - wanted.grad
+            worst = max(worst, difference.abs().max().item() / wanted.grad.abs().max().item())
+        for each in (plain, model):
+            each.zero_grad()
+    # Of full rank nothing is left out; 8 bits of mantissa.
+    assert 0 < worst < (1e-5 if kind == "PowerSGD" else 2e-2), worst
+
+
+@pytest.mark.parametrize("kind", ["bf16", "PowerSGD"])
+def test_compression(spawn: Spawn, kind: str) -> None:
+    spawn(compress, 4, kind)
+
+
+def copies() -> None:
+    plain, model = make()
+    groups = [block.ep for block in model.blocks]
+    for block in model.blocks:  # A process group has no copies.
+        block.ep = None
+    copied: typing.Any = copy.deepcopy(model)
+    for written in (model, model.state_dict()):
+        with pytest.raises(ShardedTensorError, match=r"'experts.up' is split over .* as well"):
+            pickle.dumps(written)
+    for block, group in zip(copied.blocks, groups, strict=True):
+        block.ep = group
+    optimizers = [[torch.optim.AdamW(m.parameters(), lr=0.01)] for m in (plain, copied)]
+    train((plain, copied), optimizers, range(STEPS))
+    assert largest_difference(plain, copied) < EXACT
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_deep_copies_train_and_pickles_are_refused(spawn: Spawn) -> None:
+    spawn(copies, 4)
+
+
+def pickle_whole_vectors(kind: str) -> None:
+    """Without experts a group of two meshes is pickled, since no DTensor is in it."""
+    torch.manual_seed(3)
+    plain = Model().double()
+    model: typing.Any = copy.deepcopy(plain)
+    fully_shard(model, shard_placement_fn=lambda p: Replicate() if p.ndim == 1 else None)
+    if kind == "model":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in copied.parameters():
+                param.zero_()
+        copied.load_state_dict(torch.load(file))
+    optimizers = [[torch.optim.AdamW(m.parameters(), lr=0.01)] for m in (plain, copied)]
+    train((plain, copied), optimizers, range(STEPS))
+    assert largest_difference(plain, copied) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["model", "state dict"])
+def test_groups_of_two_meshes_are_pickled(spawn: Spawn, kind: str) -> None:
+    spawn(pickle_whole_vectors, 2, kind)
+
+
+# --- experts that are plain parameters ------------------------------------------------------------
+
+
+def step_plain_experts(kind: str) -> None:
+    torch.manual_seed(3)
+    plain = Model().double()
+    model: typing.Any = copy.deepcopy(plain)
+    forget_old_meshes()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    first = mesh["ep"].get_local_rank() * NUM_EXPERTS // 2
+    own = slice(first, first + NUM_EXPERTS // 2)
+    of_experts = set()
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+        for name, param in [*block.experts.named_parameters()]:
+            part = nn.Parameter(param.detach()[own].clone())
+            block.experts.register_parameter(name, part)
+            of_experts.add(part)
+    for module in (*model.blocks, model):
+        fully_shard(module, shard_placement_fn=lambda p: mesh["fsdp"] if p in of_experts else None)
+        module.set_gradient_divide_factor(dist.get_world_size())
+    optimizers = [
+        OPTIMIZERS[kind](plain, is_sharded=False),
+        OPTIMIZERS[kind](model, is_sharded=True),
+    ]
+    train((plain, model), optimizers, range(STEPS))
+    for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        part = wanted[own] if ".experts." in name else wanted
+        assert (found.full_tensor() - part).abs().max() < EXACT, name
+
+
+@pytest.mark.parametrize("kind", ["AdamW foreach", "local SGD", "Adagrad", "matrices"])
+def test_optimizers_step_plain_experts(spawn: Spawn, kind: str) -> None:
+    spawn(step_plain_experts, 4, kind)
