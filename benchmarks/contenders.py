@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -157,10 +157,28 @@ def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Train
     return Trainer(model, _adamw(model.parameters()))
 
 
-def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer:
-    # Here, not above: the other contenders can be measured without it.
-    import shardkit
+def shardkit_of(name: str) -> Any:
+    """Import shardkit in this rank: this tree's, or for `BESIDE` the one that the option names.
 
+    Raises:
+        RuntimeError: Another one stands in the way.
+    """
+    if name != BESIDE:
+        # Here, not above: the other contenders can be measured without it.
+        return importlib.import_module("shardkit")
+    source = os.environ[BESIDE_SOURCE]
+    sys.path.insert(0, source)
+    found = importlib.import_module("shardkit")
+    if not str(found.__file__).startswith(source):
+        message = f"shardkit was imported from {found.__file__}, not from {source}"
+        raise RuntimeError(message)
+    return found
+
+
+def _shardkit(
+    model: Model, workload: Workload, device: torch.device, *, name: str = SHARDKIT
+) -> Trainer:
+    shardkit = shardkit_of(name)
     mesh = shardkit.init_device_mesh(
         device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
     )
@@ -168,17 +186,6 @@ def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
     return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
-
-
-def _beside(model: Model, workload: Workload, device: torch.device) -> Trainer:
-    source = os.environ[BESIDE_SOURCE]
-    sys.path.insert(0, source)
-    trainer = _shardkit(model, workload, device)
-    where = sys.modules["shardkit"].__file__
-    if where is None or not where.startswith(source):
-        message = f"shardkit was imported from {where}, not from {source}"
-        raise RuntimeError(message)
-    return trainer
 
 
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -264,7 +271,7 @@ def _plain(model: Model, workload: Workload, device: torch.device) -> Trainer:
 
 _BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     SHARDKIT: _shardkit,
-    BESIDE: _beside,
+    BESIDE: partial(_shardkit, name=BESIDE),
     FSDP2: _fsdp2,
     DDP: _ddp,
     FLOOR: _floor,
