@@ -8,6 +8,8 @@ import torch
 
 from checkpoint_case import CheckpointCase
 from contenders import FLAT, FSDP2, FSDP2_MUON, LOCAL, MATRIX, PLAIN, SHARDKIT, Workload
+from experts import ExpertsShape
+from experts_case import ExpertsCase
 from llama import LlamaShape
 from models import GPTShape
 from one_card_cases import FakeCase, OneRankCase
@@ -34,6 +36,9 @@ _D512 = GPTShape(dim=512, num_layers=6, num_heads=8, batch=2, sequence=128)
 _D1024 = GPTShape(dim=1024, num_layers=6, num_heads=16, batch=2, sequence=128)
 _SMALL = GPTShape(dim=64, num_layers=48, num_heads=2, batch=2, sequence=32)
 _XLA = GPTShape(dim=128, num_layers=6, num_heads=4, batch=2, sequence=64)
+_EXPERTS = ExpertsShape(
+    dim=256, hidden=512, num_experts=8, num_layers=6, num_heads=4, batch=2, sequence=64, ep=2
+)
 _TINY = GPTShape(dim=16, num_layers=48, num_heads=1, batch=1, sequence=4)
 
 # Layers of Llama 2 7B, few enough for three trainings side by side in 80 GB.
@@ -60,6 +65,11 @@ CASES: Mapping[str, Case] = {
     ),
     "small-48": TrainingCase(
         "small-48: 48 layers of 64, 2 x 32 tokens per rank, fp32", Workload(_SMALL), step_limit=0.5
+    ),
+    "moe": ExpertsCase(
+        "moe: 8 experts in each of 6 layers of 256, split over 2 of 4 ranks, 2 x 64 tokens, fp32",
+        Workload(_EXPERTS),
+        step_limit=0.75,
     ),
     "overhead": OverheadCase(
         "overhead: host time per group, 48 layers of 16, one CPU rank", Workload(_TINY)

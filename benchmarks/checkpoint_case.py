@@ -1,10 +1,11 @@
 """The checkpoint case: saving and loading model and optimizer, and the bytes that it takes."""
 
+import importlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state
 
-from contenders import FSDP2, SHARDKIT, Workload, build
+from contenders import BESIDE, FSDP2, SHARDKIT, Workload, build, shardkit_of
 from models import GPTShape
 from ranks import Ranks
 from report import ABSENT, Report, Spread, Target
-from rounds import Settings, able
+from rounds import Settings, able, turns
 
 _DIM = 1024
 _BYTES_PER_PARAMETER = 12  # fp32, and as much for each of AdamW's averages.
@@ -34,6 +35,9 @@ _COLUMNS = {
     "async_blocked": "async_save blocks s",
     "copy": "plain copy s",
 }
+_MODELS = {"50 MB": (200, 62_500), "3,000 tiny": (3_000, 8)}
+"""Tensors of a model, fp32, and the elements of each. In one bytes count, in one tensors."""
+_BESIDE_LIMIT = 1.02
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,44 @@ class CheckpointCase:
                             times[name].setdefault(what, []).append(seconds)
             nbytes = sum(ranks[names[0]].call("nbytes"))
         return _report(self.summary, times, nbytes)
+
+    def run_beside(self, settings: Settings) -> Report:
+        """Compare saves and loads of one rank with the source that ``--beside`` names, in turns.
+
+        By the time of the processor: files in the page cache are read and written by it, and other
+        work on the machine does not count.
+        """
+        names = able((SHARDKIT, BESIDE))
+        times: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            ranks = {
+                name: stack.enter_context(Ranks(1, settings.device_type, BesideRank, name))
+                for name in names
+            }
+            for number, name in enumerate(turns(names, settings.num_rounds + 1)):
+                [found] = ranks[name].call("turn", f"{folder}/{name}")
+                if number >= len(names):  # In the first round memory and files are made.
+                    for what, seconds in found.items():
+                        times[name].setdefault(what, []).append(seconds)
+        ratios = {
+            what: Spread.of_medians(values, times[BESIDE][what])
+            for what, values in times[SHARDKIT].items()
+        }
+        return Report(
+            title=f"{self.summary}, seconds of the processor",
+            columns=("contender", *(f"{what} s" for what in ratios)),
+            rows=[
+                [name, *(f"{Spread.of(measured[what]):.3f}" for what in ratios)]
+                for name, measured in times.items()
+            ],
+            notes=[
+                f"{Target(f'{what} / beside', _BESIDE_LIMIT).verdict(ratio.median, 3)} "
+                f"({ratio.low:.3f}..{ratio.high:.3f})"
+                for what, ratio in ratios.items()
+            ],
+            measured=times,
+        )
 
 
 def _turn(ranks: Ranks, folder: Path, name: str, *, direct_first: bool) -> dict[str, float]:
@@ -225,6 +267,43 @@ class CheckpointRank:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
         dist.barrier()
+
+
+class _Tensors(nn.Module):
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(map(nn.Parameter, tensors))
+
+    def forward(self) -> None:
+        """Compute nothing: a module without a forward is not sharded."""
+
+
+class BesideRank:
+    """One rank of one source of shardkit, with models that have parameters only."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        """Shard the models."""
+        self._shardkit = shardkit_of(name)
+        torch.manual_seed(0)
+        mesh = self._shardkit.init_device_mesh(device.type, (1,))
+        self._models = {}
+        for what, (count, numel) in _MODELS.items():
+            tensors = (torch.randn(numel, device=device) for _ in range(count))
+            model = _Tensors(tensors)
+            self._models[what] = self._shardkit.fully_shard(model, mesh=mesh)
+
+    def turn(self, path: str) -> dict[str, float]:
+        """Save and load each model once; return seconds of this process' processor time."""
+        checkpoint = importlib.import_module(f"{self._shardkit.__name__}.checkpoint")
+        found = {}
+        for what, model in self._models.items():
+            for call in ("save", "load"):
+                act = getattr(checkpoint, call)
+                begin = time.process_time()
+                act(f"{path} {what}", model)
+                found[f"{call} {what}"] = time.process_time() - begin
+            shutil.rmtree(f"{path} {what}")
+        return found
 
 
 def _timed(act: Callable[[], object]) -> float:

@@ -2,8 +2,9 @@
 
 All contenders train the same model, from the same seed, with ``AdamW(foreach=True)``, but two
 whose names say it: `LOCAL` and `FLAT` have ``AdamW(fused=True)``, and two more have Muon for
-the matrices of the blocks. In mixed precision they cannot all do the same arithmetic, so each takes
-the nearest that it offers:
+the matrices of the blocks. `EXPERTS` and `FSDP2_EXPERTS` train a mixture of experts. The same code
+splits its experts over some ranks first, as DTensors. In mixed precision they cannot all do the
+same arithmetic, so each takes the nearest that it offers:
 
 =========== ============================================================================
 shardkit    ``param_dtype`` compute, fp32 reduction, fp32 shards for the optimizer
@@ -23,15 +24,17 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from experts import ExpertsShape, MixtureOfExperts
 from llama import Llama, LlamaShape
 from models import GPT, GPTShape
 
@@ -43,6 +46,8 @@ PLAIN = "plain torch"
 LOCAL = "shardkit, local fused"
 MATRIX = "shardkit, Muon"
 FSDP2_MUON = "torch FSDP2, Muon"
+EXPERTS = "shardkit, one call"
+FSDP2_EXPERTS = "torch FSDP2, two groups"
 FLAT = "plain fused"
 """The floor, its 1/N of optimizer state updated by the fused kernel."""
 BESIDE = "shardkit beside"
@@ -51,7 +56,7 @@ BESIDE_SOURCE = "SHARDKIT_BENCH_BESIDE"
 
 CONTENDERS = (SHARDKIT, FSDP2, DDP, FLOOR)
 
-Model = GPT | Llama
+Model = GPT | Llama | MixtureOfExperts
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Workload:
         compiled: Whether the forward of each layer is compiled by itself.
     """
 
-    shape: GPTShape | LlamaShape
+    shape: GPTShape | LlamaShape | ExpertsShape
     param_dtype: torch.dtype | None = None
     stored_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
@@ -117,7 +122,7 @@ def missing(name: str) -> str | None:
     """Say why a contender cannot run here, or return None if it can."""
     if name == BESIDE:
         return None if BESIDE_SOURCE in os.environ else "option --beside names its source"
-    if name not in (SHARDKIT, LOCAL, MATRIX):
+    if name not in (SHARDKIT, LOCAL, MATRIX, EXPERTS):
         return None
     try:
         importlib.import_module("shardkit")
@@ -157,10 +162,28 @@ def _shard_by_block(model: Model, shard: Callable[[nn.Module], object]) -> Train
     return Trainer(model, _adamw(model.parameters()))
 
 
-def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer:
-    # Here, not above: the other contenders can be measured without it.
-    import shardkit
+def shardkit_of(name: str) -> Any:
+    """Import shardkit in this rank: this tree's, or for `BESIDE` the one that the option names.
 
+    Raises:
+        RuntimeError: Another one stands in the way.
+    """
+    if name != BESIDE:
+        # Here, not above: the other contenders can be measured without it.
+        return importlib.import_module("shardkit")
+    source = os.environ[BESIDE_SOURCE]
+    sys.path.insert(0, source)
+    found = importlib.import_module("shardkit")
+    if not str(found.__file__).startswith(source):
+        message = f"shardkit was imported from {found.__file__}, not from {source}"
+        raise RuntimeError(message)
+    return found
+
+
+def _shardkit(
+    model: Model, workload: Workload, device: torch.device, *, name: str = SHARDKIT
+) -> Trainer:
+    shardkit = shardkit_of(name)
     mesh = shardkit.init_device_mesh(
         device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
     )
@@ -168,17 +191,6 @@ def _shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
     return _shard_by_block(model, partial(shardkit.fully_shard, mesh=mesh, mp_policy=policy))
-
-
-def _beside(model: Model, workload: Workload, device: torch.device) -> Trainer:
-    source = os.environ[BESIDE_SOURCE]
-    sys.path.insert(0, source)
-    trainer = _shardkit(model, workload, device)
-    where = sys.modules["shardkit"].__file__
-    if where is None or not where.startswith(source):
-        message = f"shardkit was imported from {where}, not from {source}"
-        raise RuntimeError(message)
-    return trainer
 
 
 def _local(model: Model, workload: Workload, device: torch.device) -> Trainer:
@@ -195,6 +207,53 @@ def _fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
         param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
     )
     return _shard_by_block(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
+
+
+def _split_experts(model: Model, workload: Workload) -> tuple[DeviceMesh, DeviceMesh]:
+    """Split the experts; return the mesh of ranks with the same ones, and that of all."""
+    assert isinstance(workload.shape, ExpertsShape)
+    assert isinstance(model, MixtureOfExperts)
+    ep = workload.shape.ep
+    sizes = (dist.get_world_size() // ep, ep)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("efsdp", "ep"))
+    for block in model.blocks:
+        block.split(mesh["ep"])
+    world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    return mesh["efsdp"], world
+
+
+def _experts_shardkit(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    del device
+    shardkit = shardkit_of(SHARDKIT)
+    efsdp, world = _split_experts(model, workload)
+    experts = {id(p) for name, p in model.named_parameters() if ".experts." in name}
+
+    def shard(module: nn.Module) -> None:
+        shardkit.fully_shard(
+            module, mesh=world, shard_placement_fn=lambda p: efsdp if id(p) in experts else None
+        ).set_gradient_divide_factor(world.size())
+
+    return _shard_by_block(model, shard)
+
+
+def _experts_fsdp2(model: Model, workload: Workload, device: torch.device) -> Trainer:
+    """Shard as torchtitan does: experts by a group of their own, prefetched with their block."""
+    del device
+    efsdp, world = _split_experts(model, workload)
+
+    def shard(module: nn.Module) -> None:
+        if experts := getattr(module, "experts", None):
+            fully_shard(experts, mesh=efsdp)
+            experts.set_gradient_divide_factor(world.size())
+            experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing.
+        fully_shard(module, mesh=world)
+
+    trainer = _shard_by_block(model, shard)
+    blocks: Any = model.blocks
+    for block, after in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([after, after.experts])
+        after.set_modules_to_backward_prefetch([block, block.experts])
+    return trainer
 
 
 def _muon(
@@ -264,13 +323,15 @@ def _plain(model: Model, workload: Workload, device: torch.device) -> Trainer:
 
 _BUILDERS: dict[str, Callable[[Model, Workload, torch.device], Trainer]] = {
     SHARDKIT: _shardkit,
-    BESIDE: _beside,
+    BESIDE: partial(_shardkit, name=BESIDE),
     FSDP2: _fsdp2,
     DDP: _ddp,
     FLOOR: _floor,
     LOCAL: _local,
     MATRIX: _matrix,
     FSDP2_MUON: _fsdp2_muon,
+    EXPERTS: _experts_shardkit,
+    FSDP2_EXPERTS: _experts_fsdp2,
     FLAT: partial(_floor, fused=True),
     PLAIN: _plain,
 }

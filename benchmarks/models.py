@@ -32,26 +32,40 @@ class GPTShape:
         return GPT(self)
 
 
+class Attention(nn.Module):
+    """Causal attention behind a norm."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        """Make ``4 * dim**2`` weights, plus biases and the norm."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, sequence, dim)`` to the same shape."""
+        qkv = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
 class Block(nn.Module):
-    """Pre-norm attention and a four times wider MLP, both residual."""
+    """Attention and a four times wider MLP behind a norm, both residual."""
 
     def __init__(self, shape: GPTShape) -> None:
         """Make a block of ``12 * dim**2`` weights, plus biases and norms."""
         super().__init__()
-        self.num_heads = shape.num_heads
-        self.attention_norm = nn.LayerNorm(shape.dim)
-        self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
-        self.proj = nn.Linear(shape.dim, shape.dim)
+        self.attention = Attention(shape.dim, shape.num_heads)
         self.mlp_norm = nn.LayerNorm(shape.dim)
         self.up = nn.Linear(shape.dim, 4 * shape.dim)
         self.down = nn.Linear(4 * shape.dim, shape.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, sequence, dim)`` to the same shape."""
-        qkv = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in qkv)
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        x = x + self.attention(x)
         mlp: Tensor = self.down(gelu(self.up(self.mlp_norm(x))))
         return x + mlp
 

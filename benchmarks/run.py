@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from cases import CASES, GROUPS, ONE_CARD
+from checkpoint_case import CheckpointCase
 from contenders import BESIDE_SOURCE
 from ranks import RankError
 from report import Report, environment
@@ -70,7 +71,7 @@ def _run(name: str, options: argparse.Namespace) -> Report:
     )
     case = CASES[name]
     try:
-        if options.beside and isinstance(case, TrainingCase):
+        if options.beside and isinstance(case, (TrainingCase, CheckpointCase)):
             return case.run_beside(settings)
         return case.run(settings)
     except RankError as error:
@@ -99,8 +100,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--beside",
         type=Path,
         metavar="SRC",
-        help="compare training cases with the shardkit of another commit, its folder src; others "
-        "run as without it",
+        help="compare training cases and checkpoint with the shardkit of another commit, its "
+        "folder src; others run as without it",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     options = parser.parse_args(arguments)

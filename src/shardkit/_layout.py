@@ -68,6 +68,8 @@ def boxes_of_range(
 
     Cost: O(len(shape) ** 2); nothing depends on sizes.
     """
+    if start == 0 and 0 < stop == math.prod(shape):
+        return [Box(tuple(origin or (0,) * len(shape)), tuple(shape), 0)]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     boxes: list[Box] = []
     position = start

@@ -17,12 +17,14 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
 from shardkit import checkpoint
 from shardkit._cli import app
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory, manifest, metadata
+from shardkit.checkpoint._dcp.metadata_pickle import unpickle
 from shardkit.checkpoint._inspect import describe, verify
 
 if typing.TYPE_CHECKING:
@@ -318,6 +320,48 @@ def test_a_pickle_that_takes_more_than_it_is(content: bytes, tmp_path: pathlib.P
     with pytest.raises(CheckpointError, match=r"not a DCP metadata pickle|expected DCP's Metadata"):
         checkpoint.load(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+CHUNK = b"torch.distributed.checkpoint.metadata\nChunkStorageMetadata"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # (None, {"__class__": MetadataIndex}), by which a chunk of anything would become a key.
+        b"\x80\x04c" + CHUNK + b"\n)\x81N}\x8c\x09__class__c" + INDEX + b"\ns\x86b.",
+        b"\x80\x04c" + CHUNK + b"\n}\x8c\x07offsetsNsb.",  # A state for the class itself.
+        b"\x80\x04ctorch\nSize\n}\x8c\x01aNsb.",
+        b"\x80\x04c" + CHUNK + b"\nN\x85\x81.",  # An object with arguments.
+        b"\x80\x04c" + CHUNK + b"\n)R.",
+        b"\x80\x04ctorch\nfloat32\n)\x81.",
+        b"\x80\x04ctorch\nSize\n]K\x01a\x85R.",
+        b"\x80\x04NK\x01K\x02s.",  # An entry, an element of what has none.
+        b"\x80\x04NK\x01a.",
+        b"\x80\x04}(K\x01u.",  # A key without a value.
+        b"\x80\x04h\x00.",  # Refers to nothing; marks nothing; takes from an empty stack.
+        b"\x80\x04t.",
+        b"\x80\x04b.",
+        b"\x80\x06N.",
+        b"\x80\x04X\xff\xff\xff\xff.",
+    ],
+    ids=zlib.crc32,
+)
+def test_a_pickle_that_asks_for_what_dcp_does_not(content: bytes, tmp_path: pathlib.Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a DCP metadata pickle"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_pickles_of_dcp_are_read_as_they_are(saved: pathlib.Path, protocol: int) -> None:
+    found = pickle.loads((saved / ".metadata").read_bytes())
+    found.storage_meta.checkpoint_id = "a path is read as its text"
+    found.planner_data["x" * 300] = ("x" * 300, 7)
+    found.storage_data[MetadataIndex("huge", torch.Size([1 << 40]))] = 1.5, -1, 1 << 70, True
+    if protocol > 3:  # Before, functions make them.
+        found.version = {"a", b"bytes"}
+    assert unpickle(pickle.dumps(found, protocol)) == found
 
 
 @pytest.mark.filterwarnings("ignore:.*is passed over", "ignore:no checkpoint of")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where a compiled module and a checkpoint wrapper keep the module that they wrap."""
+_MAYBE_WRAPPED = frozenset({*_WRAPPED, "module"})
 
 
 EXTRA_STATE = "_extra_state"
@@ -32,7 +33,7 @@ EXTRA_STATE = "_extra_state"
 
 def plain_name(model: nn.Module, name: str) -> str:
     """Return a parameter's, buffer's or module's name without those of wrappers."""
-    if "." not in name:
+    if "." not in name or _MAYBE_WRAPPED.isdisjoint(name.split(".")):
         return name
     parts: list[str] = []
     module: Any = model
