@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit import _compat, _events
 from shardkit._errors import RankMismatchError, listed, warn_user
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
@@ -664,6 +665,13 @@ class _UsedOnMesh:
         numbers = [*fired, number, -number, done, -done]
         self._flags = torch.tensor(numbers, dtype=torch.int64)
         self._is_checked = False
+        if _events.observer is not None:
+            _events.observer.begin(
+                "all_reduce",
+                "numbers that ranks compare",
+                nbytes=self._flags.nbytes,
+                across=("", math.prod(axis.size for axis in self.mesh.axes)),
+            )
         self._handle = streams.start_all_reduce_max(self._flags, self.mesh.axes, description)
 
     def describe(self) -> str:
@@ -753,6 +761,8 @@ class _UsedOnMesh:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
+            if _events.observer is not None:
+                _events.observer.end("all_reduce")
 
     def reset(self) -> None:
         """Forget the step, after an exception."""
