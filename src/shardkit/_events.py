@@ -22,7 +22,8 @@ Kinds, what they span, their stream, and what `nbytes` says:
 - ``all_reduce``: the same interval, where the reduction goes on over a replicate axis: bytes of
   this rank's range of the sums. Without a group: numbers that ranks compare.
 - ``wait``: the time for which the host, or on an accelerator the order of streams, holds compute
-  back for a gather or a reduction. Stream ``host``; bytes of what is waited for.
+  back for a gather or a reduction, or for its send buffer. Stream ``host``; bytes of what is waited
+  for. It is for what ends next of the same group.
 - ``copy``: between host and device, of offloaded shards and gradients. Stream ``copy``; bytes. An
   instant: the copy is a part of the gather or reduction of the same group, told beside it.
 - ``reshard``: a group's unsharded parameters are over. An instant; their bytes.
@@ -41,8 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,8 +66,10 @@ EventStream = Literal["compute", "gather", "reduce", "copy", "host"]
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvent:
+# Named tuples: a frozen dataclass takes five times as long to make, 1.5 us.
+
+
+class StepEvent(NamedTuple):
     """Something that began and ended on this rank; see the module's docstring.
 
     Attributes:
@@ -114,8 +116,7 @@ _STREAMS: dict[Kind, EventStream] = {
 """On which stream each kind runs; ``compute`` for the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenEvent:
+class OpenEvent(NamedTuple):
     """An event that has not ended; the attributes are those of `StepEvent`."""
 
     kind: Kind

@@ -598,6 +598,10 @@ class UsedParameters:
             on_mesh.reset()
 
 
+_COMPARED = "numbers that ranks compare"
+"""Name of the collective in records of a step."""
+
+
 class _UsedOnMesh:
     """`UsedParameters` of one mesh."""
 
@@ -668,11 +672,14 @@ class _UsedOnMesh:
         if _events.observer is not None:
             _events.observer.begin(
                 "all_reduce",
-                "numbers that ranks compare",
+                _COMPARED,
                 nbytes=self._flags.nbytes,
                 across=("", math.prod(axis.size for axis in self.mesh.axes)),
             )
+            _events.observer.begin("wait", _COMPARED)  # Over several axes the host waits between.
         self._handle = streams.start_all_reduce_max(self._flags, self.mesh.axes, description)
+        if _events.observer is not None:
+            _events.observer.end("wait")
 
     def describe(self) -> str:
         """Return what is sent: another text on a rank that froze a parameter since it was sharded.
@@ -760,8 +767,11 @@ class _UsedOnMesh:
         """Wait, if it is under way."""
         handle, self._handle = self._handle, None
         if handle is not None:
+            if _events.observer is not None:
+                _events.observer.begin("wait", _COMPARED)
             handle.wait()
             if _events.observer is not None:
+                _events.observer.end("wait")
                 _events.observer.end("all_reduce")
 
     def reset(self) -> None:

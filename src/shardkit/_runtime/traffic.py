@@ -548,7 +548,11 @@ class Reductions:
         allowed = len(self._under_way) + 1 - group.settings.max_send_buffers
         while self._num_sent < allowed:
             reducing = self._under_way[self._num_sent]
+            if _events.observer is not None:
+                _begin_wait(reducing, reducing.gradients.send_nbytes)
             reducing.gradients.wait_sent(self._slots)
+            if _events.observer is not None:
+                _events.observer.end("wait", reducing.index)
             self._num_sent += 1
 
     def complete(self, group: ParamGroup) -> None:
