@@ -45,6 +45,7 @@ from shardkit._wrapping.policies import (
 from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
+from shardkit.tracing import Recording, record
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,7 @@ __all__ = [
     "PlannedMemory",
     "PlannedTraffic",
     "RankMismatchError",
+    "Recording",
     "ReduceScatter",
     "Replicate",
     "ShardPlan",
@@ -100,6 +102,7 @@ __all__ = [
     "install",
     "lambda_auto_wrap_policy",
     "materialize",
+    "record",
     "register_fsdp_forward_method",
     "register_parts",
     "set_watch",

@@ -165,6 +165,11 @@ def note_groups(groups: Iterable[ParamGroup]) -> None:
     _groups.update(groups)
 
 
+def known_groups() -> list[ParamGroup]:
+    """Return the groups that are trained in this process."""
+    return list(_groups)
+
+
 def watch_optimizers() -> None:
     """Look at optimizers from now on, and again at all of them: parameters were sharded."""
     global _is_installed  # noqa: PLW0603 - torch's hook is of the process, too

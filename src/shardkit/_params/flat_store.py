@@ -193,6 +193,7 @@ class SendBuffer:
         layout: Layout of the bucket.
         plan: Plan of the bucket.
         receive_numel: Number of elements in the receive buffer; 0: there is none.
+        of: Cut of the first parameter.
 
     Attributes:
         flat: Buffer to send, 1-D, ``layout.padded_numel``.
@@ -201,9 +202,11 @@ class SendBuffer:
         written: Parameters whose slot holds a gradient.
     """
 
-    def __init__(self, layout: FlatLayout, plan: BucketPlan, receive_numel: int) -> None:
+    def __init__(
+        self, layout: FlatLayout, plan: BucketPlan, receive_numel: int, of: ShardSpec
+    ) -> None:
         dtype, device = plan.reduce_dtype, plan.device
-        self._send = Buffer(layout.padded_numel * dtype.itemsize, device)
+        self._send = Buffer(layout.padded_numel * dtype.itemsize, device, "send", of)
         self.flat = torch.empty(0, dtype=dtype, device=device)
         self.flat.set_(self._send.storage, 0, (layout.padded_numel,), (1,))
         parts = zip(layout.offsets, layout.numels, layout.shapes, strict=True)
@@ -217,9 +220,10 @@ class SendBuffer:
             self._zeros = [zeros[: stop - start] for start, stop in gaps]
         self._has_open_gaps = True
         self._send.close()
-        self._receive = Buffer(receive_numel * dtype.itemsize, device) if receive_numel else None
+        self._receive: Buffer | None = None
         self.received: Tensor | None = None
-        if self._receive is not None:
+        if receive_numel:
+            self._receive = Buffer(receive_numel * dtype.itemsize, device, "receive", of)
             self.received = torch.empty(0, dtype=dtype, device=device)
             self.received.set_(self._receive.storage, 0, (receive_numel,), (1,))
             self._receive.close()
@@ -629,7 +633,8 @@ class FlatStore(Store):
         if self.aliases_shard:
             self._storage = self.shard.untyped_storage()
         else:
-            self._buffer = Buffer(layout.padded_numel * plan.param_dtype.itemsize, plan.device)
+            nbytes = layout.padded_numel * plan.param_dtype.itemsize
+            self._buffer = Buffer(nbytes, plan.device, "unsharded", self.specs[0])
             self._storage = self._buffer.storage
         self._full = self._view((layout.padded_numel,), 0)
         self._own = self._view((layout.shard_numel,), plan.axis.rank * layout.shard_numel)
@@ -838,7 +843,8 @@ class FlatStore(Store):
 
     def new_gradient_buffer(self, receive_chunks: int) -> SendBuffer:
         """Return what collects gradients and sends them."""
-        return SendBuffer(self.layout, self.plan, receive_chunks * self.layout.shard_numel)
+        receive_numel = receive_chunks * self.layout.shard_numel
+        return SendBuffer(self.layout, self.plan, receive_numel, self.specs[0])
 
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """Return this rank's part of a DTensor gradient; may be collective over its mesh."""

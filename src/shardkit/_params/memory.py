@@ -16,16 +16,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit import _compat, _events
 from shardkit._errors import FreedParameterError
 from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
+    from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import CommStreams, Event
 
 
@@ -87,13 +88,17 @@ class Buffer:
     Args:
         nbytes: Size of the memory in bytes while there is any.
         device: Device of the memory.
+        kind: Word for what it is: ``unsharded``, ``send``, ``receive``.
+        of: Cut of its first parameter, which has the name.
 
     Attributes:
         slot: Memory of now; None: the views must not be used.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, kind: str, of: ShardSpec) -> None:
         self.nbytes = nbytes
+        self._kind = kind
+        self._of = of
         self.storage = torch.UntypedStorage(nbytes, device=device)
         self.slot: Slot | None = None
 
@@ -110,13 +115,23 @@ class Buffer:
         """Get memory from a pool; return the fence after which it may be written."""
         assert self.slot is None
         self.slot = pool.acquire(self.storage, self.nbytes)
+        if _events.observer is not None:
+            self._tell("take")
         return self.slot.free_after  # order: whoever writes a buffer waits for its slot
 
     def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
         """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
         assert self.slot is not None
         pool.release(self.storage, self.slot, fence, by_compute=by_compute)
+        if _events.observer is not None:
+            self._tell("return")
         self.slot = None
+
+    def _tell(self, event: Literal["take", "return"]) -> None:
+        assert _events.observer is not None
+        assert self.slot is not None
+        name = f"{self._kind} {self._of.name}"
+        _events.observer.tell(event, name, nbytes=self.slot.nbytes)
 
 
 class SlotPool:
@@ -135,6 +150,8 @@ class SlotPool:
         """Put at least `nbytes` behind an empty `storage`: a free slot, or a new one."""
         if not self.keeps_memory:
             self._streams.resize_storage(storage, nbytes)
+            if _events.observer is not None:
+                _events.observer.tell("allocate", "buffer", nbytes=nbytes)
             # order: whoever writes resized memory waits for its allocation
             return Slot(storage, nbytes, self._streams.fence())
         slot = self._take(nbytes)
@@ -147,6 +164,8 @@ class SlotPool:
         """Take the memory away from `storage`; without `keeps_memory` it must be unused by now."""
         if not self.keeps_memory:
             self._streams.resize_storage(storage, 0)
+            if _events.observer is not None:
+                _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
             return
         _compat.swap_storage(storage, slot.storage)
         slot.free_after = fence  # order: whoever writes a slot waits for its last use
@@ -170,6 +189,10 @@ class SlotPool:
         stream, which has not waited for it.
         """
         # order: slots that a collective may use are not freed
+        if _events.observer is not None:
+            for slot in self._free:
+                if slot.is_passed:
+                    _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
         self._free = [slot for slot in self._free if not slot.is_passed]
 
     def _take(self, nbytes: int) -> Slot:
@@ -189,6 +212,8 @@ class SlotPool:
         if best is None and num_fitting > 1:
             best = oldest
         if best is None:
+            if _events.observer is not None:
+                _events.observer.tell("allocate", "buffer", nbytes=nbytes)
             # order: whoever writes new memory waits for its allocation
             return Slot(self._streams.new_storage(nbytes), nbytes, self._streams.fence())
         self._free.remove(best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit import _compat, _events
 from shardkit._errors import RankMismatchError, listed, warn_user
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
@@ -597,6 +598,10 @@ class UsedParameters:
             on_mesh.reset()
 
 
+_COMPARED = "numbers that ranks compare"
+"""Name of the collective in records of a step."""
+
+
 class _UsedOnMesh:
     """`UsedParameters` of one mesh."""
 
@@ -664,7 +669,17 @@ class _UsedOnMesh:
         numbers = [*fired, number, -number, done, -done]
         self._flags = torch.tensor(numbers, dtype=torch.int64)
         self._is_checked = False
+        if _events.observer is not None:
+            _events.observer.begin(
+                "all_reduce",
+                _COMPARED,
+                nbytes=self._flags.nbytes,
+                across=("", math.prod(axis.size for axis in self.mesh.axes)),
+            )
+            _events.observer.begin("wait", _COMPARED)  # Over several axes the host waits between.
         self._handle = streams.start_all_reduce_max(self._flags, self.mesh.axes, description)
+        if _events.observer is not None:
+            _events.observer.end("wait")
 
     def describe(self) -> str:
         """Return what is sent: another text on a rank that froze a parameter since it was sharded.
@@ -752,7 +767,12 @@ class _UsedOnMesh:
         """Wait, if it is under way."""
         handle, self._handle = self._handle, None
         if handle is not None:
+            if _events.observer is not None:
+                _events.observer.begin("wait", _COMPARED)
             handle.wait()
+            if _events.observer is not None:
+                _events.observer.end("wait")
+                _events.observer.end("all_reduce")
 
     def reset(self) -> None:
         """Forget the step, after an exception."""

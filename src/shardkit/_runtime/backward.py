@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import _compat
+from shardkit import _compat, _events
 from shardkit._errors import NonFiniteGradientError, StateError, listed, listed_lines
 from shardkit._params.bucket import settled
 from shardkit._runtime.group import refuse_summoned
@@ -184,6 +184,9 @@ class Backward:
         self.is_running = True
         self._any_fired = False
         self._makes_graph = False
+        if _events.observer is not None:
+            _events.observer.phase = "backward"
+            _events.observer.begin("pass", self._groups[0].name)
         self._reductions.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
@@ -228,6 +231,8 @@ class Backward:
         self._gathers.carry_out(self._schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
             group.show(unsharded=True)
+        if _events.observer is not None:
+            _events.observer.begin("compute", group.name, group=group.index)
 
     def exit_backward(self, record: ForwardRecord) -> None:
         """The gradients of a group's inputs came: backward is done with this forward of it."""
@@ -237,6 +242,8 @@ class Backward:
         group = self._groups[record.group.index]
         records, state = self._inside[group.index], self._schedule.states[group.index]
         records.remove(record)
+        if _events.observer is not None:
+            _events.observer.end("compute", group.index)
         state.num_watched -= record.has_input_grads
         if records:
             return
@@ -298,6 +305,8 @@ class Backward:
         records = self._inside[group_index]
         for record in records:
             record.active = False
+            if _events.observer is not None:
+                _events.observer.end("compute", group_index)
         records.clear()
 
     def end_backward(self) -> None:
@@ -320,6 +329,9 @@ class Backward:
         self._passes.end_backward(self._schedule.in_use)
         self._gathers.trim()
         self._gathers.settle_host_reads()  # order: after a backward the host waits for copies
+        if _events.observer is not None:
+            _events.observer.end("pass")
+            _events.observer.phase = "optimizer"
 
     # --- backwards of a pipeline's schedule, which do not sync ---
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import _compat
+from shardkit import _compat, _events
 from shardkit._errors import StateError, listed, warn_user
 from shardkit._params.memory import SlotPool
 from shardkit._runtime.agreement import (
@@ -382,6 +382,9 @@ class Runtime:
         self.gathers.follow_writes(self._noted_versions)
         self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.pass_root = root
+        if _events.observer is not None:
+            _events.observer.phase = "forward"
+            _events.observer.begin("pass", self.groups[0].name)
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
     def note_inputs(self, inputs: Any) -> None:
@@ -424,6 +427,8 @@ class Runtime:
                 group.show(unsharded=False)
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()  # order: after a forward the host waits for copies
+        if _events.observer is not None:
+            _events.observer.end("pass")
 
     def enter_forward(self, group: ParamGroup) -> ForwardRecord | None:
         """A group's forward starts; return its record if it may have a backward."""
@@ -436,6 +441,8 @@ class Runtime:
             group.follow_trainability()
         self.gathers.carry_out(self.schedule.enter_forward(group.index))
         group.show(unsharded=True)
+        if _events.observer is not None:
+            _events.observer.begin("compute", group.name, group=group.index)
         if not torch.is_grad_enabled():
             return None
         record = ForwardRecord(group, self.schedule.current_pass)
@@ -461,6 +468,8 @@ class Runtime:
         if is_given and not self.schedule.in_forward(group.index):
             group.show(unsharded=False)
             return
+        if _events.observer is not None:
+            _events.observer.end("compute", group.index)
         group.check_trainability()
         if group.was_written:
             keep_writes(group, self.streams)
@@ -525,6 +534,8 @@ class Runtime:
         is_recompute: bool,
     ) -> None:
         """A forward ends in an exception. Whoever called the module may go on without it."""
+        if group is not None and _events.observer is not None:
+            _events.observer.end("compute", group.index)
         if is_recompute:
             return  # Or non-reentrant checkpointing has what it wants; backward goes on.
         if error is not None:
@@ -556,6 +567,8 @@ class Runtime:
         self.backward.begin_backward()
         self.gathers.carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
+        if _events.observer is not None:
+            _events.observer.begin("compute", group.name, group=group.index, phase="recompute")
         return ForwardRecord(group, None) if torch.is_grad_enabled() else None
 
     def exit_recompute(
@@ -567,6 +580,8 @@ class Runtime:
     ) -> None:
         """The repeated forward ends."""
         del module
+        if _events.observer is not None:
+            _events.observer.end("compute", group.index)
         if group.was_written:
             keep_writes(group, self.streams)
         if record is not None:
@@ -611,6 +626,8 @@ class Runtime:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._interrupted = False
         self.pass_root = None
+        if _events.observer is not None:
+            _events.observer.forget()
         # Memory is about to be given back that collectives may still use.
         self.streams.join()  # order: after an error compute waits for all streams
         self.passes.abandon()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
-from shardkit import _compat
+from shardkit import _compat, _events
 from shardkit._errors import RankMismatchError, StateError, listed
 from shardkit._params.gradients import start_reduce
 from shardkit._schedule import Op, ReduceOrder
@@ -162,6 +162,64 @@ def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> s
     return None
 
 
+# --- what an observer is told ---------------------------------------------------------------------
+
+
+def _begin_wait(group: ParamGroup, nbytes: int) -> None:
+    assert _events.observer is not None
+    _events.observer.begin("wait", group.name, group=group.index, nbytes=nbytes)
+
+
+def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
+    """Tell that stores of groups are gathered over `axis`; what is offloaded is copied first."""
+    observer = _events.observer
+    assert observer is not None
+    for group, stores in parts:
+        on_host = sum(store.shard_nbytes for store in stores if store.plan.is_offloaded)
+        if on_host:
+            observer.tell("copy", group.name, group=group.index, nbytes=on_host)
+        observer.begin(
+            "gather",
+            group.name,
+            group=group.index,
+            nbytes=sum(store.unsharded_nbytes for store in stores),
+            across=("shard", axis.size),
+        )
+
+
+def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
+    """Tell that gradients of groups are reduced; of what is offloaded the sums are copied."""
+    observer = _events.observer
+    assert observer is not None
+    for group in groups:
+        sent = [each for each in group.gradients.buckets if each.is_sent]
+        if not sent:
+            continue
+        plans = [each.bucket.plan for each in sent]
+        observer.begin(
+            "reduce_scatter",
+            group.name,
+            group=group.index,
+            nbytes=sum(each.send_nbytes for each in sent),
+            across=("shard", plans[0].axis.size),
+        )
+        sums = {id(each): each.send_nbytes // each.bucket.plan.axis.size for each in sent}
+        to_host = sum(sums[id(e)] for e in sent if e.bucket.plan.is_offloaded)
+        if to_host:
+            observer.tell("copy", group.name, group=group.index, nbytes=to_host)
+        over = [each for each in sent if each.bucket.plan.replicate_axis is not None]
+        if over and group.settings.all_reduce:
+            replicate = over[0].bucket.plan.replicate_axis
+            assert replicate is not None
+            observer.begin(
+                "all_reduce",
+                group.name,
+                group=group.index,
+                nbytes=sum(sums[id(each)] for each in over),
+                across=("replicate", replicate.size),
+            )
+
+
 # --- gathers --------------------------------------------------------------------------------------
 
 
@@ -263,9 +321,15 @@ class Gathers:
             self.gather_put_off()
         handles = self._under_way.pop(group.index, None)
         if handles is not None:
+            if _events.observer is not None:
+                _begin_wait(group, group.unsharded_nbytes)
             with named_range("await gather", group):
                 for handle in handles:
                     handle.wait()
+            if _events.observer is not None:
+                _events.observer.end("wait", group.index)
+                for _ in handles:
+                    _events.observer.end("gather", group.index)
             for store in group.gathered:
                 store.finish_gather()
 
@@ -332,6 +396,8 @@ class Gathers:
             jobs += [job for store in stores for job in store.gather_jobs(comm)]
         if jobs:
             groups = [group for group, _ in parts]
+            if _events.observer is not None:
+                _begin_gather(parts, axis)
             with named_range("gather", *groups):
                 handle = self._streams.start_gather(jobs, axis, fences, self._describe(groups))
             for group in groups:
@@ -349,6 +415,9 @@ class Gathers:
             keep_writes(group, self._streams)
         self.nbytes -= group.unsharded_nbytes
         self.wait(group)  # order: freeing waits for the gather
+        if _events.observer is not None:
+            nbytes = group.unsharded_nbytes
+            _events.observer.tell("reshard", group.name, group=group.index, nbytes=nbytes)
         group.show(unsharded=False)
         kept = group.kept_axes
         may_come_back = bool(kept) and self._schedule.awaits_backward(group.index)
@@ -479,7 +548,11 @@ class Reductions:
         allowed = len(self._under_way) + 1 - group.settings.max_send_buffers
         while self._num_sent < allowed:
             reducing = self._under_way[self._num_sent]
+            if _events.observer is not None:
+                _begin_wait(reducing, reducing.gradients.send_nbytes)
             reducing.gradients.wait_sent(self._slots)
+            if _events.observer is not None:
+                _events.observer.end("wait", reducing.index)
             self._num_sent += 1
 
     def complete(self, group: ParamGroup) -> None:
@@ -520,6 +593,8 @@ class Reductions:
         for group in groups:
             self._finish_through(group)  # order: a group's reduction waits for its previous one
         many = [(group.gradients, group.settings.all_reduce) for group in groups]
+        if _events.observer is not None:
+            _begin_reduction(groups)
         with named_range("reduce", *groups):
             start_reduce(many, self._streams, self._slots, names_of(groups))
         self._under_way += groups
@@ -545,8 +620,13 @@ class Reductions:
         """
         group = self._under_way.pop(0)
         self._num_sent = max(self._num_sent - 1, 0)
+        if _events.observer is not None:
+            _begin_wait(group, group.gradients.send_nbytes)
         with named_range("await reduce", group):
             group.gradients.finish_reduce(self._slots)
+        if _events.observer is not None:
+            for kind in ("wait", "all_reduce", "reduce_scatter"):
+                _events.observer.end(kind, group.index)
 
     def _finish_through(self, group: ParamGroup) -> None:
         """Wait for the reduction of a group, if one is under way, and those before it."""

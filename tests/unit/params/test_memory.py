@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 import typing
 
 import pytest
@@ -16,6 +17,7 @@ if typing.TYPE_CHECKING:
     from torch import Tensor
 
 CPU = torch.device("cpu")
+OF_WEIGHT: typing.Any = types.SimpleNamespace(name="weight")
 
 
 class CommStreams:
@@ -43,7 +45,7 @@ def view_of(buffer: Buffer, *, offset: int = 0, numel: int | None = None) -> Ten
 
 def closed_buffer(nbytes: int) -> tuple[Buffer, Tensor]:
     """Return a buffer without memory and a view of it."""
-    buffer = Buffer(nbytes, CPU)
+    buffer = Buffer(nbytes, CPU, "send", OF_WEIGHT)
     view = view_of(buffer)
     buffer.close()
     return buffer, view
@@ -104,7 +106,7 @@ def test_memory_comes_and_goes_behind_one_storage(pool: SlotPool) -> None:
 
 def test_all_views_see_what_one_writes(pool: SlotPool) -> None:
     """Also views of views, which autograd saves."""
-    buffer = Buffer(64, CPU)
+    buffer = Buffer(64, CPU, "send", OF_WEIGHT)
     whole, second = view_of(buffer), view_of(buffer, offset=32)
     matrix = second.view(4, 8).t()
     buffer.close()
@@ -121,7 +123,7 @@ def test_all_views_see_what_one_writes(pool: SlotPool) -> None:
 
 def test_a_gradient_is_right_though_the_memory_was_elsewhere_in_between(pool: SlotPool) -> None:
     """What ``F.linear`` saves is a view of the weight; forward and backward see other slots."""
-    buffer = Buffer(4 * 4 * 4, CPU)
+    buffer = Buffer(4 * 4 * 4, CPU, "send", OF_WEIGHT)
     weight, gathered = (
         torch.empty(0).set_(buffer.storage, 0, (4, 4), (4, 1)) for _ in range(2)
     )  # each with a version counter of its own

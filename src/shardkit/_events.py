@@ -1,0 +1,252 @@
+"""What happens in a step, as records: one model of events for plans, pictures and comparisons.
+
+The schedule's own places tell them, in a real run, in a simulated one and in a dry run alike.
+Nothing is computed for them, and where nobody observes, a place costs one ``is None``:
+
+    if _events.observer is not None:
+        _events.observer.begin("gather", group.name, group=group.index, ...)
+
+One observer at a time; `observe` sets it. It hands a `StepEvent` to its sink when the event ends.
+
+Kinds, what they span, their stream, and what `nbytes` says:
+
+- ``pass``: the forward of a root (phase ``forward``), and its backward (``backward``), to its very
+  end. Stream ``compute``; name: that of the root's first group; 0.
+- ``compute``: a group's forward, backward or recompute. Those of groups inside of it lie inside.
+  Where no input of a group wants a gradient, its backward ends with its last gradient. Stream
+  ``compute``; 0.
+- ``gather``: from the start of an all-gather until it was waited for. Stream ``gather``; bytes of
+  the unsharded buffers that it fills. Groups that travel together have an event each.
+- ``reduce_scatter``: from the start of a reduction until it was waited for. Stream ``reduce``;
+  bytes of the send buffers.
+- ``all_reduce``: the same interval, where the reduction goes on over a replicate axis: bytes of
+  this rank's range of the sums. Without a group: numbers that ranks compare.
+- ``wait``: the time for which the host, or on an accelerator the order of streams, holds compute
+  back for a gather or a reduction, or for its send buffer. Stream ``host``; bytes of what is waited
+  for. It is for what ends next of the same group.
+- ``copy``: between host and device, of offloaded shards and gradients. Stream ``copy``; bytes. An
+  instant: the copy is a part of the gather or reduction of the same group, told beside it.
+- ``reshard``: a group's unsharded parameters are over. An instant; their bytes.
+- ``allocate``, ``free``: memory of a buffer comes from the allocator and goes back. Instants; name:
+  ``buffer``. Memory that is used again is not told here.
+- ``take``, ``return``: a buffer gets memory, new or used, and gives it up. Instants; name: the kind
+  of the buffer (``unsharded``, ``send``, ``receive``), a space, and its first parameter; bytes of
+  the memory that lies behind the buffer, which may be more than it asked for.
+- ``step``: made by who observes (`StepObserver.tell`), not by the core: where a step begins.
+
+A group's forward that ends in an exception ends as others do. Nobody tells of what else was under
+way then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Kind = Literal[
+    "pass",
+    "compute",
+    "gather",
+    "reduce_scatter",
+    "all_reduce",
+    "wait",
+    "copy",
+    "reshard",
+    "allocate",
+    "free",
+    "take",
+    "return",
+    "step",
+]
+EventStream = Literal["compute", "gather", "reduce", "copy", "host"]
+Phase = Literal["forward", "backward", "recompute", "optimizer"]
+
+
+# Named tuples: a frozen dataclass takes five times as long to make, 1.5 us.
+
+
+class StepEvent(NamedTuple):
+    """Something that began and ended on this rank; see the module's docstring.
+
+    Attributes:
+        kind: Kind of the event.
+        name: Name of the group, as seen from the root, or of what it is about.
+        group: Number of the group in its root; -1: it is of no group.
+        stream: Stream that it runs on.
+        phase: Part of the step in which it began. ``optimizer`` is all between a backward and the
+            next forward.
+        nbytes: Size in bytes; what of, the kind says.
+        axis: Axis of the mesh that it goes over, ``shard`` or ``replicate``; empty: none.
+        num_ranks: Number of ranks that take part.
+        begin: Time of the beginning in seconds of the observer's clock; 0 in a dry run.
+        end: Time of the end.
+        opened: Position of the beginning among all beginnings and ends of this observer.
+        closed: Position of the end among them; that of the beginning for an instant.
+    """
+
+    kind: Kind
+    name: str
+    group: int
+    stream: EventStream
+    phase: Phase
+    nbytes: int
+    axis: str
+    num_ranks: int
+    begin: float
+    end: float
+    opened: int
+    closed: int
+
+
+_STREAMS: dict[Kind, EventStream] = {
+    "gather": "gather",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+    "wait": "host",
+    "copy": "copy",
+    "allocate": "host",
+    "free": "host",
+    "take": "host",
+    "return": "host",
+}
+"""On which stream each kind runs; ``compute`` for the others."""
+
+
+class OpenEvent(NamedTuple):
+    """An event that has not ended; the attributes are those of `StepEvent`."""
+
+    kind: Kind
+    name: str
+    group: int
+    stream: EventStream
+    phase: Phase
+    nbytes: int
+    axis: str
+    num_ranks: int
+    begin: float
+    opened: int
+
+
+class StepObserver:
+    """Makes events of beginnings and ends, and hands them to a sink.
+
+    Args:
+        sink: Function of each event, called when it ends, in the thread that tells it.
+        clock: Function that returns a time in seconds, for a stream. On an accelerator it may
+            return a number that stands for an event of the device on that stream; then the sink
+            puts the times in its place.
+
+    Attributes:
+        phase: Part of the step of now.
+        under_way: Events that have begun and not ended, in the order of their beginnings.
+    """
+
+    def __init__(
+        self, sink: Callable[[StepEvent], object], clock: Callable[[EventStream], float]
+    ) -> None:
+        self.phase: Phase = "forward"
+        self.under_way: list[OpenEvent] = []
+        self._sink = sink
+        self._clock = clock
+        self._position = 0
+
+    def begin(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        group: int = -1,
+        nbytes: int = 0,
+        across: tuple[str, int] = ("", 1),
+        phase: Phase | None = None,
+    ) -> None:
+        """Something begins.
+
+        Args:
+            kind: Kind of the event.
+            name: Name of the group.
+            group: Number of the group. Several of one kind and group end in the reverse order.
+            nbytes: Size in bytes.
+            across: Axis, and number of ranks.
+            phase: Part of the step; None: that of now.
+        """
+        self.under_way.append(self._opened(kind, name, group, nbytes, across, phase))
+
+    def end(self, kind: Kind, group: int = -1) -> None:
+        """It ends. Nothing is told of what began before anyone observed."""
+        for at in range(len(self.under_way) - 1, -1, -1):
+            found = self.under_way[at]
+            if found.kind == kind and found.group == group:
+                del self.under_way[at]
+                self._position += 1
+                self._close(found, self._clock(found.stream), self._position)
+                return
+
+    def tell(self, kind: Kind, name: str, *, group: int = -1, nbytes: int = 0) -> None:
+        """Something happens at once."""
+        now = self._opened(kind, name, group, nbytes, ("", 1), None)
+        self._close(now, now.begin, now.opened)
+
+    def forget(self) -> None:
+        """An exception came: what is under way does not end."""
+        self.under_way.clear()
+
+    def _opened(
+        self,
+        kind: Kind,
+        name: str,
+        group: int,
+        nbytes: int,
+        across: tuple[str, int],
+        phase: Phase | None,
+    ) -> OpenEvent:
+        self._position += 1
+        stream = _STREAMS.get(kind, "compute")
+        now, phase = self._clock(stream), phase or self.phase
+        return OpenEvent(kind, name, group, stream, phase, nbytes, *across, now, self._position)
+
+    def _close(self, opened: OpenEvent, end: float, closed: int) -> None:
+        o = opened
+        where = (o.kind, o.name, o.group, o.stream, o.phase)
+        sizes = (o.nbytes, o.axis, o.num_ranks)
+        self._sink(StepEvent(*where, *sizes, o.begin, end, o.opened, closed))
+
+
+observer: StepObserver | None = None
+"""Who observes the steps of this process; None: nobody. Read it where it is used."""
+
+
+def _host_clock(stream: EventStream) -> float:
+    del stream
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def observe(
+    sink: Callable[[StepEvent], object], clock: Callable[[EventStream], float] = _host_clock
+) -> Iterator[StepObserver]:
+    """Hand the events of this process to a sink while the context is open.
+
+    Args:
+        sink: Function of each event.
+        clock: Clock of the times, as `StepObserver` has it.
+
+    Yields:
+        The observer.
+
+    Raises:
+        RuntimeError: Another one observes already.
+    """
+    global observer  # noqa: PLW0603 - what it observes is the process
+    if observer is not None:
+        msg = "the steps of this process are observed already. End the other context first."
+        raise RuntimeError(msg)
+    observer = StepObserver(sink, clock)
+    try:
+        yield observer
+    finally:
+        observer = None

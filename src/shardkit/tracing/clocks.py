@@ -1,0 +1,127 @@
+"""One clock for all ranks: what each rank's own clock reads when that of rank 0 reads something."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_NUM_TRIPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a rank knows of rank 0's clock at one moment.
+
+    Attributes:
+        at_s: Moment in seconds of this rank's clock.
+        offset_s: Seconds that rank 0's clock is ahead.
+        error_s: Largest possible error of `offset_s` in seconds: half of the fastest round trip.
+    """
+
+    at_s: float
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A line through readings, which turns times of a rank into times of rank 0.
+
+    Attributes:
+        at_s: Moment of the first reading in seconds of this rank's clock.
+        offset_s: Seconds that rank 0's clock was ahead then.
+        drift: Seconds that rank 0's clock gains in each second of this rank's.
+        error_s: Largest possible error at the readings in seconds.
+    """
+
+    at_s: float = 0.0
+    offset_s: float = 0.0
+    drift: float = 0.0
+    error_s: float = 0.0
+
+    @classmethod
+    def through(cls, readings: Sequence[Reading]) -> Clock:
+        """Return the line through the first and the last reading; without any, the same clock."""
+        if not readings:
+            return cls()
+        first, last = readings[0], readings[-1]
+        taken_s = last.at_s - first.at_s
+        # Readings that differ by no more than their errors say nothing of a drift.
+        gained_s = last.offset_s - first.offset_s
+        is_known = taken_s > 0 and abs(gained_s) > first.error_s + last.error_s
+        drift = gained_s / taken_s if is_known else 0.0
+        return cls(first.at_s, first.offset_s, drift, max(first.error_s, last.error_s))
+
+    def align(self, time_s: float) -> float:
+        """Return the time of rank 0 at a time of this rank, both in seconds."""
+        return time_s + self.offset_s + self.drift * (time_s - self.at_s)
+
+
+def read_clock(
+    store: Any,
+    key: str,
+    *,
+    rank: int,
+    world_size: int,
+    limit_s: float,
+    now: Callable[[], float] = time.perf_counter,
+) -> Reading:
+    """Compare this rank's clock with that of rank 0. Collective.
+
+    Rank 0 answers one rank after the other. Of several round trips the fastest counts.
+
+    Args:
+        store: Store of the process group.
+        key: Prefix of the keys, new for each comparison.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        limit_s: Seconds that a rank waits for another one.
+        now: Function that returns this rank's time in seconds.
+
+    Raises:
+        StateError: A rank did not come.
+
+    Cost: 12 round trips for each rank through the store, about 0.3 ms each on one host.
+    Source: NTP, RFC 5905, section 8.
+    """
+    best = Reading(now(), 0.0, float("inf") if rank else 0.0)
+    ranks = range(1, world_size) if rank == 0 else [rank]
+    limit = timedelta(seconds=limit_s)
+    for other in ranks:
+        for trip in range(_NUM_TRIPS):
+            ask, answer = f"{key}/ask/{other}/{trip}", f"{key}/answer/{other}/{trip}"
+            if rank == 0:
+                _await(store, ask, limit, f"rank {other} did not call it, or has ended")
+                came = now()
+                store.delete_key(ask)
+                store.set(answer, f"{came!r} {now()!r}")
+                continue
+            sent = now()
+            store.set(ask, "")
+            _await(store, answer, limit, "rank 0 did not call it, or waits for another rank")
+            back = now()
+            came, left = map(float, store.get(answer).split())
+            store.delete_key(answer)
+            error_s = ((back - sent) - (left - came)) / 2
+            if error_s < best.error_s:
+                best = Reading(back, ((came - sent) + (left - back)) / 2, max(error_s, 0.0))
+    return best
+
+
+def _await(store: Any, key: str, limit: timedelta, why: str) -> None:
+    try:
+        store.wait([key], limit)
+    except RuntimeError as error:
+        msg = (
+            f"shardkit.record is called by all ranks of the run, and after "
+            f"{limit.total_seconds():.0f} s one is missing: {why}. Call it on every rank, at the "
+            f"same point of the script."
+        )
+        raise StateError(msg) from error

@@ -1,0 +1,409 @@
+"""Where the time of a step goes: by group and cause, on each rank.
+
+A **step** ends with an optimizer's step that a forward follows, and the next one begins there. Without
+optimizers of torch it begins with a forward that a backward comes before. What comes after the last
+end is no step.
+
+A step of a rank is cut into slices that neither overlap nor leave anything out, so their sum is the
+step. What a slice is decides its compute stream (on the CPU the process itself), in this order:
+
+| at an instant, the rank | cause | group |
+| --- | --- | --- |
+| waits for a collective that its own host or device has not begun | ``host`` | that of the collective |
+| waits for one that another rank has not issued | ``rank N``, see below | that of the collective |
+| waits for one that all ranks have issued | ``network`` | that of the collective |
+| is inside the forward or backward of a group; of nested ones the innermost counts | ``compute`` | this group |
+| is in an optimizer's step, or between a backward and that | ``optimizer`` | none |
+| is before a forward, and in none of these | ``data`` | none |
+| is elsewhere in a forward or backward, or between them: the loss, hooks | ``outside`` | none |
+
+``host``, ``rank N`` and ``network`` are the **exposed** time of communication.
+
+**Rank N came late.** A collective moves nothing until the last of its ranks has issued it. Until then
+the others wait for that rank, L. But L may be late because it waited before, for a third rank or for
+the network. So a wait for L is compared with what L and the waiting rank did since they last met in a
+collective: as far as L waited longer for a third rank than the waiting rank did, the cause is that
+rank; as far as L waited longer for the network, ``network``; only the rest is ``rank L``. (If these
+sum up to more than the wait, they share it in proportion.) What L waited for has been divided in the
+same way before, so a delay is followed through any number of ranks.
+
+Collectives of different ranks are the same one if they go over the same ranks, are of the same kind,
+and as many came before them since the record began. An all-reduce that follows a reduce-scatter is
+issued when that has what it needs from all of its ranks; on the CPU, where the process issues it
+while it waits, not before the wait.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import bisect
+import collections
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from shardkit._events import StepEvent
+    from shardkit.tracing.records import RankRecord
+
+COMPUTE, OUTSIDE, DATA, OPTIMIZER = "compute", "outside", "data", "optimizer"
+HOST, NETWORK = "host", "network"
+FORWARD, BACKWARD = "forward", "backward"
+_NO_TIME_S = 1e-7  # Less than clocks tell apart.
+_FIRST, _SECOND = frozenset({"gather", "reduce_scatter"}), "all_reduce"
+
+
+class TimeSlice(NamedTuple):
+    """A part of a rank's step.
+
+    Attributes:
+        begin: Time in seconds of rank 0's clock.
+        end: Time in seconds of rank 0's clock.
+        step: Number of the step.
+        phase: Name of the phase: data, forward, backward or optimizer.
+        group: Name of the group; "" where none is concerned.
+        cause: Cause, as the module's table has it.
+        late_rank: Number of the rank that came late; -1: another cause.
+    """
+
+    begin: float
+    end: float
+    step: int
+    phase: str
+    group: str
+    cause: str
+    late_rank: int = -1
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end - self.begin
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether it is exposed communication."""
+        return self.cause in {HOST, NETWORK} or self.late_rank >= 0
+
+
+class _Span(NamedTuple):
+    begin: float
+    end: float
+    group: str
+    cause: str
+    late_rank: int = -1
+
+
+# --- waits ----------------------------------------------------------------------------------------
+
+_Key = tuple[tuple[int, ...], str, int]
+"""A collective: its ranks, its kind, how many came before it."""
+
+
+class _Awaited(NamedTuple):
+    """A wait, and the collectives that it was for: one, or a reduce-scatter and its all-reduce."""
+
+    wait: StepEvent
+    first: tuple[StepEvent, _Key | None] | None
+    second: tuple[StepEvent, _Key | None] | None
+
+
+class Waits:
+    """The waits of all ranks, cut by what they are for.
+
+    Args:
+        records: Records of all ranks.
+    """
+
+    def __init__(self, records: Sequence[RankRecord]) -> None:
+        self._came: dict[_Key, dict[int, float]] = collections.defaultdict(dict)
+        awaited = {record.header.rank: self._awaited_of(record) for record in records}
+        self._note_second(records, awaited)
+        self._cuts: dict[int, list[_Span]] = {rank: [] for rank in awaited}
+        self._met: dict[int, dict[tuple[int, ...], float]] = {rank: {} for rank in awaited}
+        # A wait for a rank is divided by what that rank waited for before: the earlier waits first.
+        in_order = []
+        for rank, of in awaited.items():
+            for number, (wait, *collectives) in enumerate(of):
+                for part, each in enumerate(collectives):
+                    if each is not None or part == 0:
+                        last = wait.begin if each is None else self._last(each, rank)[0]
+                        at = max(wait.begin, min(last, wait.end))
+                        in_order.append((at, part, rank, number))
+        for _, part, rank, number in sorted(in_order):
+            self._cut(rank, awaited[rank][number], part)
+
+    def of(self, rank: int) -> Sequence[_Span]:
+        """Return the parts of a rank's waits in order."""
+        return self._cuts[rank]
+
+    # --- who came when ---
+
+    def _awaited_of(self, record: RankRecord) -> list[_Awaited]:
+        """Return a rank's waits with their collectives, and note when it issued those."""
+        rank, axes = record.header.rank, record.header.axes
+        counts: collections.Counter[tuple[tuple[int, ...], str]] = collections.Counter()
+        keys: dict[int, _Key | None] = {}
+        for event in record.events:  # In the order of their begin.
+            if event.kind not in _FIRST and event.kind != _SECOND:
+                continue
+            ranks = tuple(axes.get(f"{event.axis} {event.num_ranks}", ()))
+            key = None
+            if len(ranks) > 1:
+                key = (ranks, event.kind, counts[ranks, event.kind])
+                counts[ranks, event.kind] += 1
+                self._came[key][rank] = event.begin
+            keys[event.opened] = key
+        # A collective ends when it has been waited for: the waits before that, since it began.
+        open_waits: dict[int, list[StepEvent]] = collections.defaultdict(list)
+        seconds: dict[int, StepEvent] = {}
+        found: list[_Awaited] = []
+        for event in sorted(record.events, key=lambda each: each.closed):
+            if event.kind == "wait":
+                open_waits[event.group].append(event)
+            elif event.kind == _SECOND and event.group >= 0:
+                seconds[event.group] = event
+            elif event.kind in _FIRST or event.kind == _SECOND:
+                waits = open_waits.get(event.group, [])
+                mine = [wait for wait in waits if wait.opened > event.opened]
+                open_waits[event.group] = [wait for wait in waits if wait.opened < event.opened]
+                is_reduction = event.kind == "reduce_scatter"
+                second = seconds.pop(event.group, None) if is_reduction else None
+                last = mine[-1] if mine else None
+                for wait in mine:
+                    also = second if wait is last else None
+                    found.append(
+                        _Awaited(
+                            wait,
+                            (event, keys[event.opened]),
+                            None if also is None else (also, keys[also.opened]),
+                        )
+                    )
+        found += [_Awaited(wait, None, None) for waits in open_waits.values() for wait in waits]
+        return sorted(found, key=lambda each: each.wait.begin)
+
+    def _note_second(
+        self, records: Sequence[RankRecord], awaited: Mapping[int, Sequence[_Awaited]]
+    ) -> None:
+        """Correct when ranks issued all-reduces that follow a reduce-scatter."""
+        for record in records:
+            rank = record.header.rank
+            for wait, first, second in awaited[rank]:
+                if second is None or second[1] is None or first is None:
+                    continue
+                after, _ = self._last(first, rank)
+                at = max(after, wait.begin if record.header.device == "cpu" else after)
+                self._came[second[1]][rank] = max(at, second[0].begin)
+
+    def _last(self, collective: tuple[StepEvent, _Key | None], rank: int) -> tuple[float, int]:
+        """Return when the last rank issued a collective, and which rank that was."""
+        event, key = collective
+        if key is None:
+            return event.begin, rank
+        late = max(self._came[key].items(), key=lambda item: item[1])
+        return late[1], late[0]
+
+    # --- what a wait was for ---
+
+    def _cut(self, rank: int, awaited: _Awaited, part: int) -> None:
+        """Cut a wait of a rank, or of one for two collectives the first or second part."""
+        wait, first, second = awaited
+        cuts = self._cuts[rank]
+        begin = max(wait.begin, cuts[-1].end) if cuts else wait.begin
+        bounds: list[tuple[float, str, int]] = []
+        if part == 0 and first is not None:
+            bounds.append((first[0].begin, HOST, -1))
+            last, late = self._last(first, rank)
+            bounds.append((last, "", late))
+        if part == 1 and second is not None:
+            last, late = self._last(second, rank)
+            if second[1] is not None and late != rank:
+                bounds += [(self._came[second[1]][rank], NETWORK, -1), (last, "", late)]
+        if part == 1 or second is None:
+            bounds.append((wait.end, NETWORK, -1))
+        for until, cause, late in bounds:
+            end = min(until, wait.end)
+            if begin >= end:
+                continue
+            if late < 0:
+                cuts.append(_Span(begin, end, wait.name, cause))
+            else:
+                cuts += self._divide(rank, late, _Span(begin, end, wait.name, ""))
+            begin = end
+        of = (first, second)[part]
+        if of is not None and of[1] is not None:
+            last, _ = self._last(of, rank)
+            if last <= wait.end:  # Else it was for a part of it only, as one of several axes.
+                self._met[rank][of[1][0]] = last
+
+    def _divide(self, rank: int, late: int, span: _Span) -> Iterator[_Span]:
+        """Yield the parts of a wait for `late` by what made that rank late."""
+        met = [at for ranks, at in self._met[rank].items() if late in ranks]
+        since = max(met, default=float("-inf"))
+        causes = _seconds_waited(self._cuts.get(late, ()), since)
+        causes.subtract(_seconds_waited(self._cuts[rank], since))
+        owed = {cause: seconds for cause, seconds in causes.items() if seconds > _NO_TIME_S}
+        owed.pop(late, None)
+        owed.pop(rank, None)  # Nobody waits for himself.
+        whole = span.end - span.begin
+        share = min(1.0, whole / sum(owed.values())) if owed else 0.0
+        at = span.begin
+        for cause in sorted(owed):
+            end = at + owed[cause] * share
+            if end > span.end - _NO_TIME_S:
+                end = span.end
+            if at < end:
+                yield _of_cause(span, at, end, cause)
+            at = end
+        if at < span.end:
+            yield _of_cause(span, at, span.end, late)
+
+
+def _seconds_waited(cuts: Sequence[_Span], since: float) -> collections.Counter[int]:
+    """Return how long a rank has waited since a time, by the late rank; -1: for the network."""
+    sums: Any = collections.Counter()
+    for cut in reversed(cuts):
+        if cut.end <= since:
+            break
+        if cut.cause != HOST:
+            sums[cut.late_rank] += cut.end - max(cut.begin, since)
+    return sums  # type: ignore[no-any-return]
+
+
+def _of_cause(span: _Span, begin: float, end: float, late: int) -> _Span:
+    return _Span(begin, end, span.group, NETWORK if late < 0 else f"rank {late}", late)
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def slices_of(record: RankRecord, waits: Waits) -> list[TimeSlice]:
+    """Return a rank's steps as slices, in order.
+
+    Args:
+        record: Record of the rank.
+        waits: Waits of all ranks.
+    """
+    spans, phases, ends = _spans_of(record)
+    inner = _without(spans, waits.of(record.header.rank))
+    begins = [span.begin for span in inner]
+    result: list[TimeSlice] = []
+    for begin, end, step, phase in _parts(phases, ends):
+        at = begin
+        outside = phase if phase in {DATA, OPTIMIZER} else OUTSIDE
+        first = max(bisect.bisect_right(begins, begin) - 1, 0)
+        for number in range(first, len(inner)):
+            span = inner[number]
+            if span.begin >= end:
+                break
+            left, right = max(span.begin, at), min(span.end, end)
+            if left >= right:
+                continue
+            if at < left:
+                result.append(TimeSlice(at, left, step, phase, "", outside))
+            result.append(TimeSlice(left, right, step, phase, *span[2:]))
+            at = right
+        if at < end:
+            result.append(TimeSlice(at, end, step, phase, "", outside))
+    return result
+
+
+def _spans_of(record: RankRecord) -> tuple[list[_Span], list[_Span], list[float]]:
+    """Return what groups compute, the phases, and where steps end."""
+    spans, phases = [], []
+    for event in record.events:
+        if event.kind == "compute" and event.phase == OPTIMIZER:
+            phases.append(_Span(event.begin, event.end, "", OPTIMIZER))
+        elif event.kind == "compute":
+            spans.append(_Span(event.begin, event.end, event.name, COMPUTE))
+        elif event.kind == "pass":
+            phases.append(_Span(event.begin, event.end, "", event.phase))
+    optimizer_ends = {phase.end for phase in phases if phase.cause == OPTIMIZER}
+    phases = _innermost(phases)
+    return _innermost(spans), phases, _ends(phases, optimizer_ends)
+
+
+def _innermost(spans: Sequence[_Span]) -> list[_Span]:
+    """Return spans without overlaps: of several at an instant, the one that began last."""
+    result: list[_Span] = []
+    open_spans: list[_Span] = []
+    at = float("-inf")
+
+    def emit(until: float) -> None:
+        nonlocal at
+        if at < until:
+            result.append(open_spans[-1]._replace(begin=at, end=until))
+            at = until
+
+    for span in sorted(spans, key=lambda each: (each.begin, -each.end)):
+        while open_spans and open_spans[-1].end <= span.begin:
+            emit(open_spans[-1].end)
+            open_spans.pop()
+        if open_spans:
+            emit(span.begin)
+        at = max(at, span.begin)
+        open_spans.append(span)
+    while open_spans:
+        emit(open_spans[-1].end)
+        open_spans.pop()
+    return result
+
+
+def _without(spans: Sequence[_Span], cuts: Sequence[_Span]) -> list[_Span]:
+    """Return spans and cuts in order; where both are, cuts count."""
+    result = list(cuts)
+    first = 0
+    for span in spans:
+        at = span.begin
+        while first < len(cuts) and cuts[first].end <= at:
+            first += 1
+        for number in range(first, len(cuts)):
+            cut = cuts[number]
+            if cut.begin >= span.end:
+                break
+            if at < cut.begin:
+                result.append(span._replace(begin=at, end=cut.begin))
+            at = max(at, cut.end)
+        if at < span.end:
+            result.append(span._replace(begin=at))
+    return sorted(result)
+
+
+def _parts(
+    phases: Sequence[_Span], ends: Sequence[float]
+) -> Iterator[tuple[float, float, int, str]]:
+    """Yield begin, end, step and phase of the parts of each step."""
+    if not ends:
+        return
+    at, step = phases[0].begin, 0
+    for phase in phases:
+        if at < min(phase.begin, ends[-1]):
+            before = {FORWARD: DATA, BACKWARD: FORWARD}.get(phase.cause, phase.cause)
+            yield at, phase.begin, step, before
+        if phase.begin >= ends[-1]:
+            return
+        step += phase.begin >= ends[step]
+        yield phase.begin, phase.end, step, phase.cause
+        at = phase.end
+        step += at >= ends[step]
+
+
+def _ends(phases: Sequence[_Span], optimizer_ends: Collection[float]) -> list[float]:
+    """Return where steps end."""
+    ends = []
+    for phase, after in zip(phases, [*phases[1:], None], strict=True):
+        begins_new = after is None or after.cause == FORWARD
+        if phase.cause == OPTIMIZER and phase.end in optimizer_ends and begins_new:
+            ends.append(phase.end)
+        elif not optimizer_ends and phase.cause == BACKWARD and after is not None and begins_new:
+            ends.append(after.begin)
+    return ends
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def seconds_by(slices: Iterable[TimeSlice], *names: str) -> dict[tuple[object, ...], float]:
+    """Return the seconds of slices by fields of them, such as ``"group", "cause"``."""
+    sums: dict[tuple[object, ...], float] = collections.defaultdict(float)
+    for each in slices:
+        sums[tuple(getattr(each, name) for name in names)] += each.seconds
+    return dict(sums)

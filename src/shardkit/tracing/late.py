@@ -1,0 +1,186 @@
+"""Which rank is late, in which phase and group, from what all ranks did.
+
+What a rank does itself in a phase of a step is compared with the median of the others in the same
+step: what all ranks do longer at once, as in a longer batch, is nobody's lateness.
+
+- A rank is **slow** where the median of five steps in a row is behind by 2 % of a step, and by 3.1
+  standard deviations of this difference from step to step. (Three of five normal values are above
+  that once in 100 million windows.) So a delay of 3 % of a step is found within five steps while
+  times vary by less than 0.6 % of a step, and later or not at all where they vary more.
+- A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
+  deviations, by more than 2 % of all time together.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardkit.tracing.exposed import TimeSlice
+
+WINDOW = 5
+_LEAST = 0.02
+_DEVIATIONS = 3.1
+_SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
+_NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
+
+
+class LateRank(NamedTuple):
+    """A rank that others wait for.
+
+    Attributes:
+        rank: Number of the rank.
+        phase: Phase in which it is behind.
+        group: Group in which it is; "" where it is outside of groups.
+        kind: ``slow``: in each step; ``irregular``: in some.
+        seconds: Time that it is behind in such a step, in seconds.
+        share: The same as a part of a step.
+        first_step: Number of the first such step.
+        num_steps: Number of such steps.
+    """
+
+    rank: int
+    phase: str
+    group: str
+    kind: str
+    seconds: float
+    share: float
+    first_step: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        where = f"{self.phase} of {self.group}" if self.group else self.phase
+        times = "" if self.kind == "slow" else f" in {self.num_steps} steps"
+        return (
+            f"rank {self.rank} is {self.kind} in {where}: {self.seconds * 1e3:.1f} ms behind the "
+            f"others ({self.share:.1%} of a step){times}, from step {self.first_step} on"
+        )
+
+
+def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
+    """Return ranks that are late, the one that costs most first.
+
+    Args:
+        by_rank: Slices of each rank, as `slices_of` returns them.
+    """
+    if len(by_rank) < 2:  # noqa: PLR2004 - nobody to compare with
+        return []
+    own, of_group, lengths = _own_seconds(by_rank)
+    common = set.intersection(*(set(own[rank]) for rank in by_rank))
+    steps = sorted({step for step, _ in common})[1:]  # The first one makes what others reuse.
+    if len(steps) < WINDOW:
+        return []
+    step_s = statistics.median(lengths[step] for step in steps)
+    found = []
+    for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
+        table = {
+            rank: [own[rank].get((step, phase), 0.0) for step in steps] for rank in sorted(by_rank)
+        }
+        behind = _behind(table)
+        noise = _noise(behind)
+        for rank, values in behind.items():
+            late = _judge(rank, phase, values, noise, step_s)
+            if late is not None:
+                first, number = late.first_step, steps[late.first_step]
+                group = _group_of(of_group, rank, phase, steps[first:], late.seconds)
+                found.append(late._replace(group=group, first_step=number))
+    return sorted(found, key=lambda late: -late.seconds * late.num_steps)
+
+
+def _own_seconds(
+    by_rank: Mapping[int, Sequence[TimeSlice]],
+) -> tuple[
+    dict[int, dict[tuple[int, str], float]],
+    dict[int, dict[tuple[int, str, str], float]],
+    dict[int, float],
+]:
+    """Return own seconds by rank, step and phase; by group as well; and the length of steps."""
+    own: dict[int, dict[tuple[int, str], float]] = {}
+    of_group: dict[int, dict[tuple[int, str, str], float]] = {}
+    lengths: dict[int, float] = collections.defaultdict(float)
+    first = min(by_rank)
+    for rank, slices in by_rank.items():
+        own[rank] = collections.defaultdict(float)
+        of_group[rank] = collections.defaultdict(float)
+        for each in slices:
+            if rank == first:
+                lengths[each.step] += each.seconds
+            own[rank][each.step, each.phase] += 0.0
+            if not each.is_exposed or each.cause == HOST:
+                own[rank][each.step, each.phase] += each.seconds
+                of_group[rank][each.step, each.phase, each.group] += each.seconds
+    return own, of_group, lengths
+
+
+def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """Return how far each rank is behind the median of the others, step by step."""
+    ranks = list(table)
+    behind: dict[int, list[float]] = {rank: [] for rank in ranks}
+    for values in zip(*table.values(), strict=True):
+        ordered = sorted(values)
+        last = len(values) - 2  # Index of the last one of the others.
+        low, high = last // 2, (last + 1) // 2
+        for rank, value in zip(ranks, values, strict=True):
+            # Without this one, what comes after it moves one place down.
+            left = ordered[low] if ordered[low] < value else ordered[low + 1]
+            right = ordered[high] if ordered[high] < value else ordered[high + 1]
+            behind[rank].append(value - (left + right) / 2)
+    return behind
+
+
+def _noise(behind: Mapping[int, Sequence[float]]) -> float:
+    """Return the deviation of a rank's values about its own median, the same for all ranks."""
+    away = []
+    for values in behind.values():
+        middle = statistics.median(values)
+        away += [abs(value - middle) for value in values]
+    return _NORMAL * statistics.median(away)
+
+
+def _judge(
+    rank: int, phase: str, values: Sequence[float], noise: float, step_s: float
+) -> LateRank | None:
+    """Return what is to be said of a rank in a phase; `first_step` is an index here."""
+    least = max(_LEAST * step_s, _DEVIATIONS * noise)
+    windows = [values[i : i + WINDOW] for i in range(len(values) - WINDOW + 1)]
+    slow = [i for i, window in enumerate(windows) if statistics.median(window) > least]
+    if slow:
+        first = next(i for i in range(slow[0], slow[0] + WINDOW) if values[i] > least)
+        since = [value for value in values[first:] if value > least]
+        seconds = statistics.median(since)
+        return LateRank(rank, phase, "", "slow", seconds, seconds / step_s, first, len(since))
+    spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
+    spikes = [i for i, value in enumerate(values) if value > spike]
+    lost = sum(values[i] for i in spikes)
+    if len(spikes) > 1 and lost > _LEAST * step_s * len(values):
+        mean = lost / len(spikes)
+        return LateRank(rank, phase, "", "irregular", mean, mean / step_s, spikes[0], len(spikes))
+    return None
+
+
+def _group_of(
+    of_group: Mapping[int, Mapping[tuple[int, str, str], float]],
+    rank: int,
+    phase: str,
+    steps: Sequence[int],
+    seconds: float,
+) -> str:
+    """Return the group in which a rank is behind most, if that is half of all or more."""
+    groups = {group for _, of, group in of_group[rank] if of == phase and group}
+    others = [each for each in of_group if each != rank]
+    best, most = "", seconds / 2
+    for group in sorted(groups):
+        behind = statistics.median(
+            of_group[rank].get((step, phase, group), 0.0)
+            - statistics.median(of_group[each].get((step, phase, group), 0.0) for each in others)
+            for step in steps
+        )
+        if behind >= most:
+            best, most = group, behind
+    return best

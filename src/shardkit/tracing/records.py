@@ -1,0 +1,202 @@
+"""What one rank has recorded, as a file: lines of JSON, compressed.
+
+``rank-N.jsonl.gz`` holds, one object in each line:
+
+| line | holds |
+| --- | --- |
+| first | `RankHeader`'s fields, and ``version`` |
+| others | ``strings``: names that are new; a column for each field of `StepEvent`: numbers of names, or whole numbers. ``begin`` is in nanoseconds of this rank's clock after the ``begin`` of the event before; ``end`` counts from ``begin`` |
+| last | ``clock``: the `Clock` of this rank, which turns its times into those of rank 0 |
+
+Each line is compressed by itself, so a file of a run that died can be read up to its last line.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import itertools
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardkit._errors import StateError
+from shardkit._events import StepEvent
+from shardkit.tracing.clocks import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+_VERSION = 1
+_NS = 1e9
+_FIELDS = StepEvent._fields
+_NUMBERS = ("group", "nbytes", "num_ranks", "opened", "closed")
+_TIMES = ("begin", "end")
+_NOT_A_RECORD = (
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, RecursionError),
+    gzip.BadGzipFile,
+)
+_WORDS = tuple(name for name in _FIELDS if name not in (*_NUMBERS, *_TIMES))
+
+
+@dataclass(slots=True)
+class RankHeader:
+    """What a file says before the events.
+
+    Attributes:
+        rank: Number of the rank.
+        world_size: Number of ranks.
+        host: Name of its host.
+        device: Type of its device.
+        axes: Ranks that communicate over each axis, by the axis' name in events and their number,
+            such as ``shard 4``.
+        clock: Clock of this rank as far as it is known when the record begins.
+    """
+
+    rank: int
+    world_size: int
+    host: str = ""
+    device: str = "cpu"
+    axes: dict[str, list[int]] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """A rank's record in memory.
+
+    Attributes:
+        header: Header of the file, with the last clock that is known.
+        events: Events in the order of their begin, in seconds of rank 0's clock.
+        is_whole: Whether the record was ended, and not cut off.
+    """
+
+    header: RankHeader
+    events: list[StepEvent]
+    is_whole: bool = True
+
+
+class RecordFile:
+    """A rank's file while it is written.
+
+    Args:
+        folder: Folder of all ranks' files; it is made.
+        header: Facts that are known at the beginning.
+    """
+
+    def __init__(self, folder: Path, header: RankHeader) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"rank-{header.rank}.jsonl.gz"
+        self._numbers: dict[str, int] = {}
+        self._last_ns = 0
+        self._path.write_bytes(b"")
+        self._append({"version": _VERSION, **dataclasses.asdict(header)})
+
+    def write(self, events: Sequence[StepEvent]) -> None:
+        """Add events in any order."""
+        ordered = sorted(events, key=lambda event: event.begin)
+        known = len(self._numbers)
+        columns: dict[str, Any] = {
+            name: [self._number(getattr(event, name)) for event in ordered] for name in _WORDS
+        }
+        columns |= {name: [getattr(event, name) for event in ordered] for name in _NUMBERS}
+        begins = [round(event.begin * _NS) for event in ordered]
+        columns["begin"] = [b - a for a, b in itertools.pairwise([self._last_ns, *begins])]
+        columns["end"] = [
+            round(event.end * _NS) - begin for event, begin in zip(ordered, begins, strict=True)
+        ]
+        self._last_ns = begins[-1] if begins else self._last_ns
+        self._append({"strings": list(self._numbers)[known:], **columns})
+
+    def close(self, header: RankHeader) -> None:
+        """Write what is known at the end."""
+        self._append({"clock": dataclasses.asdict(header.clock), "axes": header.axes})
+
+    def _number(self, word: str) -> int:
+        return self._numbers.setdefault(word, len(self._numbers))
+
+    def _append(self, content: dict[str, Any]) -> None:
+        line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
+        with self._path.open("ab") as file:
+            file.write(gzip.compress(line, 5))
+
+
+def read_folder(folder: Path) -> list[RankRecord]:
+    """Return the records of all ranks in a folder, in rank order.
+
+    Raises:
+        StateError: No record is there, ranks of one run are missing, or a file is none.
+    """
+    paths = sorted(folder.glob("rank-*.jsonl.gz"))
+    if not paths:
+        msg = (
+            f"{str(folder)!r} must be a folder that shardkit.record has written, with files "
+            f"rank-N.jsonl.gz; there is none."
+        )
+        raise StateError(msg)
+    records = sorted(map(read_record, paths), key=lambda record: record.header.rank)
+    sizes = {record.header.world_size for record in records}
+    if len(sizes) > 1:
+        msg = (
+            f"{str(folder)!r} has records of runs with different numbers of ranks: "
+            f"{sorted(sizes)}. Record each run into a folder of its own."
+        )
+        raise StateError(msg)
+    return records
+
+
+def read_record(path: Path) -> RankRecord:
+    """Return the record in one file.
+
+    Raises:
+        StateError: It is not a record.
+    """
+    try:
+        lines = _lines_of(path)
+        content = next(lines)
+        if content.pop("version") != _VERSION:
+            msg = f"{path}: written by another version of shardkit. Read it with that one."
+            raise StateError(msg)
+        header = RankHeader(**{**content, "clock": Clock(**content["clock"])})
+        strings: list[str] = []
+        columns: dict[str, list[Any]] = {name: [] for name in _FIELDS}
+        is_whole = False
+        for content in lines:
+            if "clock" in content:
+                header.clock, header.axes = Clock(**content["clock"]), content["axes"]
+                is_whole = True
+                continue
+            strings += content["strings"]
+            for name, column in columns.items():
+                column.extend(content[name])
+        for name in _WORDS:
+            columns[name] = [strings[number] for number in columns[name]]
+        events = _events_of(columns, header.clock)
+    except _NOT_A_RECORD as error:
+        msg = f"{path} is not a record of shardkit: {type(error).__name__}: {error}"
+        raise StateError(msg) from error
+    return RankRecord(header, events, is_whole)
+
+
+def _events_of(columns: dict[str, list[Any]], clock: Clock) -> list[StepEvent]:
+    align = clock.align
+    begins = list(itertools.accumulate(columns["begin"]))
+    ends = [
+        align((begin + taken) / _NS) for begin, taken in zip(begins, columns["end"], strict=True)
+    ]
+    columns = {**columns, "begin": [align(begin / _NS) for begin in begins], "end": ends}
+    return sorted(
+        map(StepEvent, *(columns[name] for name in _FIELDS)), key=lambda event: event.begin
+    )
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file, up to where it was cut off."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (EOFError, zlib.error):
+        return

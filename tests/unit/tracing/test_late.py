@@ -1,0 +1,101 @@
+"""Who is late, from synthetic records: found where it is, and no alarm where nobody is."""
+
+from __future__ import annotations
+
+import random
+import typing
+
+import pytest
+from synthetic_runs import SyntheticRun
+
+from shardkit.tracing.exposed import TimeSlice, Waits, slices_of
+from shardkit.tracing.late import WINDOW, LateRank, late_ranks
+
+FIRST = 10  # Step in which the delay begins.
+PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.6, "optimizer": 0.05}  # of a step
+
+
+def late_in(run: SyntheticRun) -> list[LateRank]:
+    records = run.records()
+    waits = Waits(records)
+    return late_ranks({record.header.rank: slices_of(record, waits) for record in records})
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("phase", "group"),
+    [
+        ("data", ""),
+        ("forward", "layers.1"),
+        ("backward", "layers.0"),
+        ("backward", "the root"),
+        ("optimizer", ""),
+    ],
+)
+def test_a_delay_of_3_percent_is_found_with_rank_phase_and_group(
+    mesh: tuple[int, int], phase: str, group: str
+) -> None:
+    late = mesh[0] * mesh[1] - 1
+    run = SyntheticRun(*mesh, num_steps=FIRST + WINDOW + 1, jitter_s=0.0001)
+    step_s = run.data_s + run.optimizer_s + 12 * run.compute_s + 6 * run.network_s
+
+    def delay(rank: int, step: int, *where: str) -> float:
+        return 0.03 * step_s * (rank == late and step >= FIRST and where == (phase, group))
+
+    run.delay = delay
+    [found] = late_in(run)
+    assert (found.rank, found.phase, found.group, found.kind) == (late, phase, group, "slow")
+    assert found.first_step == FIRST
+    assert found.share == pytest.approx(0.03, rel=0.3)
+    assert f"rank {late} is slow in {phase}" in str(found)
+
+
+def test_what_all_ranks_do_longer_is_nobodys_lateness() -> None:
+    def delay(rank: int, step: int, *where: str) -> float:
+        del rank
+        return 0.05 * (step % 7 == 0 and where == ("forward", "layers.0"))
+
+    assert late_in(SyntheticRun(4, num_steps=30, jitter_s=0.0002, delay=delay)) == []
+
+
+def test_a_slow_network_is_nobodys_lateness() -> None:
+    assert late_in(SyntheticRun(4, num_steps=20, network_s=0.03, jitter_s=0.0002)) == []
+
+
+def test_a_rank_that_is_late_now_and_then_is_irregular() -> None:
+    def delay(rank: int, step: int, *where: str) -> float:
+        return 0.08 * (rank == 1 and step % 9 == 4 and where == ("backward", "layers.1"))
+
+    [found] = late_in(SyntheticRun(4, num_steps=40, jitter_s=0.0002, delay=delay))
+    assert (found.rank, found.phase, found.kind) == (1, "backward", "irregular")
+    assert found.num_steps == 4
+
+
+def noisy_steps(
+    num_ranks: int, num_steps: int, seed: int, spread: float
+) -> dict[int, list[TimeSlice]]:
+    """Return slices of ranks that are alike: normal times, each hundredth half a step longer."""
+    rng = random.Random(seed)
+    by_rank: dict[int, list[TimeSlice]] = {}
+    for rank in range(num_ranks):
+        at, slices = 0.0, []
+        for step in range(num_steps):
+            for phase, share in PHASES.items():
+                end = at + max(rng.gauss(share, spread / 2), 0) + 0.5 * (rng.random() < 0.001)
+                slices.append(TimeSlice(at, end, step, phase, "", "compute"))
+                at = end
+        by_rank[rank] = slices
+    return by_rank
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 16])
+@pytest.mark.parametrize("spread", [0.001, 0.02, 0.1])
+def test_a_thousand_steps_of_equal_ranks_give_no_alarm(num_ranks: int, spread: float) -> None:
+    found = late_ranks(noisy_steps(num_ranks, 1000, seed=num_ranks, spread=spread))
+    assert typing.cast("list[LateRank]", found) == []
+
+
+def test_less_than_five_steps_say_nothing() -> None:
+    run = SyntheticRun(2, num_steps=5)
+    run.delay = lambda rank, step, phase, group: 0.1 * (rank == 1)  # noqa: ARG005
+    assert late_in(run) == []

@@ -1,0 +1,100 @@
+"""A rank's file: what is written is read, in rank 0's clock, also where the file was cut off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import typing
+
+import pytest
+from synthetic_runs import SyntheticRun, shifted
+
+from shardkit import StateError
+from shardkit.tracing.clocks import Clock
+from shardkit.tracing.records import RankHeader, RecordFile, read_folder, read_record
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+    from shardkit.tracing.records import RankRecord
+
+
+def write(folder: pathlib.Path, record: RankRecord, *, close: bool = True) -> None:
+    file = RecordFile(folder, record.header)
+    half = len(record.events) // 2
+    file.write(record.events[:half])
+    file.write(record.events[half:])
+    if close:
+        file.close(record.header)
+
+
+def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
+    records = SyntheticRun(2, 2).records()
+    for record in records:
+        write(tmp_path, record)
+    found = read_folder(tmp_path)
+    assert [each.header for each in found] == [each.header for each in records]
+    for one, other in zip(found, records, strict=True):
+        assert one.is_whole
+        assert len(one.events) == len(other.events)
+        for event, known in zip(one.events, other.events, strict=True):
+            assert event.begin == pytest.approx(known.begin, abs=2e-9)
+            assert event.end == pytest.approx(known.end, abs=2e-9)
+            assert event._replace(begin=0, end=0) == known._replace(begin=0, end=0)
+
+
+def test_times_are_those_of_rank_0(tmp_path: pathlib.Path) -> None:
+    record = SyntheticRun(2).records()[1]
+    write(tmp_path, shifted(record, 1234.5))
+    [found] = read_folder(tmp_path)
+    for event, known in zip(found.events, record.events, strict=True):
+        assert event.begin == pytest.approx(known.begin, abs=1e-8)
+
+
+def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: pathlib.Path) -> None:
+    record = SyntheticRun(2).records()[0]
+    write(tmp_path, record, close=False)
+    path = tmp_path / "rank-0.jsonl.gz"
+    found = read_record(path)
+    assert not found.is_whole
+    assert len(found.events) == len(record.events)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_record(path).events == found.events[: len(record.events) // 2]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"version": 1}', b"\xff", b'{"version": 1, "rank": 0, "clock": 3}'],
+)
+def test_what_is_no_record_is_named(tmp_path: pathlib.Path, content: bytes) -> None:
+    path = tmp_path / "rank-0.jsonl.gz"
+    path.write_bytes(gzip.compress(content))
+    with pytest.raises(StateError, match=r"rank-0\.jsonl\.gz is not a record of shardkit"):
+        read_record(path)
+    path.write_bytes(content or b"junk")
+    with pytest.raises(StateError, match="is not a record of shardkit"):
+        read_record(path)
+
+
+def test_numbers_of_names_that_are_not_there_are_named(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, SyntheticRun(2).records()[0])
+    path = tmp_path / "rank-0.jsonl.gz"
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    second = json.loads(lines[1])
+    second["strings"] = []
+    path.write_bytes(gzip.compress("\n".join([lines[0], json.dumps(second)]).encode()))
+    with pytest.raises(StateError, match="is not a record"):
+        read_record(path)
+
+
+def test_a_folder_without_records_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(StateError, match=r"must be a folder that shardkit\.record has written"):
+        read_folder(tmp_path)
+
+
+def test_records_of_two_runs_are_told_apart(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, SyntheticRun(2).records()[0])
+    file = RecordFile(tmp_path, RankHeader(1, 4, clock=Clock()))
+    file.close(RankHeader(1, 4))
+    with pytest.raises(StateError, match=r"different numbers of ranks: \[2, 4\]"):
+        read_folder(tmp_path)
