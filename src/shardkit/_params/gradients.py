@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit import _compat
+from shardkit._schedule import BATCH_NBYTES
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.base import Reduction
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 # - unsharded gradient: what autograd leaves in ``.grad`` of an unsharded parameter; taken from it
 #   at once.
 # - send buffer: 1-D, ``layout.padded_numel``, `reduce_dtype`; the unsharded gradients are copied
-#   into it as they come. Layers copy at once on the CPU. A root, whose gradients come at both ends
-#   of backward, holds them until the last one has come, so that its send buffer exists only
-#   shortly; so does a layer where launching a kernel for each gradient would cost more.
+#   into it as they come. A root, whose gradients come at both ends of backward, holds them until
+#   the last one has come, so that its send buffer exists only shortly; so does a layer where a
+#   kernel, or a call, for each gradient would cost more than the memory.
 # - receive buffer: what other ranks send, where the backend does the sum itself.
 # - unsynced: while gradients are not synced, the send buffer stays, and is added to.
 # - partial: 1-D, shard-sized sums over the shard axis only, kept while the all-reduce over the
@@ -82,6 +83,9 @@ class BucketGradients:
     Attributes:
         bucket: Bucket of the gradients.
         fired: One byte per parameter: 1 if its gradient came since the last synced backward.
+        held: Gradients that came and were not copied to the send buffer, by parameter.
+        holds_layers: Whether those of a layer are held until all have come, and then copied by one
+            list operator: where a kernel costs more than memory, and where all of them are small.
         partial: Sums over the shard axis that wait for the all-reduce.
     """
 
@@ -90,8 +94,11 @@ class BucketGradients:
         plan = bucket.plan
         self.fired = bytearray(len(bucket.entries))
         self.partial: Tensor | None = None
-        self._receive_chunks = plan.mesh.backend.receive_chunks(plan.axis)
-        self._held: dict[int, Tensor] = {}
+        backend = plan.mesh.backend
+        self._receive_chunks = backend.receive_chunks(plan.axis)
+        self.held: dict[int, Tensor] = {}
+        is_small = backend.batches_small_groups and self.send_nbytes < BATCH_NBYTES
+        self.holds_layers = backend.copies_gradients_together or is_small
         self._buffer: GradientBuffer | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
@@ -124,7 +131,7 @@ class BucketGradients:
     @property
     def has_collected(self) -> bool:
         """Whether gradients came that have not been sent."""
-        return bool(self._held) or (self._buffer is not None and bool(self._buffer.written))
+        return bool(self.held) or (self._buffer is not None and bool(self._buffer.written))
 
     @property
     def needs_settling(self) -> bool:
@@ -150,7 +157,7 @@ class BucketGradients:
         if self.bucket.store.converts_gradients:
             grad = self.bucket.store.part_of_gradient(index, grad)
         if hold:
-            self._held[index] = self._held[index] + grad if index in self._held else grad
+            self.held[index] = self.held[index] + grad if index in self.held else grad
         else:
             buffer = self.buffer if self._buffer is None else self._buffer
             buffer.write(index, grad, streams, pool)
@@ -172,13 +179,13 @@ class BucketGradients:
 
     def write_held(self, streams: CommStreams, pool: SlotPool) -> None:
         """Copy what is held into the send buffer, and drop it."""
-        if not self._held:
+        if not self.held:
             return
-        if self.bucket.plan.mesh.backend.copies_gradients_together:
-            self.buffer.write_all(self._held, streams, pool)
-            self._held.clear()
-        while self._held:
-            index, grad = self._held.popitem()
+        if self.holds_layers:
+            self.buffer.write_all(self.held, streams, pool)
+            self.held.clear()
+        while self.held:
+            index, grad = self.held.popitem()
             self.buffer.write(index, grad, streams, pool)
 
     @property
@@ -259,7 +266,7 @@ class BucketGradients:
         self.close_receive(pool)
         self._unsettled.clear()
         self.partial = None
-        self._held.clear()
+        self.held.clear()
         self.forget_fired()
 
 
@@ -320,6 +327,8 @@ class GroupGradients:
     Attributes:
         buckets: Gradients of the buckets.
         may_be_local: Whether they are assigned at once, unless the user has a hook on buffers.
+        holds_layers: Whether those of a layer are held until all have come.
+        are_converted: Whether a gradient is more than its values: a DTensor's placements count.
     """
 
     def __init__(
@@ -330,6 +339,8 @@ class GroupGradients:
         weight: float = 1.0,
     ) -> None:
         self.buckets = [BucketGradients(bucket) for bucket in buckets]
+        self.holds_layers = all(each.holds_layers for each in self.buckets)
+        self.are_converted = any(bucket.store.converts_gradients for bucket in buckets)
         self._comm = comm
         self._weight = weight
         self.may_be_local = all(

@@ -223,16 +223,32 @@ class Backward:
             raise StateError(msg)
         record.active = True
         self._inside[group.index].append(record)
-        self._schedule.states[group.index].num_watched += record.has_input_grads
+        state = self._schedule.states[group.index]
+        state.num_watched += record.has_input_grads
         hooks = group.grad_hooks
         if not hooks.at_once and (watch_settings.check_gradients or hooks.has_user_hooks):
             hooks.collect_at_once()
-        self._gathers.in_trained_layer = record.has_input_grads and group.is_trainable
+        is_trained_layer = record.has_input_grads and group.is_trainable
+        self._gathers.in_trained_layer = is_trained_layer
+        if is_trained_layer and self._may_hold(group):
+            if state.num_arrived == 0:
+                state.expect_gradients(group.num_trainable)
+            hooks.hold(state, self._gathers.gather_put_off)
         self._gathers.carry_out(self._schedule.enter_backward(group.index, record.in_pass))
         if group.settings.unshard_in_backward:
             group.show(unsharded=True)
         if _events.observer is not None:
             _events.observer.begin("compute", group.name, group=group.index)
+
+    def _may_hold(self, group: ParamGroup) -> bool:
+        """Whether nobody has to know of each gradient of a layer when it comes."""
+        return (
+            group.gradients.holds_layers
+            and not group.gradients.are_converted
+            and not group.gradients.is_local
+            and not self._makes_graph
+            and not watch_settings.check_gradients
+        )
 
     def exit_backward(self, record: ForwardRecord) -> None:
         """The gradients of a group's inputs came: backward is done with this forward of it."""
@@ -245,6 +261,9 @@ class Backward:
         if _events.observer is not None:
             _events.observer.end("compute", group.index)
         state.num_watched -= record.has_input_grads
+        self._any_fired |= state.num_arrived > 0
+        if not state.num_watched:
+            group.grad_hooks.release()
         if records:
             return
         # A gradient comes after all uses of its parameter in a run of the engine. Inside of a
@@ -313,6 +332,7 @@ class Backward:
         """The engine is done: reduce the rest, assign all gradients, free all memory."""
         for group in self._groups:
             group.grad_hooks.flush()
+            self._any_fired |= self._schedule.states[group.index].num_arrived > 0
         if self._any_fired:
             self._reductions.finish_backward()
         else:
@@ -360,6 +380,7 @@ class Backward:
         self.is_running = False
         self._gathers.in_trained_layer = False
         for group in self._groups:
+            group.grad_hooks.release()
             self._close_records(group.index)
             self._schedule.states[group.index].forget_gradients()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -145,11 +146,39 @@ class GradTaker(Protocol):
         """The gradient of parameter `index` of a bucket came."""
 
 
+class GradCounts(Protocol):
+    """Who counts gradients of a group in one backward: the schedule's record of it.
+
+    Attributes:
+        num_arrived: Number of gradients that came.
+        num_expected: Number of gradients that come if every parameter is used.
+    """
+
+    num_arrived: int
+    num_expected: int
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """A layer that backward is inside of, whose gradients are held until it leaves.
+
+    Attributes:
+        counts: Counts of its gradients; None: each gradient is told of when it comes.
+        half: Number of gradients after which `at_half` is called.
+        at_half: Function that is called when half of them have come.
+    """
+
+    counts: GradCounts | None = None
+    half: int = 0
+    at_half: Callable[[], None] | None = None
+
+
 class GradHooks:
     """Hooks on every parameter that can be trained, also on those frozen for now.
 
     Where nothing waits for a gradient (one rank, no casts), all are taken at the end of backward,
-    and next to nothing runs for each of them until then.
+    and next to nothing runs for each of them until then. Nor does it while those of a layer are
+    held.
 
     Args:
         taker: Receiver of the gradients.
@@ -164,6 +193,7 @@ class GradHooks:
         self._taker = weakref.ref(taker)
         self._buckets = buckets
         self._noted: list[Tensor] = []
+        self._layer = _Layer()
         self._positions = {
             id(param): (weakref.ref(gradients), index)
             for gradients in buckets
@@ -189,8 +219,24 @@ class GradHooks:
         self.at_once = True
         for gradients in self._buckets:
             for index, param in enumerate(gradients.bucket.store.unsharded):
-                take = functools.partial(_take_grad, self._taker, weakref.ref(gradients), index)
+                of = weakref.ref(gradients)
+                take = functools.partial(_take_grad, self._taker, of, index, layer=self._layer)
                 _add_hook(param, take)
+
+    def hold(self, counts: GradCounts, at_half: Callable[[], None]) -> None:
+        """Hold and count gradients from now on, and tell nobody but of the half of them.
+
+        Args:
+            counts: Counts of the group's gradients.
+            at_half: Function that is called when half of them have come.
+        """
+        layer = self._layer
+        layer.counts, layer.at_half = counts, at_half
+        layer.half = (counts.num_expected + 1) // 2
+
+    def release(self) -> None:
+        """Tell of each gradient again; those that are held stay so."""
+        self._layer.counts = self._layer.at_half = None
 
     @property
     def has_user_hooks(self) -> bool:
@@ -228,6 +274,7 @@ class GradHooks:
             for param in gradients.bucket.store.unsharded:
                 param.grad = None
         self._noted.clear()
+        self.release()
 
 
 def _notes_arrival(
@@ -256,6 +303,7 @@ def _take_grad(
     gradients_ref: weakref.ref[BucketGradients],
     index: int,
     param: Tensor,
+    layer: _Layer | None = None,
 ) -> None:
     """Take a gradient from an unsharded parameter: its hook."""
     taker, gradients, grad = taker_ref(), gradients_ref(), param.grad
@@ -269,4 +317,12 @@ def _take_grad(
             f"one. Look it up with sparse=False, or pass it in ignored_params of fully_shard."
         )
         raise StateError(msg)
-    taker.on_grad(gradients, index, grad)
+    counts = None if layer is None else layer.counts
+    if layer is None or counts is None or index in gradients.held:
+        taker.on_grad(gradients, index, grad)
+        return
+    gradients.fired[index] = 1
+    gradients.held[index] = grad
+    counts.num_arrived = arrived = counts.num_arrived + 1
+    if arrived == layer.half and layer.at_half is not None:
+        layer.at_half()

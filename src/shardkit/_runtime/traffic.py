@@ -510,7 +510,6 @@ class Reductions:
         self._batch_nbytes = batch_nbytes
         backend = groups[0].mesh.backend
         self._is_host_synchronous = backend.is_host_synchronous
-        self._holds_layers = backend.copies_gradients_together
         self._before_start = before_start
         self._queued: list[ParamGroup] = []
         self._under_way: list[ParamGroup] = []
@@ -536,11 +535,13 @@ class Reductions:
         is_layer: bool,
     ) -> None:
         """Take a gradient that is to be reduced."""
-        writes = is_layer and not self._holds_layers
+        writes = is_layer and not group.gradients.holds_layers
         if writes and self._under_way and self._is_host_synchronous:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
         if writes and self._under_way and group.gradients.is_reducing:
             self._finish_through(group)  # The send buffer is on the wire.
+        if index in gradients.held and self._is_host_synchronous and gradients.holds_layers:
+            self._write_held(group)  # Sums are made in the dtype of the send buffer.
         gradients.collect(index, grad, self._streams, self._slots, hold=not writes)
 
     def _free_sent(self, group: ParamGroup) -> None:
@@ -578,6 +579,9 @@ class Reductions:
             return  # It completed again, by a graph retained from before: it is sent with the rest.
         if self._queued and self._queued[0].axes != group.axes:
             self._start_queued()
+        if self._is_host_synchronous and gradients.holds_layers:
+            self._free_sent(group)  # The last group's send buffer becomes this one's.
+            self._write_held(group)
         self._queued.append(group)
         if sum(queued.gradients.send_nbytes for queued in self._queued) >= self._batch_nbytes:
             self._start_queued()

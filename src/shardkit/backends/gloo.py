@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardkit import _compat
 from shardkit.backends.base import Gather
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
@@ -132,9 +133,9 @@ class Exchange:
                 self._custom[i] = custom
                 self._works.append(WorkHandle([custom.work], issued))
             else:
-                receive, numel = reduction.receive, reduction.out_numel
-                assert receive is not None
-                self._works.append(_start_all_to_all(receive, reduction.send, numel, axis, of))
+                assert reduction.receive is not None
+                sent = _sent_rows(reduction.send, axis)
+                self._works.append(_start_all_to_all(reduction.receive, sent, axis, of))
 
     def wait_pieces(self) -> list[list[Tensor]]:
         """Return, for each reduction, this rank's range of every rank's gradients, in rank order.
@@ -146,7 +147,7 @@ class Exchange:
         return [
             [self._custom[i].received]
             if i in self._custom
-            else _in_rank_order(r.receive, r.send.view(r.shard_axis.size, -1), r.shard_axis)
+            else _in_rank_order(_received_rows(r), r.send, r.shard_axis)
             for i, r in enumerate(self._reductions)
         ]
 
@@ -159,24 +160,19 @@ class StagedExchange:
         assert isinstance(axis, GlooAxis)
         self._axis = axis
         self._reductions = reductions
-        by_rank = [r.send.view(axis.size, -1).view(torch.uint8) for r in reductions]
-        self._send = torch.cat(by_rank, dim=1)
-        piece_nbytes = self._send.shape[1]
-        chunks = axis.size if sends_own(axis) else axis.size - 1
-        self._receive = self._send.new_empty(chunks * piece_nbytes)
-        self._work = _start_all_to_all(self._receive, self._send.view(-1), piece_nbytes, axis, of)
+        rows = [_sent_rows(r.send, axis).view(torch.uint8) for r in reductions]
+        self._send = torch.cat(rows, dim=1)
+        self._receive = torch.empty_like(self._send)
+        self._work = _start_all_to_all(self._receive, self._send, axis, of)
 
     def wait_pieces(self) -> list[list[Tensor]]:
         """Return, for each reduction, this rank's range of every rank's gradients."""
         self._work.wait()
-        rows = _in_rank_order(self._receive, self._send, self._axis)
-        result, at = [], 0
-        for reduction in self._reductions:
-            dtype = reduction.send.dtype
-            nbytes = reduction.out_numel * dtype.itemsize
-            result.append([row[at : at + nbytes].view(dtype) for row in rows])
-            at += nbytes
-        return result
+        sizes = [r.out_numel * r.send.dtype.itemsize for r in self._reductions]
+        return [
+            _in_rank_order(received.view(r.send.dtype), r.send, self._axis)
+            for r, received in zip(self._reductions, self._receive.split(sizes, dim=1), strict=True)
+        ]
 
 
 def _start_exchange(reductions: Sequence[Reduction], of: str) -> Exchange | StagedExchange:
@@ -198,31 +194,43 @@ def is_small(nbytes: int, axis: AxisComm) -> bool:
     return axis.size > 1 and nbytes <= _MAX_STAGED_NBYTES
 
 
-def _start_all_to_all(
-    receive: Tensor, send: Tensor, piece_numel: int, axis: GlooAxis, of: str
-) -> WorkHandle:
-    """Send range r of `send` to rank r; a rank's own range stays where it is if it can."""
+def _sent_rows(send: Tensor, axis: AxisComm) -> Tensor:
+    """Return the ranges of `send` that travel, one row for each rank that gets one."""
+    rows = send.view(axis.size, -1)
+    if sends_own(axis):
+        return rows
+    return rows[1:] if axis.rank == 0 else rows[:-1]
+
+
+def _start_all_to_all(receive: Tensor, rows: Tensor, axis: GlooAxis, of: str) -> WorkHandle:
+    """Send each rank its row; a rank's own range stays where it is if it can."""
     assert axis.reduce_group is not None
-    issued = axis.issue("reduce-scatter", of, send.nbytes, axis.reduce_group)
-    splits = [piece_numel] * axis.size
+    numel = rows.shape[1]
+    nbytes = axis.size * numel * rows.itemsize  # The same on ranks that leave their own out.
+    issued = axis.issue("reduce-scatter", of, nbytes, axis.reduce_group)
+    splits = [numel] * axis.size
     if not sends_own(axis):
         splits[axis.rank] = 0
-        send = send[piece_numel:] if axis.rank == 0 else send[:-piece_numel]
     work = dist.all_to_all_single(
-        receive, send, splits, splits, group=axis.reduce_group, async_op=True
+        receive.view(-1), rows.view(-1), splits, splits, group=axis.reduce_group, async_op=True
     )
     return WorkHandle([work], issued)
 
 
+def _received_rows(reduction: Reduction) -> Tensor | None:
+    """Return what came for one reduction, a row for each rank that sent one."""
+    receive = reduction.receive
+    return None if receive is None else receive.view(-1, reduction.out_numel)
+
+
 def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> list[Tensor]:
-    """Return the received rows and this rank's own, of `send`, in rank order."""
-    own = send[axis.rank]
+    """Return the received rows and this rank's own range of `send`, in rank order."""
     if axis.size == 1:
-        return [own]
+        return [send]
     assert received is not None
-    rows = list(received.view(-1, own.numel()))
+    rows = list(received)
     if not sends_own(axis):
-        rows.insert(axis.rank, own)
+        rows.insert(axis.rank, send.view(axis.size, -1)[axis.rank])
     return rows
 
 
@@ -324,22 +332,26 @@ class StagedGather:
     def __init__(self, gathers: Sequence[Gather], axis: GlooAxis, issued: Issued | None) -> None:
         self._gathers = gathers
         self._axis = axis
-        own = torch.cat([gather.own.view(torch.uint8) for gather in gathers])
-        self._staging = own.new_empty(axis.size * own.numel())
-        self._staging.view(axis.size, -1)[axis.rank] = own
-        whole = Gather(self._staging, self._staging.view(axis.size, -1)[axis.rank], own)
+        owns = [gather.own.view(torch.uint8) for gather in gathers]
+        nbytes = sum(own.numel() for own in owns)
+        self._staging = owns[0].new_empty(axis.size, nbytes)
+        own = self._staging[axis.rank]
+        torch.cat(owns, out=own)
+        whole = Gather(self._staging.view(-1), own, own)
         self._handle = WorkHandle(_start_all_gather(whole, axis), issued)
 
     def wait(self) -> None:
-        """Block until it is done, and copy to where it belongs; again is free."""
+        """Block until it is done, and copy what others have to where it belongs; again is free."""
         self._handle.wait()
-        at = 0
-        for gather in self._gathers:
-            nbytes = gather.own.nbytes
-            whole = gather.full.view(torch.uint8).view(self._axis.size, nbytes)
-            whole.copy_(self._staging.view(self._axis.size, -1)[:, at : at + nbytes])
-            at += nbytes
-        self._gathers = ()
+        gathers, self._gathers = self._gathers, ()
+        if not gathers:
+            return
+        wholes = [g.full.view(torch.uint8).view(self._axis.size, -1) for g in gathers]
+        parts = self._staging.split([whole.shape[1] for whole in wholes], dim=1)
+        others = [rank for rank in range(self._axis.size) if rank != self._axis.rank]
+        targets = [whole[rank] for whole in wholes for rank in others]
+        _compat.foreach_copy(targets, [part[rank] for part in parts for rank in others])
+        del self._staging
 
 
 class HostStreams(WatchedStreams):
@@ -356,8 +368,7 @@ class HostStreams(WatchedStreams):
         assert isinstance(axis, GlooAxis)
         nbytes = sum(gather.full.nbytes for gather in gathers)
         issued = axis.issue("all-gather", of, nbytes)
-        for gather in gathers:
-            gather.own.copy_(gather.shard)
+        _compat.foreach_copy([g.own for g in gathers], [g.shard for g in gathers])
         is_plain = all(gather.comm is None for gather in gathers)
         if len(gathers) > 1 and is_plain and is_small(nbytes, axis):
             return StagedGather(gathers, axis, issued)

@@ -1,0 +1,106 @@
+"""Gradients of small layers are held while backward is inside, and copied by one operator."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from recorded import Recorded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from recording import recording_mesh
+from shardkit import ShardedTensor, _compat, fully_shard
+from shardkit._runtime.backward import Backward
+
+Copies = list[int]
+
+
+@pytest.fixture(name="copies")
+def _copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Return a list to which the number of tensors of each copy of gradients is added."""
+    found: Copies = []
+
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        found.append(len(targets))
+        torch._foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(_compat, "foreach_copy", copy)
+    return found
+
+
+@pytest.fixture(name="told")
+def _told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the group of each gradient is added that backward is told of."""
+    found: list[int] = []
+    tell = Backward.on_grad
+
+    def on_grad(self: Backward, group: int, *rest: typing.Any) -> None:
+        found.append(group)
+        tell(self, group, *rest)
+
+    monkeypatch.setattr(Backward, "on_grad", on_grad)
+    return found
+
+
+def test_a_layer_is_copied_once_and_nobody_is_told_of_its_gradients(
+    copies: Copies, told: list[int]
+) -> None:
+    recorded = Recorded()
+    recorded.step()
+    copies.clear()
+    told.clear()
+    recorded.step()
+    # The first layer's inputs want no gradient, and the root has none, so these are told of.
+    assert sorted(told) == [0, 1, 1]
+    assert sorted(copies) == [1, 2, 2, 2]
+
+
+class Pair(nn.Module):
+    """A layer that runs again inside of backward, for one half of its uses of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.linear, x, use_reentrant=True)
+        return self.linear(torch.tanh(x))
+
+
+def test_a_weight_that_fires_twice_in_one_layer_gets_the_sum() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Pair())
+    x = torch.ones(2, 4)
+    model(x).square().sum().backward()
+    expected = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    mesh, _ = recording_mesh((2, 1))  # This rank has whole parameters; the other sends the same.
+    for module in (*model, model):
+        fully_shard(module, mesh)
+    model(x).square().sum().backward()
+    for param, whole in zip(model.parameters(), expected, strict=True):
+        assert isinstance(param, ShardedTensor)
+        assert isinstance(param.grad, ShardedTensor)
+        assert whole is not None
+        torch.testing.assert_close(param.grad.to_local(), whole.reshape(-1))
+
+
+def test_gradients_that_came_before_an_error_are_dropped() -> None:
+    recorded = Recorded()
+    recorded.step()
+    recorded.model.zero_grad()
+    hook = recorded.model.layers[1].linear.register_full_backward_pre_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        recorded.run().backward()
+    hook.remove()
+    clean = Recorded()
+    clean.step()
+    recorded.step()
+    for own, other in zip(recorded.grads(), clean.grads(), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
