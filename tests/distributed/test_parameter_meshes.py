@@ -7,6 +7,7 @@ import dataclasses
 import math
 import pickle
 import typing
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from shardkit import (
     auto_shard,
     fully_shard,
 )
+from shardkit.backends import gloo
 from shardkit.checkpoint import get_model_state_dict, load, save, save_full
 from step_traffic import counted, total
 
@@ -277,6 +279,44 @@ def count_collectives() -> None:
 
 def test_each_bucket_is_one_collective_and_nothing_stays(spawn: Spawn) -> None:
     spawn(count_collectives, 4)
+
+
+def count_exchanges() -> None:
+    plain, model = make(Layout((1, 2, 2)))
+    own, whole = batches(0)
+    loss_of(model, own).backward()
+    model.zero_grad()
+    with mock.patch.object(gloo, "_start_all_to_all", wraps=gloo._start_all_to_all) as started:  # noqa: SLF001
+        loss_of(model, own).backward()
+    # Both blocks' experts, both blocks' other parameters, the root's.
+    sizes = [call.args[3].size for call in started.call_args_list]
+    assert sizes == [4, 2, 4], sizes
+    loss_of(plain, whole).backward()
+    assert largest_difference(plain, model, Layout((1, 2, 2)), grads=True) < EXACT
+
+
+def test_small_buckets_on_a_mesh_travel_together(spawn: Spawn) -> None:
+    spawn(count_exchanges, 4)
+
+
+def train_where_one_expert_differs() -> None:
+    layout = Layout((1, 2, 2))
+    torch.manual_seed(3)
+    model = Model().double()
+    dense, experts, ep = meshes_of(layout)
+    for block in model.blocks:
+        keep_own_experts(block, layout, ep)
+    if dist.get_rank() == 3:  # Rank 1 holds the same experts, the others other ones.
+        model.blocks[0].experts.up.data[0, 0, 0] += 1
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=dense, shard_placement_fn=place(layout, model, experts))
+    loss_of(model, batches(0)[0])
+
+
+def test_ranks_of_other_meshes_learn_what_differs(spawn_errors: Spawn) -> None:
+    for error in spawn_errors(train_where_one_expert_differs, 4):
+        assert error.type_name == "RankMismatchError"
+        assert "parameter 'blocks.0.experts.up' was not the same" in error.message
 
 
 def plan_and_count() -> None:

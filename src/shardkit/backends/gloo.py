@@ -82,15 +82,24 @@ class ExchangeHandle:
         for reduction in reductions:
             if reduction.before is not None:
                 reduction.send.mul_(reduction.before)
-        self._exchange = _start_exchange(reductions, of)
+        self._by_axis: dict[AxisComm, list[int]] = {}
+        for i, reduction in enumerate(reductions):
+            self._by_axis.setdefault(reduction.shard_axis, []).append(i)
+        self._exchanges = [
+            _start_exchange([reductions[i] for i in together], of)
+            for together in self._by_axis.values()
+        ]
         self._sums: list[Tensor] | None = None
         self._outs: list[Tensor] | None = None
 
     def wait_sent(self) -> None:
         """Block until all pieces have come, and add them."""
         if self._sums is None:
-            pieces = self._exchange.wait_pieces()
-            self._sums = list(map(_add_pieces, self._reductions, pieces))
+            pieces: dict[int, list[Tensor]] = {}
+            for together, exchange in zip(self._by_axis.values(), self._exchanges, strict=True):
+                pieces.update(zip(together, exchange.wait_pieces(), strict=True))
+            self._sums = [_add_pieces(r, pieces[i]) for i, r in enumerate(self._reductions)]
+            self._exchanges = []  # With their staging buffers.
 
     def wait(self) -> list[Tensor]:
         """Block until the results are there."""
@@ -112,7 +121,7 @@ def sends_own(axis: AxisComm) -> bool:
 
 
 class Exchange:
-    """Sends every rank its ranges of reductions, each in a collective of its own.
+    """Sends every rank of an axis its ranges of reductions, each in a collective of its own.
 
     Where the user gave a reduce-scatter, that makes the sum: there is one piece then.
     """
@@ -176,15 +185,9 @@ class StagedExchange:
 
 
 def _start_exchange(reductions: Sequence[Reduction], of: str) -> Exchange | StagedExchange:
-    is_one_axis = len({reduction.shard_axis for reduction in reductions}) == 1
     nbytes = sum(reduction.send.nbytes for reduction in reductions)
     is_custom = any(reduction.comm is not None for reduction in reductions)
-    if (
-        len(reductions) > 1
-        and is_one_axis
-        and not is_custom
-        and is_small(nbytes, reductions[0].shard_axis)
-    ):
+    if len(reductions) > 1 and not is_custom and is_small(nbytes, reductions[0].shard_axis):
         return StagedExchange(reductions, of)
     return Exchange(reductions, of)
 
