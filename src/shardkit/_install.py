@@ -54,6 +54,7 @@ class Installed:
 
     def __init__(self) -> None:
         self._undoing: list[Callable[[], object]] = []
+        self.brought_along: set[str] = set()
 
     def replace(self, owner: object, name: str, value: object) -> None:
         """Replace a name of a module or class, and remember what it was."""
@@ -172,14 +173,34 @@ def _answer_as_dtensors(installed: Installed) -> None:
 
 def _bring_along(installed: Installed, package: types.ModuleType) -> None:
     """Have a package that was imported use shardkit as well."""
-    integration: Any = importlib.import_module(_COMPANIONS[package.__name__])
+    name = package.__name__
+    integration: Any = importlib.import_module(_COMPANIONS[name])
+    if not hasattr(integration, "use") or name in installed.brought_along:
+        return  # It imports the package just now, and calls `catch_up` at its end.
+    installed.brought_along.add(name)
     try:
         used = integration.use()
     except IntegrationError as error:
-        warn_user(f"shardkit.install() does not reach into {package.__name__}: {error}")
+        refuse_or_warn(name, error)
         return
     installed.at_undo(used.undo)
-    _say("shardkit is in the place of FSDP2 in %s, too.", package.__name__)
+    _say("shardkit is in the place of FSDP2 in %s, too.", name)
+
+
+def catch_up(package: str) -> None:
+    """Do what `install` left to the end of an integration that imports its package itself."""
+    for installed in _installed:
+        _bring_along(installed, sys.modules[package])
+
+
+def refuse_or_warn(package: str, error: IntegrationError) -> None:
+    """Raise an error of an integration; warn of it where `install` alone has brought it along.
+
+    A script that calls no more than that may import the package for something else.
+    """
+    if not any(installed.brought_along for installed in _installed):
+        raise error
+    warn_user(f"shardkit.install() does not reach into {package}: {error}")
 
 
 def _say(text: str, *args: object) -> None:

@@ -85,14 +85,20 @@ def prepare(
 
 
 @contextlib.contextmanager
-def accelerate_ranks() -> Iterator[None]:
-    """Let Accelerate use shardkit in the ``with`` block, and forget its state before and after."""
+def accelerate_ranks(
+    using: contextlib.AbstractContextManager[object] | None = None,
+) -> Iterator[None]:
+    """Let Accelerate use shardkit in the ``with`` block, and forget its state before and after.
+
+    Args:
+        using: Context in its place, which is entered there.
+    """
     from shardkit.integrations import accelerate as integration
 
     set_launchers_variables()
     forget_accelerate()
     try:
-        with integration.use():
+        with using or integration.use():
             yield
     finally:
         forget_accelerate()

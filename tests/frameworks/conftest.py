@@ -10,6 +10,7 @@ _NEEDS = {
     "test_accelerate_settings.py": ("accelerate", "transformers"),
     "test_accelerate_training.py": ("accelerate", "transformers"),
     "test_lightning_fabric.py": ("lightning",),
+    "test_lightning_own_strategies.py": ("lightning",),
     "test_lightning_trainer.py": ("lightning",),
     "test_transformers_trainer.py": ("accelerate", "transformers"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 
 import pytest
@@ -59,6 +60,21 @@ def train_both(name: str, plugin: dict[str, typing.Any]) -> tuple[list[str], int
 def test_training_equals_replicated_training(spawn: Spawn, name: str) -> None:
     for sharded, _ in spawn(train_both, 2, name, {}, timeout_s=TIMEOUT_S):
         assert len(sharded) > 3
+
+
+def train_under_install_alone() -> list[bool]:
+    """Return whether the model is sharded under `install`, and after its end."""
+    found = []
+    for context in (shardkit.install(), contextlib.nullcontext()):
+        with accelerate_ranks(context):
+            run = prepare(make("llama"), plugin={})
+            run.train("llama", range(2))
+            found.append(isinstance(run.model, shardkit.FSDPModule))
+    return found
+
+
+def test_install_alone_suffices(spawn: Spawn) -> None:
+    assert spawn(train_under_install_alone, 2, timeout_s=TIMEOUT_S) == [[True, False]] * 2
 
 
 def test_ranks_need_not_divide_the_parameters(spawn: Spawn) -> None:

@@ -185,7 +185,7 @@ def test_every_name_that_is_replaced_stands_in_the_documentation(
 INTEGRATION = """
 import their_framework
 from shardkit import IntegrationError
-from shardkit._install import Installed
+from shardkit._install import Installed, catch_up
 
 def use():
     if their_framework.VERSION < 2:
@@ -193,6 +193,8 @@ def use():
     used = Installed()
     used.replace(their_framework, "shard", lambda: "by shardkit")
     return used
+
+catch_up("their_framework")
 """
 
 
@@ -208,12 +210,15 @@ def their_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pat
     return tmp_path
 
 
-@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("before", ["", "their_framework", "their_integration"])
+@pytest.mark.parametrize("after", ["their_framework", "their_integration"])
 @pytest.mark.usefixtures("their_folder")
-def test_packages_come_along(*, is_before: bool, caplog: pytest.LogCaptureFixture) -> None:
-    if is_before:
-        importlib.import_module("their_framework")
+def test_packages_come_along(before: str, after: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the integration is imported, which imports the package."""
+    if before:
+        importlib.import_module(before)
     with caplog.at_level(logging.WARNING, "shardkit"), shardkit.install():
+        importlib.import_module(after)
         their: typing.Any = importlib.import_module("their_framework")
         assert their.shard() == "by shardkit"
         with shardkit.install():

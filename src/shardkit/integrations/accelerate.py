@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
 from shardkit._errors import IntegrationError
-from shardkit._install import Installed, install
+from shardkit._install import Installed, catch_up, install, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.fully_shard import fully_shard
 from shardkit.checkpoint import load_full
@@ -78,7 +78,7 @@ def use() -> Installed:
 
 
 def _replace_all(used: Installed) -> None:
-    used.after_import("transformers", lambda _: check_version("transformers"))
+    used.after_import("transformers", _check_transformers)
     _in_use.append(used)
     used.at_undo(_in_use.clear)
     used.at_undo(install().undo)
@@ -94,6 +94,13 @@ def _replace_all(used: Installed) -> None:
         _load_sharded_optimizers(used)
     _refuse_sharded_loading(used)
     used.after_import("transformers.trainer", functools.partial(_say_what_is_not_saved, used))
+
+
+def _check_transformers(_: object) -> None:
+    try:
+        check_version("transformers")
+    except IntegrationError as error:
+        refuse_or_warn("transformers", error)
 
 
 def _load_sharded_optimizers(used: Installed) -> None:
@@ -319,3 +326,6 @@ def _load_full_state_dict(
         progress=False,
     )
     return model
+
+
+catch_up("accelerate")
