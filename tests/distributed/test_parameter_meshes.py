@@ -45,7 +45,7 @@ class Layout:
 
     Attributes:
         shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
-        experts: "plain" parameters of each rank, or a "dtensor" on the axis `ep`.
+        experts: "plain" parameters of each rank, a "dtensor" on the axis `ep`, or "both".
         form: What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
         small: Whether norms and routers are whole on each rank.
         unflattened: Whether all meshes are views of one of the world, as torchtitan makes them.
@@ -56,6 +56,10 @@ class Layout:
     form: str = "mesh"
     small: bool = False
     unflattened: bool = False
+
+    def is_plain(self, name: str) -> bool:
+        """Whether experts with this name are plain parameters."""
+        return self.experts == "plain" or (self.experts == "both" and name.endswith("down"))
 
 
 def meshes_of(layout: Layout) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
@@ -86,7 +90,7 @@ def keep_own_experts(block: Block, layout: Layout, ep: DeviceMesh) -> None:
     for name, param in list(block.experts.named_parameters()):
         whole = param.detach()
         part: Tensor = distribute_tensor(whole, ep, [Shard(0)])
-        if layout.experts == "plain":
+        if layout.is_plain(name):
             part = typing.cast("DTensor", part).to_local().clone()
         setattr(block.experts, name, nn.Parameter(part))
 
@@ -138,7 +142,7 @@ def pairs(
     first = dist.get_rank() % ep * here
     sharded = dict(model.named_parameters())
     for name, param in plain.named_parameters():
-        is_part = ".experts." in name and layout.experts == "plain"
+        is_part = ".experts." in name and layout.is_plain(name)
         yield name, param, sharded[name], slice(first, first + here) if is_part else slice(None)
 
 
@@ -194,6 +198,7 @@ LAYOUTS = [
     Layout((2, 1, 2), experts="dtensor", form="result", small=True),
     Layout((1, 2, 2), experts="dtensor", form="result", unflattened=True),
     Layout((2, 1, 2), form="result", unflattened=True),
+    Layout((1, 2, 2), experts="both"),
 ]
 
 
