@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import pathlib
 import pickle
 import typing
 
@@ -443,6 +444,24 @@ def test_experts_with_a_call_of_their_own_are_parts(
     spawn: Spawn, kind: str, tmp_path: typing.Any
 ) -> None:
     spawn(call_apart, 4, kind, str(tmp_path / "checkpoint"))
+
+
+def name_by_rank(path: str) -> None:
+    """Give experts names of their own on each rank of `ep`."""
+    place = dist.get_rank() % 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model: typing.Any = Choices(1)
+    model.experts = nn.ModuleDict({f"{2 * place + i}": nn.Linear(WIDTH, 1) for i in range(2)})
+    fully_shard([*model.experts.values()], mesh=mesh["efsdp"])
+    fully_shard(model)
+    for write, error in ((save, CheckpointError), (save_full, ShardedTensorError)):
+        with pytest.raises(error, match=r"of the mesh of ranks \[0, 1, 2, 3\]: the other"):
+            write(path, model)
+    assert not pathlib.Path(path).exists()
+
+
+def test_experts_with_names_of_their_own_are_not_saved(spawn: Spawn, tmp_path: typing.Any) -> None:
+    spawn(name_by_rank, 4, str(tmp_path / "checkpoint"))
 
 
 def pickle_experts() -> None:
