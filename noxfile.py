@@ -259,7 +259,15 @@ def models(session: nox.Session) -> None:
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
     folders = ("tests/real_models", "tests/packages", "tests/docs")
-    session.run("pytest", "-m", "models", *folders, *session.posargs)
+    session.run("pytest", "-m", "models and not eight_ranks", *folders, *session.posargs)
+
+
+@nox.session
+def eight_ranks(session: nox.Session) -> None:
+    """Train and save mixtures of experts of the transformers package on eight ranks."""
+    install(session, "models")
+    session.env["HF_HUB_OFFLINE"] = "1"
+    session.run("pytest", "-m", "eight_ranks", "tests/real_models", *session.posargs)
 
 
 @nox.session

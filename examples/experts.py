@@ -1,8 +1,7 @@
 """A mixture of experts: each rank holds some experts, and tokens travel to them and back.
 
 Use it where most parameters are experts. Experts are split over the axis `ep`, and sharded over the
-ranks that hold the same ones; everything else is sharded over all ranks. One `fully_shard` call on
-a block does both.
+ranks that hold the same ones; everything else is sharded over all ranks. One call does both.
 
     torchrun --standalone --nproc-per-node 4 examples/experts.py
     torchrun --standalone --nproc-per-node 4 examples/experts.py --ep 4
@@ -24,9 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from shardkit import fully_shard
+from shardkit import auto_shard
 
 WIDTH, HIDDEN, EXPERTS, DEPTH, TOKENS = 32, 64, 8, 2, 128
 ROUNDING = 1e-9  # In fp64; sums are taken in another order.
@@ -112,23 +111,11 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(DEPTH)))
 
 
-def shard(model: nn.Sequential, mesh: DeviceMesh, dp: DeviceMesh) -> None:
-    """Split experts over `ep`, then shard them over `efsdp` and the rest over all ranks."""
-    of_experts = set()
+def shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Split experts over `ep`, then shard them over `fsdp` and the rest over all ranks."""
     for block in model[1:]:
         block.ep = mesh["ep"].get_group()
-        for name, param in [*block.experts.named_parameters()]:
-            split = distribute_tensor(param.detach(), mesh["ep"], [Shard(0)])
-            block.experts.register_parameter(name, nn.Parameter(split))
-        of_experts.update(map(id, block.experts.parameters()))
-    for module in (*model[1:], model):
-        fully_shard(
-            module,
-            mesh=dp,
-            shard_placement_fn=lambda p: mesh["efsdp"] if id(p) in of_experts else None,
-        )
-        # The loss is a mean over a rank's tokens, and experts get those of all ranks.
-        module.set_gradient_divide_factor(dp.size())
+    auto_shard(model, mesh, Block, experts={Experts: "ep"})
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -149,12 +136,11 @@ def differences(options: argparse.Namespace) -> float:
     """Train both ways; return how far losses, norms and parameters are apart."""
     ranks, device = dist.get_world_size(), options.device
     shape = (ranks // options.ep, options.ep)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("efsdp", "ep"))
-    dp = init_device_mesh(device, (ranks,))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("fsdp", "ep"))
     torch.manual_seed(0)  # All ranks make the same model, before it is split.
     plain = make_model().double().to(device)
     model = copy.deepcopy(plain)
-    shard(model, mesh, dp)
+    shard(model, mesh)
 
     # On each rank tokens of another kind, which choose other experts.
     shifts = torch.linspace(-1, 1, ranks, dtype=torch.float64)[:, None, None]

@@ -51,6 +51,7 @@ OPTIONS: dict[str, typing.Any] = {
     "balanced": {"policy": None},
     "list": {"policy": {("blocks.0", "blocks.1"): {}}},
     "checkpointed": {"before": checkpoint_module},
+    "by the caller": {"auto_wrapper_callable": shardkit.fully_shard},
     "whole norms": {"shard_placement_fn": lambda p: Replicate() if p.ndim == 1 else None},
     "zero2": {"strategy": "zero2"},
     "hybrid": {"strategy": "hybrid"},
@@ -127,6 +128,7 @@ LAYOUTS = [
     Layout((2, 1, 2), options=("hybrid", "checkpointed")),
     Layout((2, 2), names=("ep", "fsdp"), options=("list", "zero2")),
     Layout((4, 1), options=("balanced",)),
+    Layout((2, 2), options=("by the caller",)),
 ]
 
 
@@ -192,6 +194,10 @@ def test_a_model_on_meta_is_cut_and_filled(spawn: Spawn, tmp_path: typing.Any) -
     spawn(keep_on_meta, 4, str(tmp_path / "checkpoint"))
 
 
+class Half(torch.Tensor):
+    """A tensor that torch.chunk may not cut as it cuts others."""
+
+
 def mistaken(kind: str) -> None:
     mesh: typing.Any = mesh_of(Layout((2, 2)))
     model: typing.Any = Model()
@@ -208,6 +214,9 @@ def mistaken(kind: str) -> None:
         options["strategy"] = "hybrid"
     if kind == "uneven":
         model.blocks[1].experts.down = nn.Parameter(torch.zeros(NUM_EXPERTS - 1, 2, 2))
+    if kind == "a subclass":
+        experts = model.blocks[0].experts
+        experts.up = nn.Parameter(Half(experts.up.detach()))
     if kind == "another axis":
         experts = model.blocks[0].experts
         experts.up = nn.Parameter(distribute_tensor(experts.up.detach(), mesh["fsdp"], [Shard(0)]))
@@ -231,6 +240,7 @@ MISTAKES = {
     "group's mesh": ("MeshError", "(blocks.0) a mesh of its own"),
     "strategy": ("MeshError", "the strategy 'hybrid' wants a mesh"),
     "uneven": ("WrapError", "stacks of equally many experts"),
+    "a subclass": ("WrapError", "blocks.0.experts.up is a Half, which experts= does not cut"),
     "another axis": ("WrapError", "Leave it whole, or make it a DTensor with Shard(0)"),
     "another dim": ("WrapError", "blocks.0.experts.up is a DTensor"),
 }

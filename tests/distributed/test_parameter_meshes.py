@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import pathlib
 import pickle
 import typing
 from unittest import mock
@@ -47,7 +48,7 @@ class Layout:
 
     Attributes:
         shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
-        experts: "plain" parameters of each rank, or a "dtensor" on the axis `ep`.
+        experts: "plain" parameters of each rank, a "dtensor" on the axis `ep`, or "both".
         form: What `shard_placement_fn` returns of experts: a "mesh" or FSDP2's "result".
         small: Whether norms and routers are whole on each rank.
         unflattened: Whether all meshes are views of one of the world, as torchtitan makes them.
@@ -58,6 +59,10 @@ class Layout:
     form: str = "mesh"
     small: bool = False
     unflattened: bool = False
+
+    def is_plain(self, name: str) -> bool:
+        """Whether experts with this name are plain parameters."""
+        return self.experts == "plain" or (self.experts == "both" and name.endswith("down"))
 
 
 def meshes_of(layout: Layout) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
@@ -88,7 +93,7 @@ def keep_own_experts(block: Block, layout: Layout, ep: DeviceMesh) -> None:
     for name, param in list(block.experts.named_parameters()):
         whole = param.detach()
         part: Tensor = distribute_tensor(whole, ep, [Shard(0)])
-        if layout.experts == "plain":
+        if layout.is_plain(name):
             part = typing.cast("DTensor", part).to_local().clone()
         setattr(block.experts, name, nn.Parameter(part))
 
@@ -140,7 +145,7 @@ def pairs(
     first = dist.get_rank() % ep * here
     sharded = dict(model.named_parameters())
     for name, param in plain.named_parameters():
-        is_part = ".experts." in name and layout.experts == "plain"
+        is_part = ".experts." in name and layout.is_plain(name)
         yield name, param, sharded[name], slice(first, first + here) if is_part else slice(None)
 
 
@@ -196,6 +201,7 @@ LAYOUTS = [
     Layout((2, 1, 2), experts="dtensor", form="result", small=True),
     Layout((1, 2, 2), experts="dtensor", form="result", unflattened=True),
     Layout((2, 1, 2), form="result", unflattened=True),
+    Layout((1, 2, 2), experts="both"),
 ]
 
 
@@ -478,6 +484,24 @@ def test_experts_with_a_call_of_their_own_are_parts(
     spawn: Spawn, kind: str, tmp_path: typing.Any
 ) -> None:
     spawn(call_apart, 4, kind, str(tmp_path / "checkpoint"))
+
+
+def name_by_rank(path: str) -> None:
+    """Give experts names of their own on each rank of `ep`."""
+    place = dist.get_rank() % 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model: typing.Any = Choices(1)
+    model.experts = nn.ModuleDict({f"{2 * place + i}": nn.Linear(WIDTH, 1) for i in range(2)})
+    fully_shard([*model.experts.values()], mesh=mesh["efsdp"])
+    fully_shard(model)
+    for write, error in ((save, CheckpointError), (save_full, ShardedTensorError)):
+        with pytest.raises(error, match=r"of the mesh of ranks \[0, 1, 2, 3\]: the other"):
+            write(path, model)
+    assert not pathlib.Path(path).exists()
+
+
+def test_experts_with_names_of_their_own_are_not_saved(spawn: Spawn, tmp_path: typing.Any) -> None:
+    spawn(name_by_rank, 4, str(tmp_path / "checkpoint"))
 
 
 def pickle_experts() -> None:

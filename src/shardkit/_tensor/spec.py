@@ -261,9 +261,9 @@ class ShardSpec:
             msg = (
                 f"sharded {self.name!r} is a plain parameter on ranks "
                 f"{self.mesh.describe_ranks()} of the mesh of ranks "
-                f"{self.around.describe_ranks()}: the other ranks hold others in its place, of "
-                f"which a file under one name would lose all but one. Make it a DTensor on the "
-                f"axis along which ranks hold different parts, before fully_shard: "
+                f"{self.around.describe_ranks()}: the other ranks hold others in its place, which "
+                f"a file would lose. Make it a DTensor on the axis along which ranks hold "
+                f"different parts, before fully_shard: "
                 f"nn.Parameter(distribute_tensor(whole, mesh['ep'], [Shard(0)]))."
             )
             raise ShardedTensorError(msg)

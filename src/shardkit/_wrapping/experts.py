@@ -99,7 +99,7 @@ class ExpertMeshes:
         return cls(dense, own, axis, parts, torch_mesh)
 
 
-@dataclass
+@dataclass(eq=False)
 class Experts:
     """The stacked experts of a model.
 
@@ -127,7 +127,8 @@ class Experts:
         names = dict.fromkeys(name for choice in choices for name in _modules_of(tree, choice))
         for name in names:
             module = tree.modules[name]
-            held = [*module.named_parameters(recurse=False)]
+            taken = {*tree.params(module)}
+            held = [(at, p) for at, p in module.named_parameters(recurse=False) if p in taken]
             _check_stacks(name, module, held, meshes)
             sites += [(module, attribute) for attribute, _ in held]
         params = {getattr(module, attribute) for module, attribute in sites}
@@ -151,8 +152,7 @@ class Experts:
     def cut(self) -> None:
         """Make the experts DTensors on their axis, of which this rank has its part.
 
-        All ranks hold equal values, so nothing is sent. The DTensors are other objects. Once is
-        enough; more often does nothing.
+        All ranks hold equal values, so nothing is sent. The DTensors are other objects.
         """
         from shardkit.backends.dtensor import distributed_by_dim_0
 
@@ -160,11 +160,9 @@ class Experts:
         assert mesh is not None  # A plan for a shape is not carried out.
         made = {param: distributed_by_dim_0(param, mesh) for param in self.whole}
         self.params.update(made.values())
-        self.whole.clear()
         for module, attribute in self.sites:
             param = getattr(module, attribute)
-            if param in made:
-                setattr(module, attribute, made[param])
+            setattr(module, attribute, made.get(param, param))
 
     def placed(self, fn: Callable[[nn.Parameter], Any] | None) -> PlacedExperts:
         """Return the `shard_placement_fn` of a group with experts; `fn` is that of all else."""
@@ -260,6 +258,12 @@ def _check_stacks(
         raise WrapError(msg)
     for attribute, param in held:
         parts = tensor_parallel_of(param)
+        if parts is None and type(param.detach()) is not torch.Tensor:
+            msg = (
+                f"parameter {name}.{attribute} is a {type(param).__name__}, which experts= does "
+                f"not cut. Make it a plain parameter, or a DTensor on {meshes.axis!r} before."
+            )
+            raise WrapError(msg)
         if parts is None or meshes.torch_mesh is None:
             continue
         of_axis = as_device_mesh(meshes.torch_mesh, device_type=meshes.dense.device_type).ranks

@@ -390,20 +390,20 @@ class Unit:
             offload=self.arguments["offload_policy"],
         )
 
-    def shard(self) -> None:
-        """Call `fully_shard`."""
-        modules: Any = self.modules
-        experts = self._experts
-        if experts is not None:
-            experts.cut()
-        fully_shard(modules if len(modules) > 1 else modules[0], **self.arguments)
-        for module in modules if experts is not None else ():
-            module.set_gradient_divide_factor(self.mesh.size())  # Tokens of all ranks come to them.
-
     @property
-    def _experts(self) -> Experts | None:
+    def experts(self) -> Experts | None:
+        """The experts of the model, if some are in it."""
         fn = self.arguments["shard_placement_fn"]
         return fn.experts if isinstance(fn, PlacedExperts) else None
+
+    def shard(self) -> None:
+        """Call `fully_shard`, unless a callable that prepares modules has done so."""
+        modules: Any = self.modules
+        is_done = any(get_state(module) is not None for module in modules)
+        if (self.entries or self.is_root) and not is_done:
+            fully_shard(modules if len(modules) > 1 else modules[0], **self.arguments)
+        for module in modules if self.experts is not None else ():
+            module.set_gradient_divide_factor(self.mesh.size())  # Tokens of all ranks come to them.
 
     def record(self) -> GroupPlan:
         """Return what is shown of the group."""
@@ -430,9 +430,9 @@ class Unit:
 
     def _num_parts(self, bucket: PlannedBucket) -> int:
         """Return in how many parts its parameters are spread over an axis of experts."""
-        if self._experts is None:
+        if self.experts is None:
             return 1
-        meshes = self._experts.meshes
+        meshes = self.experts.meshes
         return meshes.num_parts if bucket.plan.mesh is meshes.own else 1
 
     def traffic(self, gathers: int, passes: int, reductions: int) -> PlannedTraffic:
@@ -729,15 +729,15 @@ class ShardPlan:
                 "all changes of the model (adapters, conversions, ties)."
             )
             raise WrapError(msg)
+        for experts in {u.experts for u in self._units if u.experts is not None}:
+            experts.cut()
         for unit in self._units:
             if self._prepare is not None and not unit.is_root:
                 unit.modules = [
                     _prepared(self.model, module, self._prepare, unit.arguments)
                     for module in unit.modules
                 ]
-            is_done = any(get_state(module) is not None for module in unit.modules)
-            if (unit.entries or unit.is_root) and not is_done:
-                unit.shard()
+            unit.shard()
         if self.strategy is not None:
             self.strategy.prepare(self.model)
         if self._init_fn is not None:
