@@ -48,7 +48,8 @@ class Case:
         is_tied: Whether the head's weight is that of the embedding.
         is_chunked: Whether the head and the loss run chunk by chunk, as in torchtitan's configs.
         steps: Number of steps.
-        tolerance: Largest relative difference of losses and norms.
+        tolerance: Largest relative difference of losses.
+        norm_tolerance: The same of norms of gradients.
     """
 
     ranks: int = 2
@@ -61,6 +62,7 @@ class Case:
     is_chunked: bool = False
     steps: int = 4
     tolerance: float = 1e-6
+    norm_tolerance: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +72,18 @@ class Files:
     Attributes:
         assets: Folder with the tokenizer and the text.
         output: Folder of this training.
-        checkpoint: Folder to save to, and to go on from where it holds a checkpoint.
-        save_at: Step of which a checkpoint is saved; None: none is.
+        checkpoints: Folder of its checkpoints, from the last of which it goes on; None: none.
+        interval: Steps between two checkpoints.
+        mode: How they are saved: ``"disabled"`` (not in the background) or ``"async"``.
+        exports: Whether the last one is a file as transformers reads it.
     """
 
     assets: pathlib.Path
     output: pathlib.Path
-    checkpoint: pathlib.Path | None = None
-    save_at: int | None = None
+    checkpoints: pathlib.Path | None = None
+    interval: int = 2
+    mode: str = "disabled"
+    exports: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +103,12 @@ class Trained:
     norms: list[float]
     weights: dict[str, tuple[float, float]]
     classes: list[str]
+
+    def after(self, step: int) -> Trained:
+        """Return the same without the steps up to this one."""
+        first = self.steps.index(step) + 1
+        losses, norms = self.losses[first:], self.norms[first:]
+        return dataclasses.replace(self, steps=self.steps[first:], losses=losses, norms=norms)
 
 
 def make_assets(folder: pathlib.Path) -> None:
@@ -247,7 +259,6 @@ def _config(case: Case, files: Files) -> typing.Any:
     training = {"mixed_precision_param": "float32", **case.training}
     optimizer = default_adamw(lr=2e-3)
     optimizer.implementation = case.optimizer
-    saves = files.checkpoint is not None
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=str(files.assets),
@@ -270,10 +281,12 @@ def _config(case: Case, files: Files) -> typing.Any:
             **{"spmd_backend": "partial_dtensor", **case.parallelism},
         ),
         checkpoint=CheckpointManager.Config(
-            enable=saves,
-            folder=str(files.checkpoint),
-            interval=files.save_at or case.steps + 1,
-            last_save_model_only=False,
+            enable=files.checkpoints is not None,
+            folder=str(files.checkpoints),
+            interval=files.interval,
+            async_mode=files.mode,
+            last_save_model_only=files.exports,
+            last_save_in_hf=files.exports,
         ),
         activation_checkpoint={
             "none": lambda: None,
