@@ -597,7 +597,7 @@ class UnshardSchedule:
         if group in self.options.next_in_forward:
             return actions + self._prefetch_all(self.options.next_in_forward[group])
         if self.options.prefetch_in_forward:
-            return actions + self._prefetch(self._nearest(following))
+            return actions + self._prefetch(following)
         return actions
 
     def exit_forward(
@@ -695,7 +695,7 @@ class UnshardSchedule:
         state = self.states[group]
         state.leave_backward()
         is_late = self.options.prefetch_in_backward is BackwardPrefetch.POST and not self._is_idle
-        before = self._before(group, in_pass) if is_late else []
+        before = [*self._before(group, in_pass)] if is_late else []
         self._pending.remove(group, in_pass)
         if self._is_idle:
             return []
@@ -790,12 +790,18 @@ class UnshardSchedule:
         self._live[state.number] = state
         return [(Op.PREFETCH if ahead else Op.GATHER, state.number)]
 
-    def _prefetch(self, candidates: Sequence[int]) -> list[Action]:
-        """Gather the nearest candidates: as deep as is asked for, or a batch of small ones."""
+    def _prefetch(self, following: Iterable[int]) -> list[Action]:
+        """Gather the nearest that follow: as deep as is asked for, or a batch of small ones."""
         if self.prefetch_depth == 0:
             return []
-        has_prefetched = any(s.memory is Memory.PREFETCHED for s in self._live.values())
-        chosen = [] if has_prefetched else self._batch(candidates)
+        may_batch = bool(self.batch_nbytes)
+        for state in self._live.values():
+            if state.memory is Memory.PREFETCHED:
+                may_batch = False
+        # As many as are looked at: this runs for each group, forward and backward.
+        longest = max(self.prefetch_depth, _MAX_BATCH) if may_batch else self.prefetch_depth
+        candidates = self._nearest(following, longest)
+        chosen = self._batch(candidates) if may_batch else []
         is_batch = bool(chosen)
         if not is_batch:
             chosen = [g for g in candidates[: self.prefetch_depth] if g not in self._live]
@@ -819,7 +825,7 @@ class UnshardSchedule:
         batch: list[int] = []
         nbytes = 0
         for group in candidates:
-            nbytes += self._nbytes[group] if self.batch_nbytes else 0
+            nbytes += self._nbytes[group]
             if nbytes >= self.batch_nbytes or group in self._live:
                 break
             batch.append(group)
@@ -844,17 +850,17 @@ class UnshardSchedule:
             actions.append((Op.FREE, state.number))
         return actions
 
-    def _before(self, group: int, in_pass: int | None) -> list[int]:
+    def _before(self, group: int, in_pass: int | None) -> Iterable[int]:
         """Return what backward needs after `group`, nearest first."""
+        before = self._pending.before(group, in_pass)
         unneeded = self.options.no_unshard_in_backward
-        return self._nearest(g for g in self._pending.before(group, in_pass) if g not in unneeded)
+        return (other for other in before if other not in unneeded) if unneeded else before
 
-    def _nearest(self, groups: Iterable[int]) -> list[int]:
+    def _nearest(self, groups: Iterable[int], longest: int) -> list[int]:
         """Return the first few different ones."""
-        longest = max(self.prefetch_depth, _MAX_BATCH if self.batch_nbytes else 0)
         few: dict[int, None] = {}
         for group in groups:
+            few[group] = None
             if len(few) == longest:
                 break
-            few[group] = None
         return list(few)

@@ -366,6 +366,10 @@ class Store(ABC):
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the part of a reduced gradient, as long as a shard, that is of one parameter."""
 
+    def pieces(self, reduced: Tensor) -> list[Tensor]:
+        """Return the parts of a reduced gradient that are of each parameter."""
+        return [self.piece(reduced, index) for index in range(len(self.specs))]
+
     @property
     @abstractmethod
     def shard_version(self) -> int:
@@ -689,6 +693,11 @@ class FlatStore(Store):
         """Return the view of a shard-sized tensor that belongs to parameter `index`."""
         start, stop = self.specs[index].piece_range
         return reduced[start:stop]
+
+    def pieces(self, reduced: Tensor) -> list[Tensor]:
+        """Return the views that belong to each parameter."""
+        ranges = [spec.piece_range for spec in self.specs]
+        return [reduced[start:stop] for start, stop in ranges]
 
     @property
     def shard_version(self) -> int:

@@ -229,8 +229,7 @@ class BucketGradients:
                 for hook in _compat.post_accumulate_grad_hooks(param):
                     hook(param)
             return
-        for index, entry in enumerate(bucket.entries):
-            piece = store.piece(out, index)
+        for index, (entry, piece) in enumerate(zip(bucket.entries, store.pieces(out), strict=True)):
             if fired[index]:
                 assign_grad(entry.param, piece, store.specs[index], flat)
             else:

@@ -512,6 +512,7 @@ class Reductions:
         self._is_host_synchronous = backend.is_host_synchronous
         self._before_start = before_start
         self._queued: list[ParamGroup] = []
+        self._queued_nbytes = 0
         self._under_way: list[ParamGroup] = []
         self._num_sent = 0  # Of these, the first ones, whose send buffers are free.
 
@@ -583,7 +584,8 @@ class Reductions:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
             self._write_held(group)
         self._queued.append(group)
-        if sum(queued.gradients.send_nbytes for queued in self._queued) >= self._batch_nbytes:
+        self._queued_nbytes += gradients.send_nbytes
+        if self._queued_nbytes >= self._batch_nbytes:
             self._start_queued()
 
     def _start_queued(self) -> None:
@@ -591,7 +593,7 @@ class Reductions:
         if not self._queued:
             return
         self._before_start()
-        groups, self._queued = self._queued, []
+        groups, self._queued, self._queued_nbytes = self._queued, [], 0
         self.make_room(groups[0])
         self._free_sent(groups[0])  # Where memory is not kept for another use.
         for group in groups:
@@ -693,3 +695,4 @@ class Reductions:
         self._under_way.clear()
         self._num_sent = 0
         self._queued.clear()
+        self._queued_nbytes = 0

@@ -124,6 +124,7 @@ class ShardSpec:
         name: Name of the parameter, for errors; the root's first forward sets the full one.
         around: Mesh that `mesh` is a part of, where ranks outside of `mesh` hold other parameters
             in the place of this one, such as experts of their own; None: there are none.
+        shape: Global shape.
         start: First owned element of the flattened tensor on this rank.
         stop: End of the owned elements; equal to `start` where this rank owns nothing.
         piece_range: Range [start, stop) of this rank's piece in its shard.
@@ -161,6 +162,7 @@ class ShardSpec:
     axes: tuple[Axis, ...] = field(init=False)
     total_axes: tuple[Axis, ...] = field(init=False)
     num_counted: int = field(init=False, default=1)
+    shape: tuple[int, ...] = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
     piece_range: tuple[int, int] = field(init=False)
@@ -179,6 +181,7 @@ class ShardSpec:
         self.total_axes = self.axes
         if self.around is not None:
             self.lie_within(self.around)
+        self.shape = self.layout.shapes[self.index] if outer is None else outer.shape
         self.start, self.stop = self.layout.owned_range(self.index, self.axis.rank)
         self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
 
@@ -279,13 +282,6 @@ class ShardSpec:
         """Return itself: copies of a tensor are cut alike, on the same mesh."""
         del memo
         return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        if self.tensor_parallel is not None:
-            return self.tensor_parallel.shape
-        return self.layout.shapes[self.index]
 
     @property
     def placements(self) -> tuple[Any, ...]:
