@@ -45,6 +45,7 @@ from shardkit._wrapping.policies import (
 from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
+from shardkit.planning import RunPlan, plan
 
 __version__ = "0.1.0"
 
@@ -79,6 +80,7 @@ __all__ = [
     "RankMismatchError",
     "ReduceScatter",
     "Replicate",
+    "RunPlan",
     "ShardPlan",
     "ShardedTensor",
     "ShardedTensorError",
@@ -100,6 +102,7 @@ __all__ = [
     "install",
     "lambda_auto_wrap_policy",
     "materialize",
+    "plan",
     "register_fsdp_forward_method",
     "register_parts",
     "set_watch",

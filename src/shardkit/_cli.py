@@ -29,6 +29,7 @@ from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate
 from shardkit.checkpoint._inspect import describe, verify
 from shardkit.config._command import config_command
 from shardkit.launch import launch
+from shardkit.planning._command import plan_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -278,6 +279,7 @@ def why_command(
 
 app.command(name="config")(config_command)
 app.command(name="doctor")(doctor_command)
+app.command(name="plan")(plan_command)
 
 
 @app.command(
