@@ -98,8 +98,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
-        "Runs that start, runs that hang, checkpoints of sharded models, config files and "
-        "machines.\n\n"
+        "Runs that start, runs that hang, plans of runs, checkpoints of sharded models, config "
+        "files and machines.\n\n"
         "CKPT is a checkpoint directory (of shardkit, FSDP2 or torch.distributed.checkpoint), a "
         "file of torch.save or safetensors, a Hugging Face directory, or the common prefix of "
         "per-rank files."

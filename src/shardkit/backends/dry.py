@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 _HOST_MARK = "shardkit_is_on_host"
+_host_makers: list[None] = []
+"""Not empty while memory of the host is made."""
 
 
 class _NoStream:
@@ -81,7 +83,11 @@ class DryDevice(AcceleratorDevice):
     def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return memory of the host, 1-D, which is on meta as well, and known by `is_on_host`."""
         del pinned
-        tensor = torch.empty(numel, dtype=dtype, device=_META)
+        _host_makers.append(None)
+        try:
+            tensor = torch.empty(numel, dtype=dtype, device=_META)
+        finally:
+            _host_makers.pop()
         setattr(tensor.untyped_storage(), _HOST_MARK, True)
         return tensor
 
@@ -91,8 +97,8 @@ class DryDevice(AcceleratorDevice):
 
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage on meta stands for memory of the host."""
-    return hasattr(storage, _HOST_MARK)
+    """Whether a storage on meta stands for memory of the host, also while it is being made."""
+    return bool(_host_makers) or hasattr(storage, _HOST_MARK)
 
 
 class DryGlooAxis(GlooAxis):
