@@ -45,6 +45,7 @@ from shardkit._wrapping.policies import (
 from shardkit._wrapping.strategies import Strategy, strategy
 from shardkit.backends import init_device_mesh
 from shardkit.config import Config, from_config
+from shardkit.planning import RunPlan, plan
 from shardkit.tracing import Recording, record
 
 __version__ = "0.1.0"
@@ -81,6 +82,7 @@ __all__ = [
     "Recording",
     "ReduceScatter",
     "Replicate",
+    "RunPlan",
     "ShardPlan",
     "ShardedTensor",
     "ShardedTensorError",
@@ -102,6 +104,7 @@ __all__ = [
     "install",
     "lambda_auto_wrap_policy",
     "materialize",
+    "plan",
     "record",
     "register_fsdp_forward_method",
     "register_parts",

@@ -362,6 +362,13 @@ def nccl_flight_record() -> str | None:
     return found.decode()
 
 
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Make a default process group whose collectives return at once; no public way in 2.13."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251

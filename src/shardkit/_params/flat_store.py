@@ -127,8 +127,8 @@ class BucketPlan:
         backend = mesh.backend
         param_dtype, reduce_dtype = policy.dtypes_for(dtype)
         wants_host = isinstance(offload, CPUOffloadPolicy)
-        home = torch.device("cpu") if wants_host else backend.device
-        is_meta = param.device.type == "meta"
+        home = torch.device("cpu") if wants_host and not backend.is_dry else backend.device
+        is_meta = param.device.type == "meta" and not backend.is_dry
         is_offloaded = wants_host and not is_meta and backend.has_own_memory
         return cls(
             mesh=mesh,

@@ -122,9 +122,9 @@ class Buffer:
     def release(self, pool: SlotPool, fence: Event | None, *, by_compute: bool) -> None:
         """Give the memory back; whoever used it, the compute stream or not, is done at `fence`."""
         assert self.slot is not None
-        pool.release(self.storage, self.slot, fence, by_compute=by_compute)
         if _events.observer is not None:
             self._tell("return")
+        pool.release(self.storage, self.slot, fence, by_compute=by_compute)
         self.slot = None
 
     def _tell(self, event: Literal["take", "return"]) -> None:

@@ -290,8 +290,9 @@ def check_same_model(groups: Sequence[ParamGroup], meshes: Sequence[ComparedMesh
     travel only on a mismatch.
     """
     backend = groups[0].mesh.backend
-    # What is read here and now is no part of a graph.
-    device = torch.device("cpu") if backend.is_traced else backend.device
+    # What is read here and now is no part of a graph, and has values.
+    is_host = backend.is_traced or backend.is_dry
+    device = torch.device("cpu") if is_host else backend.device
     text: str | None = None
     for mesh in meshes:
         described = [(group.name, *_describe(group, mesh)) for group in groups]

@@ -238,6 +238,8 @@ class ParamGroup:
     @property
     def is_on_meta(self) -> bool:
         """Whether parameters have no values yet."""
+        if self.mesh.backend.is_dry:
+            return False
         return any(bucket.plan.device.type == "meta" for bucket in self.buckets)
 
     def check_materialized(self) -> None:
@@ -247,7 +249,7 @@ class ParamGroup:
             StateError: There is one.
         """
         names = [e.name for b in self.buckets for e in b.entries if e.param.is_meta]
-        if names:
+        if names and not self.mesh.backend.is_dry:
             others = f" So are {listed(names[1:])}." if names[1:] else ""
             msg = (
                 f"parameter {names[0]!r} of {self.name!r} is on the meta device: it has no values. "

@@ -128,6 +128,10 @@ def _backend_class(device_type: str) -> type[ProcessGroupBackend]:
         from shardkit.backends.gloo import GlooBackend
 
         return GlooBackend
+    if device_type == "meta":
+        from shardkit.backends.dry import dry_backend_class
+
+        return dry_backend_class()
     from shardkit.backends.accelerator import AcceleratorBackend
 
     device_module(device_type)  # Raises if torch knows no such accelerator.

@@ -414,9 +414,11 @@ class MeshBackend(ABC):
         device: Device of the parameters.
         is_traced: Operators are traced into a graph, which runs later; see `Region`.
         is_spmd: One process traces the program of all ranks, and has all their pieces.
+        is_dry: Tensors are all on meta, without values: nothing is computed.
     """
 
     device: torch.device
+    is_dry: bool = False
     is_traced: bool = False
     is_spmd: bool = False
 

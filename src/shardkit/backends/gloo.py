@@ -358,7 +358,18 @@ class StagedGather:
 
 
 class HostStreams(WatchedStreams):
-    """gloo has no streams: order comes from waiting."""
+    """gloo has no streams: order comes from waiting.
+
+    Args:
+        device: Device of buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory for a buffer."""
+        return torch.UntypedStorage(nbytes, device=self._device)
 
     def after_optimizer(self, event: Event) -> None:
         """Wait for the event now: the host is what runs the gathers."""
@@ -407,4 +418,4 @@ class GlooBackend(ProcessGroupBackend):
         for axis in axes:
             assert isinstance(axis, GlooAxis)
             axis.make_reduce_group()
-        return HostStreams()
+        return HostStreams(self.device)

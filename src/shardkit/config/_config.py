@@ -600,9 +600,7 @@ class Config:
                 if not isinstance(param, ShardedTensor):
                     param.data = param.data.to(device, dtype)
             raise
-        chosen = {"forward": settings.forward_prefetch, "backward": settings.backward_prefetch}
-        if given := {name: each for name, each in chosen.items() if each is not None}:
-            cast("Any", model).set_prefetch_policy(**given)
+        self._set_prefetch(model)
         if values is not None:
             values.send(model)
         elif param_init_fn is not None:
@@ -682,6 +680,27 @@ class Config:
                 checkpoint.scatter_optimizer_state(whole, model, optimizer, from_rank0=False)
 
     # --- parts of apply ---
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a model over a mesh as the config says, and send no values: what plans need.
+
+        Args:
+            model: Model that is not sharded, on the mesh's device or on meta.
+            mesh: Mesh in the place of the config's own.
+
+        Raises:
+            ConfigError: As of `apply`.
+            WrapError: As of `apply`.
+        """
+        self._check(model)
+        self._shard(model, mesh, self._ignored_params(model))
+        self._set_prefetch(model)
+
+    def _set_prefetch(self, model: nn.Module) -> None:
+        settings = self.settings
+        chosen = {"forward": settings.forward_prefetch, "backward": settings.backward_prefetch}
+        if given := {name: each for name, each in chosen.items() if each is not None}:
+            cast("Any", model).set_prefetch_policy(**given)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
         settings = self.settings

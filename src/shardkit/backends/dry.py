@@ -1,0 +1,199 @@
+"""Ranks that compute nothing: one process is any rank of a world of any size, on meta tensors.
+
+The backends are the real ones. torch's fake process group stands behind them, so every collective
+is issued as on that many ranks, and returns at once. What differs is the device: its streams do
+nothing, and memory is a storage on meta, which has a size and no bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh as torch_mesh
+
+from shardkit import _compat
+from shardkit._errors import MeshError, StateError
+from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
+from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.gloo import GlooAxis, GlooBackend
+from shardkit.backends.groups import sub_group
+from shardkit.backends.process_group import ProcessGroupBackend, from_torch_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from shardkit._mesh import DeviceMesh
+    from shardkit.backends.base import Event, Stream
+
+_META = torch.device("meta")
+_HOST_MARK = "shardkit_is_on_host"
+_host_makers: list[None] = []
+"""Not empty while memory of the host is made."""
+
+
+class _NoStream:
+    """`Stream` and `Event` of a device on which nothing runs."""
+
+    def query(self) -> bool:
+        """Whether all is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def record_event(self) -> Event:
+        """Return an event."""
+        return self
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for nothing."""
+
+
+class DryDevice(AcceleratorDevice):
+    """A device without a chip."""
+
+    def __init__(self) -> None:
+        self.device = _META
+        self._stream = _NoStream()
+
+    def new_stream(self) -> Stream:
+        """Return the one there is."""
+        return self._stream
+
+    def current_stream(self) -> Stream:
+        """Return the one there is."""
+        return self._stream
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        del stream
+        return contextlib.nullcontext()
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether an event has passed: all have."""
+        del event
+        return True
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return memory of the host, 1-D, which is on meta as well, and known by `is_on_host`."""
+        del pinned
+        _host_makers.append(None)
+        try:
+            tensor = torch.empty(numel, dtype=dtype, device=_META)
+        finally:
+            _host_makers.pop()
+        setattr(tensor.untyped_storage(), _HOST_MARK, True)
+        return tensor
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a small tensor as it is."""
+        return tensor
+
+
+def is_on_host(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage on meta stands for memory of the host, also while it is being made."""
+    return bool(_host_makers) or hasattr(storage, _HOST_MARK)
+
+
+class DryGlooAxis(GlooAxis):
+    """An axis whose second process group has the engine of the first."""
+
+    def make_reduce_group(self) -> None:
+        """Make the group, once."""
+        if self.reduce_group is None and self.size > 1:
+            self.reduce_group = sub_group(self.group, [range(self.size)])
+
+
+class DryGlooBackend(GlooBackend):
+    """gloo's ranks, on meta."""
+
+    is_dry = True
+
+    def make_axis(self, group: dist.ProcessGroup) -> GlooAxis:
+        """Return the communicator over a process group."""
+        return DryGlooAxis(group)
+
+
+class DryAcceleratorBackend(AcceleratorBackend):
+    """Ranks of an accelerator whose engine can do all that NCCL can, on meta."""
+
+    is_dry = True
+
+    @staticmethod
+    def find_device(device_type: str) -> AcceleratorDevice:
+        """Return a device without a chip."""
+        del device_type
+        return DryDevice()
+
+    def make_axis(self, group: dist.ProcessGroup) -> AcceleratorAxis:
+        """Return the communicator over a process group."""
+        axis = super().make_axis(group)
+        axis.averages = True  # Its coalesced all-gathers have no kernel on meta.
+        axis.host_group = group
+        return axis
+
+
+_classes: list[type[ProcessGroupBackend]] = []
+"""What plays the ranks of now; empty: none are played."""
+
+
+def size_of_group(boxed: Any) -> int:
+    """Return the number of ranks of a process group, as operators of collectives get it."""
+    return dist.ProcessGroup.unbox(boxed).size()
+
+
+def dry_backend_class() -> type[ProcessGroupBackend]:
+    """Return the backend of meshes on meta.
+
+    Raises:
+        MeshError: No world is played.
+    """
+    if not _classes:
+        msg = (
+            "a mesh of device type 'meta' has no ranks. Make a mesh of devices, or let "
+            "shardkit.plan make one on which nothing is computed."
+        )
+        raise MeshError(msg)
+    return _classes[-1]
+
+
+@contextlib.contextmanager
+def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
+    """Be one rank of a world whose other ranks do not exist, while the context is open.
+
+    Args:
+        size: Number of ranks.
+        rank: Number of this one.
+        has_streams: Whether ranks have accelerators; else they are gloo's on CPUs.
+
+    Raises:
+        StateError: This process is a rank already.
+    """
+    if dist.is_initialized():
+        msg = (
+            "this process has a process group, and a plan needs one of its own. Plan before "
+            "init_process_group and init_device_mesh, or in a process that no launcher started."
+        )
+        raise StateError(msg)
+    _compat.init_fake_process_group(rank, size)
+    _classes.append(DryAcceleratorBackend if has_streams else DryGlooBackend)
+    try:
+        yield
+    finally:
+        _classes.pop()
+        dist.destroy_process_group()
+
+
+def init_dry_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh over all ranks of the world that is played.
+
+    Cost: a process group of torch for each line of ranks along each axis.
+    """
+    mesh = torch_mesh.init_device_mesh("meta", tuple(shape), mesh_dim_names=tuple(names))
+    return from_torch_mesh(mesh, dry_backend_class())

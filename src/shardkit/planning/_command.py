@@ -1,0 +1,294 @@
+"""``python -m shardkit plan``. Needs the extra ``cli``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from shardkit._errors import ConfigError, ShardkitError
+from shardkit._policy import MixedPrecisionPolicy
+from shardkit._wrapping.plan import shown_nbytes
+from shardkit.config import from_config
+from shardkit.planning._api import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardkit.planning._plan import RunPlan
+
+
+# --- what is written on the command line ----------------------------------------------------------
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_DOES_NOT_FIT = 3  # 2 is what the command line is refused with.
+
+
+def read_size(text: str) -> int:
+    """Return bytes that are written as ``80GiB``, ``80GB`` or ``85899345920``.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if found is None or (found[3] and not found[2]):
+        msg = f"a size must be a number of bytes such as 80GiB or 80GB, got {text!r}."
+        raise ConfigError(msg)
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** _UNITS[found[2].upper()])
+
+
+def read_shape(text: str, what: str) -> tuple[int, ...]:
+    """Return numbers that are written as ``2x4096``.
+
+    Raises:
+        ConfigError: They are no positive numbers.
+    """
+    parts = text.lower().split("x")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        msg = f"{what} must be positive numbers with x between them, such as 2x8, got {text!r}."
+        raise ConfigError(msg)
+    return tuple(map(int, parts))
+
+
+def read_batch(texts: list[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
+    """Return tensors on meta that are written as ``[NAME=]SHAPE[:DTYPE]``.
+
+    The dtype is int64 if none is written: tokens.
+
+    Raises:
+        ConfigError: They are not, or only some have names.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for text in texts:
+        name, _, rest = text.rpartition("=")
+        shape, _, dtype_name = rest.partition(":")
+        dtype = getattr(torch, dtype_name or "int64", None)
+        if not isinstance(dtype, torch.dtype):
+            msg = f"--batch must end with a dtype of torch such as bfloat16, got {text!r}."
+            raise ConfigError(msg)
+        found.append((name, torch.empty(read_shape(shape, "--batch"), dtype=dtype, device="meta")))
+    names = [name for name, _ in found]
+    if all(names):
+        return dict(found)
+    if any(names):
+        msg = f"--batch must have a name for each input or for none, got {' '.join(texts)}."
+        raise ConfigError(msg)
+    return tuple(tensor for _, tensor in found)
+
+
+def read_model(text: str) -> tuple[nn.Module, Any]:
+    """Return a model on meta, and the batch that comes with it, or None.
+
+    Args:
+        text: ``module:function``, which returns a model, or a model and a batch; or the path of a
+            config.json of transformers or of its folder, for a causal language model.
+
+    Raises:
+        ConfigError: There is no such thing.
+    """
+    path = Path(text)
+    if path.exists():
+        return _model_of_transformers(path), None
+    module_name, _, name = text.partition(":")
+    sys.path.insert(0, "")  # As `python -m` has it.
+    try:
+        make = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        msg = (
+            f"MODEL must be module:function, or a config.json of transformers that is there, got "
+            f"{text!r}: {error}."
+        )
+        raise ConfigError(msg) from error
+    with torch.device("meta"):
+        made = make()
+    if isinstance(made, tuple):
+        return made
+    return made, None
+
+
+def _model_of_transformers(path: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        msg = f"the config {str(path)!r} needs transformers: pip install transformers."
+        raise ConfigError(msg) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path))
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        msg = f"{str(path)!r} must be a config of a causal language model: {error}"
+        raise ConfigError(msg) from error
+    config.use_cache = False  # The model has this object.
+    return model
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
+    model: Annotated[
+        str,
+        typer.Argument(
+            show_default=False,
+            help="module:function that returns a model, or a model and a batch; or a config.json "
+            "of transformers.",
+        ),
+    ],
+    mesh: Annotated[str, typer.Option(help="Ranks, or REPLICATExSHARD, e.g. 512x8.")],
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help="An input of a rank's micro-batch, [NAME=]SHAPE[:DTYPE]; tokens (int64) if no "
+            "dtype is given. Several times for several inputs.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Type of the devices; cpu: ranks of gloo.")] = "cuda",
+    rank: Annotated[int, typer.Option(help="Whose memory.")] = 0,
+    wrap: Annotated[
+        list[str] | None,
+        typer.Option(show_default=False, help="A class of modules that form groups."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(show_default=False, help="A name such as zero2.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(show_default=False, help="Of compute, e.g. bfloat16.")
+    ] = None,
+    reduce_dtype: Annotated[
+        str | None, typer.Option("--reduce-dtype", show_default=False, help="Of reductions.")
+    ] = None,
+    recompute: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--recompute", help="Compute activations of blocks again in backward.")
+    ] = False,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
+    config: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="A config file, in the place of the last options."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(show_default=False, help="What a device may hold, e.g. 80GiB.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002
+) -> None:
+    """Say what a rank will hold and send in a step, before anything is launched.
+
+    Exits with 3 if it does not fit into the budget.
+
+    Examples:
+        python -m shardkit plan train:make_model --mesh 16 --batch 8x2048 --budget 80GiB
+
+        python -m shardkit plan llama/config.json --mesh 64x8 --wrap LlamaDecoderLayer
+        --batch input_ids=1x8192 --batch labels=1x8192 --dtype bfloat16 --recompute
+    """
+    try:
+        made, own_batch = read_model(model)
+        given = own_batch if batch is None else read_batch(batch)
+        if given is None:
+            msg = "--batch must be given, such as 8x2048: the function returned a model alone."
+            raise ConfigError(msg)
+        options: dict[str, Any] = {}
+        if config is not None:
+            options["shard"] = from_config(config).shard
+        if wrap is not None:
+            options["policy"] = set(wrap)
+        if strategy is not None:
+            options["strategy"] = strategy
+        if dtype is not None or reduce_dtype is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
+        shape = read_shape(mesh, "--mesh")
+        found = plan(
+            made,
+            given,
+            mesh=shape[0] if len(shape) == 1 else shape,
+            device=device,
+            rank=rank,
+            optimizer=optimizer,
+            recompute=recompute,
+            accumulate=accumulate,
+            budget=None if budget is None else read_size(budget),
+            **options,
+        )
+    except ShardkitError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    if as_json:
+        facts = {"fits": found.fits, "margin_nbytes": found.margin_nbytes}
+        print(json.dumps({**facts, **asdict(found)}, indent=2))
+    else:
+        show(found, Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH))
+    if not found.fits:
+        raise typer.Exit(_DOES_NOT_FIT)
+
+
+_PIPE_WIDTH = 160
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(found, torch.dtype):
+        msg = f"a dtype must be one of torch's such as bfloat16, got {name!r}."
+        raise ConfigError(msg)
+    return found
+
+
+def show(found: RunPlan, console: Console) -> None:
+    """Print a plan."""
+    shape = "x".join(map(str, found.mesh))
+    console.print(
+        f"{found.num_params:,} parameters on {math.prod(found.mesh):,} ranks ({shape}, "
+        f"{found.device}), rank {found.rank}",
+        highlight=False,
+    )
+    title = f"Peak {shown_nbytes(found.peak.nbytes)}: {found.peak.where}"
+    rows = [(shown_nbytes(o.nbytes), o.kind, o.name) for o in found.peak.owners]
+    console.print(_table(title, ("bytes", "kind", "of"), rows))
+    kinds = [
+        (kind, *map(shown_nbytes, (found.peak.by_kind.get(kind, 0), most, between)))
+        for kind, most in found.most_of_kind.items()
+        for between in [found.between_steps.get(kind, 0)]
+    ]
+    kinds.append(("padding in shards", "", shown_nbytes(found.padding_nbytes), ""))
+    if found.host_nbytes:
+        kinds.append(("all on the host", "", shown_nbytes(found.host_nbytes), ""))
+    console.print(_table("Memory", ("kind", "at the peak", "at most", "between steps"), kinds))
+    instants = [(shown_nbytes(each.nbytes), each.where) for each in found.instants]
+    console.print(_table("Instants", ("bytes", "while"), instants))
+    sent = [
+        (str(e.count), e.op, str(e.num_ranks), shown_nbytes(e.nbytes)) for e in found.collectives
+    ]
+    console.print(_table("Collectives of a step", ("count", "what", "ranks", "bytes"), sent))
+    if found.budget_nbytes is not None and found.margin_nbytes is not None:
+        left = shown_nbytes(abs(found.margin_nbytes))
+        word = f"fits, {left} are left" if found.fits else f"does not fit, {left} too much"
+        console.print(f"Budget {shown_nbytes(found.budget_nbytes)}: {word}", highlight=False)
+    if found.advice:
+        tried = [
+            (shown_nbytes(each.peak_nbytes), "yes" if each.fits else "no", each.change, each.costs)
+            for each in found.advice
+        ]
+        console.print(_table("Tried", ("peak", "fits", "change", "costs"), tried))
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        is_number = column in {"bytes", "peak", "count", "ranks"}
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

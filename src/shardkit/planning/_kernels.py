@@ -1,0 +1,99 @@
+"""Which kernels a device would choose where tensors on meta choose others; what kernels hide."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_HEAD_DIMS = 8
+"""Fused kernels of CUDA want heads of a multiple of this."""
+
+
+@contextlib.contextmanager
+def fused_attention(*, on_cpu: bool) -> Iterator[None]:
+    """Compute attention on meta as fused kernels do; torch would make the matrix of scores there.
+
+    The function of torch is another one meanwhile. A mode would not do: it is off in a backward,
+    where activation checkpointing runs a forward again.
+
+    Args:
+        on_cpu: Whether the kernel is that of the CPU; else those of CUDA: flash attention, or
+            memory-efficient attention where there is a mask.
+    """
+    functional: Any = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+    kernel = _on_cpu if on_cpu else _on_cuda
+
+    @functools.wraps(original)
+    def attention(*args: Any, **options: Any) -> Any:
+        fused = kernel(**{**dict(zip(_NAMES, args, strict=False)), **options})
+        return original(*args, **options) if fused is None else fused
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+@contextlib.contextmanager
+def seen_random_states(note: Callable[[Tensor], object]) -> Iterator[None]:
+    """Note the states of random numbers that activation checkpointing keeps: no operator."""
+    original = torch.get_rng_state
+
+    @functools.wraps(original)
+    def get_state() -> Tensor:
+        state = original()
+        note(state)
+        return state
+
+    torch.get_rng_state = get_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = original
+
+
+def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return the inputs with as many heads of keys as of queries."""
+    times = query.shape[1] // key.shape[1]
+    if times == 1:
+        return query, key, value
+    return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
+def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    """Return what the CPU's kernel returns; None: it does not take these inputs."""
+    has_mask_grad = attn_mask is not None and attn_mask.requires_grad
+    if query.dim() != 4 or options.get("dropout_p") or has_mask_grad:  # noqa: PLR2004
+        return None
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    inputs = _whole_heads(query, key, value)
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    return kernel(*inputs, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    """Return what the kernel of CUDA that keeps the least returns; None: none takes these."""
+    if query.dim() != 4:  # noqa: PLR2004 - batch, head, sequence, dim
+        return None
+    inputs = _whole_heads(query, key, value)
+    dropout, causal = options.get("dropout_p", 0.0), options.get("is_causal", False)
+    scale, ops = options.get("scale"), torch.ops.aten
+    is_half = query.dtype in {torch.float16, torch.bfloat16}
+    if attn_mask is None and is_half and query.shape[-1] % _HEAD_DIMS == 0:
+        flash = ops._scaled_dot_product_flash_attention  # noqa: SLF001
+        return flash(*inputs, dropout, causal, False, scale=scale)[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    efficient = ops._scaled_dot_product_efficient_attention  # noqa: SLF001
+    return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]

@@ -1,0 +1,258 @@
+"""Which memory exists when, in a dry run: every storage from its first operator to its end.
+
+A mode sees the results of operators, and weak references tell when their memory is free. Memory of
+buffers that comes and goes behind one storage is told by events (`take`, `return`). Nothing is
+looked at while the run goes on: what existed at an instant is read off the records afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit import _events
+from shardkit._tree import iter_tensors
+from shardkit.backends.dry import is_on_host, size_of_group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardkit._events import StepEvent
+
+Owner = Literal[
+    "parameters",
+    "padding",
+    "gradients",
+    "optimizer state",
+    "unsharded",
+    "send",
+    "receive",
+    "spare buffers",
+    "collectives",
+    "activations",
+    "batch",
+    "buffers",
+    "temporaries",
+]
+
+
+@dataclass(slots=True, eq=False)
+class HeldMemory:
+    """A piece of memory.
+
+    Attributes:
+        nbytes: Size in bytes.
+        kind: Kind of what it holds; corrected when more is known.
+        name: Name of the module, parameter or group that it is of.
+        born: Position in the run at which it came.
+        died: Position at which it was free; None: it was not.
+        on_host: Whether it is the host's, while the device has memory of its own.
+    """
+
+    nbytes: int
+    kind: Owner
+    name: str
+    born: int
+    died: int | None = None
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCollective:
+    """A collective that was issued.
+
+    Attributes:
+        op: Name of it, as ``all_gather``.
+        nbytes: Bytes of the whole tensor: what is gathered, scattered or reduced.
+        num_ranks: Number of ranks of its process group.
+        at: Position in the run.
+    """
+
+    op: str
+    nbytes: int
+    num_ranks: int
+    at: int
+
+
+_BUFFER_KINDS: dict[str, Owner] = {"unsharded": "unsharded", "send": "send", "receive": "receive"}
+
+
+_HALF = 2
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operators for which the CPU's library copies inputs and result, where they are of 16 bits."""
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Records memory and collectives of what runs inside of it.
+
+    Args:
+        on_cpu: Whether the memory is the CPU's.
+
+    Attributes:
+        memories: Records of all memory, in the order of birth.
+        collectives: Records of all collectives, in the order of issue.
+        events: Events that the core told.
+        position: Number of births and deaths so far.
+        modules: Names of the modules whose forward is under way, the innermost last.
+        failed: Name of the module in which an operator raised; None: none did.
+    """
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_cpu = on_cpu
+        self.memories: list[HeldMemory] = []
+        self.collectives: list[IssuedCollective] = []
+        self.events: list[StepEvent] = []
+        self.position = 0
+        self.modules: list[str] = []
+        self.failed: str | None = None
+        self._alive: dict[int, tuple[HeldMemory | None, Any]] = {}
+        self._taken: dict[str, list[HeldMemory]] = {}
+        self._spare: list[HeldMemory] = []
+
+    # --- what runs ---
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and record its results."""
+        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
+            return NotImplemented  # What it runs inside comes here again.
+        try:
+            out = func(*args, **(kwargs or {}))
+        except (NotImplementedError, RuntimeError):
+            self.failed = self.modules[-1] if self.modules else None
+            raise
+        if func.namespace == "c10d":
+            self._issued(func, args)
+            return out
+        if self._on_cpu and func.overloadpacket.__name__ in _PRODUCTS:
+            self._note_scratch(args, out)
+        tensors = (out,) if isinstance(out, Tensor) else iter_tensors(out)
+        is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
+        for tensor in tensors:
+            self.note(tensor, is_buffer=is_buffer)
+        return out
+
+    def note(self, tensor: Tensor, *, is_buffer: bool = False) -> None:
+        """Record a storage if it is new; not one whose memory comes and goes: events tell of it."""
+        storage, memory = tensor.untyped_storage(), None
+        key = storage._cdata  # noqa: SLF001 - the only name of a storage's address
+        if key in self._alive:
+            return
+        if not is_buffer:
+            memory = self._born(storage.nbytes(), *self._owner())
+            memory.on_host = is_on_host(storage)
+
+        def end(_: Any) -> None:
+            del self._alive[key]
+            if memory is not None:
+                self._die(memory)
+
+        self._alive[key] = (memory, weakref.ref(storage, end))
+
+    def _note_scratch(self, args: Any, out: Tensor) -> None:
+        """Record the most that a product copies while it runs, in low precision."""
+        if out.dtype.itemsize == _HALF:
+            nbytes = sum(arg.nbytes for arg in args if isinstance(arg, Tensor)) + out.nbytes
+            self._die(self._born(nbytes, *self._owner()))
+
+    def hold(self, nbytes: int, name: str) -> None:
+        """Record memory that no operator makes, from now on."""
+        self._born(nbytes, "buffers", name)
+
+    def _owner(self) -> tuple[Owner, str]:
+        """Return what new memory is taken for, and whose it is."""
+        observer = _events.observer
+        phase = "forward" if observer is None else observer.phase
+        computing = None
+        for event in reversed(() if observer is None else observer.under_way):
+            if event.kind == "wait":
+                return "collectives", event.name
+            if event.kind == "compute":
+                computing = event
+                break
+        if phase == "optimizer":
+            return "temporaries", "optimizer"
+        if phase == "forward" or (computing is not None and computing.phase == "recompute"):
+            return "activations", self.modules[-1] if self.modules else "outside of modules"
+        return "temporaries", "backward" if computing is None else f"backward of {computing.name}"
+
+    def _born(self, nbytes: int, kind: Owner, name: str) -> HeldMemory:
+        self.position += 1
+        memory = HeldMemory(nbytes, kind, name, self.position)
+        self.memories.append(memory)
+        return memory
+
+    def _die(self, memory: HeldMemory) -> None:
+        self.position += 1
+        memory.died = self.position
+
+    def _issued(self, func: Any, args: Any) -> None:
+        name = func.__name__.partition(".")[0].rstrip("_")
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        size = size_of_group(boxed)
+        nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
+        self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
+
+    # --- what the core tells ---
+
+    def clock(self, _: object) -> float:
+        """Return the position: the time of a dry run."""
+        return float(self.position)
+
+    def told(self, event: StepEvent) -> None:
+        """Take an event."""
+        self.events.append(event)
+        if event.kind == "allocate":
+            self._spare.append(self._born(event.nbytes, "spare buffers", "kept for reuse"))
+        elif event.kind == "free":
+            self._die(self._pop_spare(event.nbytes))
+        elif event.kind == "take":
+            self._die(self._pop_spare(event.nbytes))
+            kind, _, name = event.name.partition(" ")
+            memory = self._born(event.nbytes, _BUFFER_KINDS[kind], name)
+            self._taken.setdefault(event.name, []).append(memory)
+        elif event.kind == "return":
+            self._die(self._taken[event.name].pop())
+            self._spare.append(self._born(event.nbytes, "spare buffers", "kept for reuse"))
+
+    def _pop_spare(self, nbytes: int) -> HeldMemory:
+        at = next(i for i, memory in enumerate(self._spare) if memory.nbytes == nbytes)
+        return self._spare.pop(at)
+
+    # --- what is known later ---
+
+    def label(self, tensor: Tensor, kind: Owner, name: str, *, on_host: bool | None = None) -> None:
+        """Say what memory that exists now is of; nothing for memory of buffers."""
+        storage = tensor.untyped_storage()
+        memory, _ = self._alive.get(storage._cdata, (None, None))  # noqa: SLF001
+        if memory is None:
+            return
+        memory.kind, memory.name = kind, name
+        if on_host is not None:
+            memory.on_host = on_host
+
+    def totals(self, *, on_host: bool = False) -> list[int]:
+        """Return the bytes that existed after each position."""
+        changes = [0] * (self.position + 1)
+        for memory in self.memories:
+            if memory.on_host == on_host:
+                changes[memory.born] += memory.nbytes
+                if memory.died is not None:
+                    changes[memory.died] -= memory.nbytes
+        return list(itertools.accumulate(changes))
+
+    def at(self, position: int, *, on_host: bool = False) -> list[HeldMemory]:
+        """Return what existed after a position."""
+        return [
+            m
+            for m in self.memories
+            if m.on_host == on_host and m.born <= position and (m.died is None or m.died > position)
+        ]

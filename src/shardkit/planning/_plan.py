@@ -1,0 +1,305 @@
+"""What a dry run comes to: `RunPlan`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardkit._wrapping.plan import shown_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardkit._events import StepEvent
+    from shardkit.planning._meter import HeldMemory, IssuedCollective
+    from shardkit.planning._run import DryRun, Run
+
+_NUM_OWNERS = 10
+_NUM_INSTANTS = 8
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedMemory:
+    """Memory of one owner at an instant.
+
+    Attributes:
+        kind: Kind of what it holds, such as ``activations``.
+        name: Name of the module, parameter or group that it is of.
+        nbytes: Size in bytes.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A part of a step, by what runs in it, and the most memory in it.
+
+    Attributes:
+        where: Name of it: ``backward of blocks.31 while blocks.30 is gathered``.
+        nbytes: The most bytes of the device that exist at once in it.
+        by_kind: Bytes of each kind then.
+        owners: The ten largest owners then, the largest first.
+    """
+
+    where: str
+    nbytes: int
+    by_kind: dict[str, int]
+    owners: tuple[OwnedMemory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SentTotal:
+    """Collectives of one kind in a step.
+
+    Attributes:
+        op: Name of the collective as torch issues it. gloo's all-gathers are exchanges or
+            broadcasts, and its reduce-scatters exchanges.
+        num_ranks: Number of ranks that take part.
+        count: Number of them.
+        nbytes: Bytes of the whole tensors together.
+    """
+
+    op: str
+    num_ranks: int
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change that was tried by a dry run of its own.
+
+    Attributes:
+        change: Change in words.
+        costs: Costs in words.
+        peak_nbytes: The most bytes of the device with it.
+        fits: Whether that is within the budget.
+    """
+
+    change: str
+    costs: str
+    peak_nbytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What one rank of a run will hold and send in a step, the second and all that follow.
+
+    Attributes:
+        mesh: Size of each axis.
+        rank: Number of the rank.
+        device: Type of the devices.
+        num_params: Number of elements of all parameters, on all ranks together.
+        peak: Instant at which the most memory exists.
+        instants: Instants with the most memory, the largest first.
+        between_steps: Bytes of each kind that exist between two steps.
+        most_of_kind: The most bytes of each kind that exist at once; not all at one time.
+        padding_nbytes: Bytes of this rank's shards that belong to no parameter.
+        host_nbytes: The most bytes of the host, where shards are offloaded.
+        collectives: Collectives of a step.
+        budget_nbytes: Bytes that the device may hold; None: none was given.
+        advice: Changes that were tried because it does not fit, the cheapest first.
+    """
+
+    mesh: tuple[int, ...]
+    rank: int
+    device: str
+    num_params: int
+    peak: Instant
+    instants: tuple[Instant, ...]
+    between_steps: dict[str, int]
+    most_of_kind: dict[str, int]
+    padding_nbytes: int
+    host_nbytes: int
+    collectives: tuple[SentTotal, ...]
+    budget_nbytes: int | None = None
+    advice: tuple[Advice, ...] = field(default=())
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of the device that exist at once."""
+        return self.peak.nbytes
+
+    @property
+    def margin_nbytes(self) -> int | None:
+        """Bytes that the budget leaves; negative: it does not fit. None: there is no budget."""
+        return None if self.budget_nbytes is None else self.budget_nbytes - self.peak.nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget; also where there is none."""
+        return self.margin_nbytes is None or self.margin_nbytes >= 0
+
+    def __str__(self) -> str:
+        """Return it as text."""
+        return "\n".join(_lines(self))
+
+
+# --- from a dry run -------------------------------------------------------------------------------
+
+
+def plan_of(run: Run, seen: DryRun, budget_nbytes: int | None) -> RunPlan:
+    """Return what a dry run came to."""
+    meter = seen.meter
+    totals = meter.totals()
+    best: dict[str, int] = {}
+    for where, begin, end in _segments(meter.events, seen.begin, meter.position):
+        at = max(range(begin, end + 1), key=totals.__getitem__)
+        if where not in best or totals[at] > totals[best[where]]:
+            best[where] = at
+    ranked = sorted(best, key=lambda where: -totals[best[where]])[:_NUM_INSTANTS]
+    instants = tuple(_instant(where, meter.at(best[where])) for where in ranked)
+    host = meter.totals(on_host=True)
+    return RunPlan(
+        mesh=run.mesh,
+        rank=run.rank,
+        device=run.device,
+        num_params=seen.num_params,
+        peak=instants[0],
+        instants=instants,
+        between_steps=_by_kind(meter.at(seen.begin)),
+        most_of_kind=_most_of_kind(meter.memories, seen.begin),
+        padding_nbytes=seen.padding_nbytes,
+        host_nbytes=max(host[seen.begin :]),
+        collectives=_sent(meter.collectives[seen.first_collective :]),
+        budget_nbytes=budget_nbytes,
+    )
+
+
+def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tuple[str, int, int]]:
+    """Yield parts of the run in which the same events are under way, and their positions."""
+    edges: list[tuple[int, int, StepEvent]] = []
+    for event in events:
+        if event.closed > event.opened:
+            edges += [(event.opened, 1, event), (event.closed, -1, event)]
+    edges.sort(key=lambda edge: edge[0])
+    active: dict[int, StepEvent] = {}
+    after = begin
+    for order, step, event in edges:
+        at = int(event.begin if step > 0 else event.end)
+        if at > after:
+            yield _where(active.values()), after, at
+            after = at
+        if step > 0:
+            active[order] = event
+        else:
+            del active[event.opened]
+    if end > after:
+        yield _where(active.values()), after, end
+
+
+def _where(active: Iterable[StepEvent]) -> str:
+    """Return the name of an instant at which events are under way."""
+    found = list(active)
+    computing = [event for event in found if event.kind == "compute"]
+    passes = [event for event in found if event.kind == "pass"]
+    if computing:
+        inner = computing[-1]
+        text = f"{inner.phase} of {inner.name}"
+        own = inner.group
+    else:
+        text = f"{passes[-1].phase}, outside of groups" if passes else "optimizer step"
+        own = -1
+    parts = []
+    for kind, verb in (("gather", "gathered"), ("reduce_scatter", "reduced")):
+        names = [event.name for event in found if event.kind == kind and event.group != own]
+        if names:
+            shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            parts.append(f"{shown} {'is' if len(names) == 1 else 'are'} {verb}")
+    return f"{text} while {' and '.join(parts)}" if parts else text
+
+
+def _instant(where: str, memories: Sequence[HeldMemory]) -> Instant:
+    owned: Counter[tuple[str, str]] = Counter()
+    for memory in memories:
+        owned[memory.kind, memory.name] += memory.nbytes
+    owners = tuple(OwnedMemory(*key, nbytes) for key, nbytes in owned.most_common(_NUM_OWNERS))
+    return Instant(where, sum(memory.nbytes for memory in memories), _by_kind(memories), owners)
+
+
+def _by_kind(memories: Iterable[HeldMemory]) -> dict[str, int]:
+    """Return the bytes of each kind, the largest first."""
+    found: Counter[str] = Counter()
+    for memory in memories:
+        found[memory.kind] += memory.nbytes
+    return {kind: nbytes for kind, nbytes in found.most_common() if nbytes}
+
+
+def _most_of_kind(memories: Iterable[HeldMemory], begin: int) -> dict[str, int]:
+    """Return the most bytes of each kind at once, from a position on."""
+    changes: dict[str, list[tuple[int, int]]] = {}
+    for memory in memories:
+        if memory.on_host or (memory.died is not None and memory.died <= begin):
+            continue
+        of_kind = changes.setdefault(memory.kind, [])
+        of_kind.append((max(memory.born, begin), memory.nbytes))
+        if memory.died is not None:
+            of_kind.append((memory.died, -memory.nbytes))
+    most: Counter[str] = Counter()
+    for kind, of_kind in changes.items():
+        now = 0
+        for _, change in sorted(of_kind):
+            now += change
+            most[kind] = max(most[kind], now)
+    return {kind: nbytes for kind, nbytes in most.most_common() if nbytes}
+
+
+def _sent(collectives: Iterable[IssuedCollective]) -> tuple[SentTotal, ...]:
+    found: dict[tuple[str, int], list[int]] = {}
+    for each in collectives:
+        found.setdefault((each.op.strip("_"), each.num_ranks), []).append(each.nbytes)
+    totals = [SentTotal(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+    return tuple(sorted(totals, key=lambda total: -total.nbytes))
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def _lines(plan: RunPlan) -> list[str]:
+    shape = "x".join(map(str, plan.mesh))
+    lines = [
+        f"{plan.num_params:,} parameters on a mesh of {shape} ({plan.device}), rank {plan.rank}",
+        "",
+        f"peak {shown_nbytes(plan.peak.nbytes)}: {plan.peak.where}",
+        *(f"  {shown_nbytes(o.nbytes):>12}  {o.kind}: {o.name}" for o in plan.peak.owners),
+        "",
+        "by kind           at the peak   at most   between steps",
+    ]
+    for kind, most in plan.most_of_kind.items():
+        at_peak, between = plan.peak.by_kind.get(kind, 0), plan.between_steps.get(kind, 0)
+        cells = [shown_nbytes(nbytes) for nbytes in (at_peak, most, between)]
+        lines.append(f"  {kind:<16} {cells[0]:>10} {cells[1]:>10} {cells[2]:>14}")
+    lines.append(f"  padding in shards: {shown_nbytes(plan.padding_nbytes)}")
+    if plan.host_nbytes:
+        lines.append(f"  on the host: {shown_nbytes(plan.host_nbytes)}")
+    lines += ["", "instants with the most memory"]
+    lines += [f"  {shown_nbytes(each.nbytes):>12}  {each.where}" for each in plan.instants]
+    lines += ["", "collectives of a step"]
+    lines += [
+        f"  {each.count:>6} x {each.op} over {each.num_ranks} ranks, {shown_nbytes(each.nbytes)}"
+        for each in plan.collectives
+    ]
+    return [*lines, *_verdict(plan)]
+
+
+def _verdict(plan: RunPlan) -> list[str]:
+    """Return whether it fits, and what else was tried."""
+    margin, budget = plan.margin_nbytes, plan.budget_nbytes
+    if margin is None or budget is None:
+        return []
+    if margin >= 0:
+        return ["", f"It fits into {shown_nbytes(budget)}: {shown_nbytes(margin)} are left."]
+    lines = ["", f"It does NOT fit into {shown_nbytes(budget)}: {shown_nbytes(-margin)} too much."]
+    for each in plan.advice:
+        word = "fits" if each.fits else "does not fit"
+        peak = shown_nbytes(each.peak_nbytes)
+        lines.append(f"  {peak:>12}  {word}: {each.change} ({each.costs})")
+    return lines

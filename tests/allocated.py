@@ -1,0 +1,63 @@
+"""Bytes of the CPU that live at once, and collectives that are issued: counted in a real run.
+
+Nothing of shardkit is asked. c10's CPU allocator keeps a total of all threads once its flag is set
+(see `benchmarks/memory.py`), and each allocation that the profiler sees carries that total.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import typing
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def start_counting() -> None:
+    """Have the allocator count from now on; it takes longer then."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def peak_of(work: Callable[[], None]) -> int:
+    """Return the most bytes that lived at once while something ran."""
+    probe = torch.empty(1)
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        del probe  # At least one event, which carries the total of before.
+        work()
+    events, most = list(profiler.kineto_results.experimental_event_tree()), 0
+    while events:
+        event = events.pop()
+        events += event.children
+        total = getattr(event.extra_fields, "total_allocated", None)
+        if total is not None and event.extra_fields.device.type == "cpu":
+            most = max(most, total)
+    return most
+
+
+class Issued(TorchDispatchMode):
+    """Notes collectives: their names and the bytes of the whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
+    ) -> typing.Any:
+        if func.namespace == "c10d":
+            sizes = [sum(t.nbytes for t in _tensors(arg)) for arg in args]
+            self.found.append((func.__name__.partition(".")[0].strip("_"), max(sizes)))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(arg: typing.Any) -> list[torch.Tensor]:
+    if isinstance(arg, torch.Tensor):
+        return [arg]
+    return [t for each in arg for t in _tensors(each)] if isinstance(arg, (list, tuple)) else []

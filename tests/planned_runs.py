@@ -1,0 +1,184 @@
+"""Configurations that are planned and run: models, how they are sharded and how they train."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from wrapped_models import Stack
+
+if typing.TYPE_CHECKING:
+    from shardkit import DeviceMesh
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+BF16_SUMMED_WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Mlp(nn.Module):
+    """Layers of a size that is not a multiple of anything."""
+
+    def __init__(self, width: int = 250, depth: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Mixture(nn.Module):
+    """Experts of a fixed capacity: each takes the tokens that score highest with it."""
+
+    def __init__(self, width: int = 96, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, width, 4 * width) / 16)
+        self.down = nn.Parameter(torch.randn(num_experts, 4 * width, width) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        capacity = rows.shape[0] // scores.shape[1]
+        weights, chosen = scores.t().topk(capacity, dim=1)
+        taken = rows[chosen.flatten()].view(*chosen.shape, -1)
+        outputs = torch.bmm(F.silu(torch.bmm(taken, self.up)), self.down) * weights.unsqueeze(-1)
+        added = torch.zeros_like(rows).index_add(0, chosen.flatten(), outputs.flatten(0, 1))
+        return x + added.view_as(x)
+
+
+class Experts(nn.Module):
+    """Blocks of a mixture, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(4))
+        self.head = nn.Linear(96, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank."""
+
+    def __init__(self, width: int, rank: int = 4) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+        self.base.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapters(nn.Module):
+    """Adapted layers, and a frozen embedding in front."""
+
+    def __init__(self, width: int = 320) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Adapted(width), nn.ReLU(), Adapted(width)) for _ in range(4)
+        )
+        self.head = nn.Linear(width, 64)
+        self.tokens.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _stack() -> nn.Module:
+    return Stack(dim=128, num_blocks=4)
+
+
+def _rows() -> Tensor:
+    return torch.ones(96, 250)
+
+
+def _tokens() -> Tensor:
+    return torch.zeros(6, 40, dtype=torch.long)
+
+
+def _vectors() -> Tensor:
+    return torch.linspace(-1, 1, 4 * 32 * 96).view(4, 32, 96)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A configuration."""
+
+    model: typing.Callable[[], nn.Module]
+    batch: typing.Callable[[], Tensor]
+    mesh: tuple[int, ...] = (2,)
+    options: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
+    optimizer: typing.Any = torch.optim.AdamW
+    recompute: dict[str, typing.Any] | None = None
+    accumulate: int = 1
+    sets: tuple[tuple[str, typing.Any], ...] = ()
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard as people do: the blocks, then the root."""
+        for block in typing.cast("typing.Any", model).blocks:
+            fully_shard(block, mesh, **self.options)
+        root = fully_shard(model, mesh, **self.options)
+        for name, value in self.sets:
+            getattr(root, name)(value)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Have blocks computed again."""
+        if self.recompute is not None:
+            checkpoint_activations(model, **self.recompute)
+
+
+def _sgd(params: typing.Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _momentum(params: typing.Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+NUM_CHEAP = 5
+"""So many of the cases are tried in the session `tests`, the others in `helpers`."""
+
+CASES: dict[str, Case] = {
+    "dense": Case(Mlp, _rows),
+    "transformer": Case(_stack, _tokens),
+    "experts": Case(Experts, _vectors),
+    "adapters": Case(Adapters, _tokens),
+    "recompute": Case(_stack, _tokens, recompute={}),
+    "bf16": Case(Mlp, _rows, options={"mp_policy": BF16}),
+    "accumulation": Case(Mlp, _rows, accumulate=3),
+    "hybrid": Case(_stack, _tokens, (2, 2)),
+    "kept": Case(Mlp, _rows, options={"reshard_after_forward": False}),
+    "kept in part": Case(Mlp, _rows, (4,), options={"reshard_after_forward": 2}),
+    "bf16 summed in fp32": Case(_stack, _tokens, options={"mp_policy": BF16_SUMMED_WIDE}),
+    "four ranks": Case(_stack, _tokens, (4,)),
+    "momentum": Case(Mlp, _rows, optimizer=_momentum),
+    "no state": Case(_stack, _tokens, optimizer=_sgd),
+    "every second block": Case(_stack, _tokens, recompute={"every": 2}),
+    "hybrid in bf16": Case(Mlp, _rows, (2, 2), options={"mp_policy": BF16}),
+    "experts in bf16": Case(Experts, _vectors, options={"mp_policy": BF16}),
+    "experts again": Case(Experts, _vectors, (4,), recompute={}),
+    "adapters kept": Case(Adapters, _tokens, options={"reshard_after_forward": False}),
+    "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),
+    "accumulation, hybrid": Case(
+        _stack, _tokens, (2, 2), accumulate=2, sets=(("set_reshard_after_backward", False),)
+    ),
+}

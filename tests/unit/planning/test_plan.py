@@ -1,0 +1,163 @@
+"""Plans of runs: what they say, what they refuse, and how they grow."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planned_runs import Mlp
+from shardkit import (
+    ConfigError,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    RunPlan,
+    ShardedTensor,
+    StateError,
+    plan,
+)
+
+WIDTH = 256  # A block has more than 1 MiB, so it travels alone.
+ROWS = torch.empty(1024, WIDTH, device="meta")
+BLOCKS: typing.Any = {"blocks.*": {}}
+
+
+def planned(model: nn.Module | None = None, **options: typing.Any) -> RunPlan:
+    given = {"mesh": 4, "policy": BLOCKS, **options}
+    return plan(Mlp(WIDTH, 4) if model is None else model, ROWS, **given)
+
+
+def test_the_totals_are_what_can_be_reckoned() -> None:
+    model = Mlp(WIDTH, 4)
+    found = planned(model, device="cpu")
+    nbytes = sum(param.nbytes for param in model.parameters())
+    shard = found.between_steps["parameters"]
+    assert (shard - found.padding_nbytes) * 4 == pytest.approx(nbytes, abs=4 * 64)
+    assert found.between_steps["optimizer state"] == pytest.approx(2 * shard, abs=4 * 100)
+    assert found.most_of_kind["gradients"] == shard
+    assert found.num_params * 4 == nbytes
+    assert found.peak.nbytes == sum(found.peak.by_kind.values())
+
+
+def test_the_peak_has_a_name_and_owners() -> None:
+    found = planned()
+    assert found.peak.where.startswith("backward of blocks.")
+    assert len(found.peak.owners) == 10
+    assert "activations" in {each.kind for each in found.peak.owners}
+    assert "unsharded" in found.peak.by_kind
+    text = str(found)
+    assert found.peak.where in text
+    assert "reduce_scatter_base over 4 ranks" in text
+
+
+def test_collectives_are_those_of_nccl() -> None:
+    found = {(each.op, each.num_ranks): each.count for each in planned(mesh=(2, 4)).collectives}
+    assert found["allgather_base", 4] == 4 + 3 + 1
+    assert found["reduce_scatter_base", 4] == 5
+    assert found["allreduce", 2] == 5 + 1
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = Mlp(WIDTH, 2)
+    before = [param.clone() for param in model.parameters()]
+    planned(model)
+    assert not any(isinstance(param, ShardedTensor) for param in model.parameters())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_any_rank_of_a_large_mesh_can_be_played() -> None:
+    first, last = (planned(mesh=(64, 256), rank=rank) for rank in (0, 64 * 256 - 1))
+    assert {each.num_ranks for each in last.collectives} == {64, 256}
+    assert last.most_of_kind["unsharded"] == first.most_of_kind["unsharded"]
+
+
+def test_what_a_budget_leaves_and_what_helps() -> None:
+    peak = planned().peak_nbytes
+    assert planned(budget=peak).fits
+    assert planned(budget=peak).margin_nbytes == 0
+    found = planned(budget=peak - 1)
+    assert not found.fits
+    assert found.margin_nbytes == -1
+    assert [each.change.split()[0] for each in found.advice] == ["compute", "keep", "half"]
+    assert all(each.peak_nbytes < peak for each in found.advice)
+    assert "NOT fit" in str(found)
+
+
+def test_more_of_anything_is_never_less_memory() -> None:
+    base = planned().peak_nbytes
+    assert plan(Mlp(WIDTH, 5), ROWS, mesh=4, policy=BLOCKS).peak_nbytes > base
+    assert plan(Mlp(WIDTH, 4), torch.empty(1100, WIDTH), mesh=4, policy=BLOCKS).peak_nbytes > base
+    assert planned(mesh=2).peak_nbytes > base
+    assert planned(mesh=8).peak_nbytes < base
+    assert planned(reshard_after_forward=False).peak_nbytes > base
+    assert planned(recompute=True).peak_nbytes < base
+
+
+def test_offloaded_shards_and_state_are_on_the_host() -> None:
+    found = planned(offload_policy=CPUOffloadPolicy())
+    assert "parameters" not in found.between_steps
+    assert "optimizer state" not in found.between_steps
+    assert found.host_nbytes > 3 * planned().between_steps["parameters"]
+
+
+def test_a_policy_halves_what_is_unsharded() -> None:
+    wide = planned().most_of_kind["unsharded"]
+    narrow = planned(mp_policy=MixedPrecisionPolicy(torch.bfloat16)).most_of_kind["unsharded"]
+    assert narrow == pytest.approx(wide / 2, abs=64)  # Each buffer is aligned.
+
+
+def test_attention_is_that_of_a_fused_kernel() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.blocks[0](x).view(1, 4, -1, 3 * WIDTH).chunk(3, -1)
+            attend = nn.functional.scaled_dot_product_attention
+            return attend(query, key, value, is_causal=True)
+
+    long = torch.empty(4 * 8192, WIDTH, device="meta")
+    scores_nbytes = 4 * 8192 * 8192 * 4
+    for device in ("cpu", "cuda"):
+        found = plan(Attends(), long, mesh=2, device=device, policy=BLOCKS)
+        assert found.peak_nbytes < scores_nbytes
+
+
+class ByValue(nn.Module):
+    """Its second layer looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[1](x) if x.sum().item() > 0 else x
+
+
+def test_a_model_that_needs_values_is_named() -> None:
+    with pytest.raises(ConfigError, match="forward of the root needs values"):
+        planned(ByValue())
+    planned()  # Nothing of the failed plan is left.
+
+
+def test_arguments_that_fit_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rank must be from 0 to 3"):
+        planned(rank=4)
+    with pytest.raises(ConfigError, match="optimizer must be one of adamw, adam, sgd, none"):
+        planned(optimizer="lion")
+    with pytest.raises(ConfigError, match="shard takes the place of policy"):
+        planned(shard=lambda *_: None)
+
+
+def test_a_process_with_a_process_group_cannot_plan(tmp_path: typing.Any) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(StateError, match="has a process group"):
+            planned()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,112 @@
+"""``python -m shardkit plan``: what it reads, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import typing
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardkit import ConfigError
+from shardkit._cli import app
+from shardkit.planning._command import read_batch, read_shape, read_size
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("123", 123),
+        ("2k", 2000),
+    ],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert read_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 iB", "-1GB", "80GiBs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 80GiB"):
+        read_size(text)
+
+
+def test_shapes_are_read() -> None:
+    assert read_shape("512x8", "--mesh") == (512, 8)
+    with pytest.raises(ConfigError, match="--mesh must be positive numbers"):
+        read_shape("512x0", "--mesh")
+
+
+def test_batches_are_read() -> None:
+    (tokens, mask) = read_batch(["2x16", "2x16x16:bool"])
+    assert (tokens.shape, tokens.dtype) == ((2, 16), torch.int64)
+    assert (mask.dtype, mask.device.type) == (torch.bool, "meta")
+    named = read_batch(["input_ids=1x4", "labels=1x4"])
+    assert list(named) == ["input_ids", "labels"]
+    with pytest.raises(ConfigError, match="for each input or for none"):
+        read_batch(["1x4", "labels=1x4"])
+    with pytest.raises(ConfigError, match="a dtype of torch"):
+        read_batch(["1x4:float99"])
+
+
+_MODULE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+def with_batch():
+    return model(), torch.empty(8, 64)
+"""
+
+
+def _run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> typing.Any:
+    (tmp_path / "planned_module.py").write_text(_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return CliRunner().invoke(app, ["plan", *args])
+
+
+def test_the_command_prints_a_plan(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = _run(
+        tmp_path, monkeypatch, "planned_module:model", "--mesh", "2x4", "--batch",
+        "8x64:float32", "--wrap", "Linear", "--budget", "1KiB",
+    )  # fmt: skip
+    assert result.exit_code == 3, result.output
+    for part in ("16,640 parameters on 8 ranks", "Peak", "Instants", "does not fit", "Tried"):
+        assert part in result.output
+
+
+def test_for_programs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
+    result = _run(
+        tmp_path, monkeypatch, "planned_module:with_batch", "--mesh", "4", "--json",
+        "--config", str(config), "--budget", "1GiB",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["fits"]
+    assert found["peak"]["nbytes"] + found["margin_nbytes"] == 2**30
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("planned_module:nothing", "must be module:function"),
+        ("no_such_module:model", "must be module:function"),
+        ("planned_module:model", "--batch must be given"),
+    ],
+)
+def test_what_cannot_be_planned_exits_with_1(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, model: str, message: str
+) -> None:
+    result = _run(tmp_path, monkeypatch, model, "--mesh", "4")
+    assert result.exit_code == 1
+    assert message in result.stderr
