@@ -115,6 +115,7 @@ class Waits:
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self._came: dict[_Key, dict[int, float]] = collections.defaultdict(dict)
+        self._last_of: dict[_Key, tuple[float, int]] = {}
         awaited = {record.header.rank: self._awaited_of(record) for record in records}
         self._note_second(records, awaited)
         self._cuts: dict[int, list[_Span]] = {rank: [] for rank in awaited}
@@ -198,8 +199,11 @@ class Waits:
         event, key = collective
         if key is None:
             return event.begin, rank
-        late = max(self._came[key].items(), key=lambda item: item[1])
-        return late[1], late[0]
+        last = self._last_of.get(key)
+        if last is None:
+            late, at = max(self._came[key].items(), key=lambda item: item[1])
+            last = self._last_of[key] = (at, late)
+        return last
 
     # --- what a wait was for ---
 
