@@ -30,6 +30,7 @@ from shardkit.checkpoint._inspect import describe, verify
 from shardkit.config._command import config_command
 from shardkit.launch import launch
 from shardkit.planning._command import plan_command
+from shardkit.tracing.command import trace_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,8 +99,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
-        "Runs that start, runs that hang, plans of runs, checkpoints of sharded models, config "
-        "files and machines.\n\n"
+        "Runs that start, runs that hang, plans of runs, where their time goes, checkpoints of "
+        "sharded models, config files and machines.\n\n"
         "CKPT is a checkpoint directory (of shardkit, FSDP2 or torch.distributed.checkpoint), a "
         "file of torch.save or safetensors, a Hugging Face directory, or the common prefix of "
         "per-rank files."
@@ -280,6 +281,7 @@ def why_command(
 app.command(name="config")(config_command)
 app.command(name="doctor")(doctor_command)
 app.command(name="plan")(plan_command)
+app.command(name="trace")(trace_command)
 
 
 @app.command(

@@ -7,6 +7,7 @@ hold no state of their own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from shardkit._runtime.events import ForwardRecord
     from shardkit._runtime.group import ParamGroup
 
+_logger = logging.getLogger("shardkit")
+_MIB = 2**20
 _num_installed = 0
 _NOTHING = contextlib.nullcontext()
 _NEAR = 12
@@ -168,6 +171,8 @@ class ModuleState:
             _let_go(self.runtime, groups)
         for group in filter(groups.__contains__, entered):
             runtime.reductions.order.enter_forward(group.index)
+        if self.runtime is None and groups[0].mesh.is_first_rank:
+            _log_groups(self.module, groups)
         for state in states:
             state.runtime = runtime
         self._note_groups(roots, is_settled=not awaited)
@@ -391,6 +396,43 @@ class ModuleState:
             self.post_forward(self.module, args, None)
             raise
         return self.post_forward(self.module, args, output)
+
+
+def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Log what is sharded, and how: the first forward of a root begins."""
+    if not _logger.isEnabledFor(logging.INFO):
+        return
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    numels = [sum(entry.param.numel() for entry in bucket.entries) for bucket in buckets]
+    plans = [bucket.plan for bucket in buckets]
+    nbytes = sum(n * plan.orig_dtype.itemsize for n, plan in zip(numels, plans, strict=True))
+    largest = max(groups, key=lambda group: group.unsharded_nbytes)
+    meshes = dict.fromkeys(plan.mesh for plan in plans)
+    shapes = dict.fromkeys(
+        " x ".join(map(str, mesh.shape))
+        + (f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else "")
+        for mesh in meshes
+    )
+
+    def dtypes(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(getattr(plan, name))[6:] for plan in plans))
+
+    _logger.info(
+        "%s: %d groups of %.1f million parameters, %.1f MiB; %.1f MiB are on this rank. The mesh "
+        "of %s ranks is %s. The largest group (%s) takes %.1f MiB while it is unsharded. Computed "
+        "in %s, reduced in %s.",
+        type(root).__name__.removeprefix("FSDP"),
+        len(groups),
+        sum(numels) / 1e6,
+        nbytes / _MIB,
+        sum(bucket.store.shard_nbytes for bucket in buckets) / _MIB,
+        groups[0].mesh.device_type,
+        " and ".join(shapes),
+        largest.name,
+        largest.unsharded_nbytes / _MIB,
+        dtypes("param_dtype"),
+        dtypes("reduce_dtype"),
+    )
 
 
 def _with_lists(module: nn.Module) -> list[nn.Module]:

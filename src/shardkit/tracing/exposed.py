@@ -94,16 +94,25 @@ class _Span(NamedTuple):
 
 # --- waits ----------------------------------------------------------------------------------------
 
-_Key = tuple[tuple[int, ...], str, int]
-"""A collective: its ranks, its kind, how many came before it."""
+_Key = tuple[int, str, int]
+"""A collective: the number of its set of ranks, its kind, how many came before it."""
+
+
+class _Issued(NamedTuple):
+    """When a rank issued a collective, and which one; None: nobody else takes part."""
+
+    begin: float
+    key: _Key | None
 
 
 class _Awaited(NamedTuple):
     """A wait, and the collectives that it was for: one, or a reduce-scatter and its all-reduce."""
 
-    wait: StepEvent
-    first: tuple[StepEvent, _Key | None] | None
-    second: tuple[StepEvent, _Key | None] | None
+    begin: float
+    end: float
+    group: str
+    first: _Issued | None
+    second: _Issued | None
 
 
 class Waits:
@@ -114,16 +123,19 @@ class Waits:
     """
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
+        self._sets: dict[tuple[int, ...], int] = {}
         self._came: dict[_Key, dict[int, float]] = collections.defaultdict(dict)
+        self._last_of: dict[_Key, tuple[float, int]] = {}
         awaited = {record.header.rank: self._awaited_of(record) for record in records}
         self._note_second(records, awaited)
         self._cuts: dict[int, list[_Span]] = {rank: [] for rank in awaited}
-        self._met: dict[int, dict[tuple[int, ...], float]] = {rank: {} for rank in awaited}
+        self._members = [frozenset(ranks) for ranks in self._sets]
+        self._met: dict[int, dict[int, float]] = {rank: {} for rank in awaited}
         # A wait for a rank is divided by what that rank waited for before: the earlier waits first.
         in_order = []
         for rank, of in awaited.items():
-            for number, (wait, *collectives) in enumerate(of):
-                for part, each in enumerate(collectives):
+            for number, wait in enumerate(of):
+                for part, each in enumerate((wait.first, wait.second)):
                     if each is not None or part == 0:
                         last = wait.begin if each is None else self._last(each, rank)[0]
                         at = max(wait.begin, min(last, wait.end))
@@ -139,46 +151,47 @@ class Waits:
 
     def _awaited_of(self, record: RankRecord) -> list[_Awaited]:
         """Return a rank's waits with their collectives, and note when it issued those."""
-        rank, axes = record.header.rank, record.header.axes
-        counts: collections.Counter[tuple[tuple[int, ...], str]] = collections.Counter()
-        keys: dict[int, _Key | None] = {}
+        rank = record.header.rank
+        # One rank alone is awaited by nobody.
+        sets = {
+            name: self._sets.setdefault(tuple(ranks), len(self._sets))
+            for name, ranks in record.header.axes.items()
+            if len(ranks) > 1
+        }
+        counts: collections.Counter[tuple[int, str]] = collections.Counter()
+        issued: dict[int, _Issued] = {}
         for event in record.events:  # In the order of their begin.
             if event.kind not in _FIRST and event.kind != _SECOND:
                 continue
-            ranks = tuple(axes.get(f"{event.axis} {event.num_ranks}", ()))
+            number = sets.get(f"{event.axis} {event.num_ranks}")
             key = None
-            if len(ranks) > 1:
-                key = (ranks, event.kind, counts[ranks, event.kind])
-                counts[ranks, event.kind] += 1
+            if number is not None:
+                key = (number, event.kind, counts[number, event.kind])
+                counts[number, event.kind] += 1
                 self._came[key][rank] = event.begin
-            keys[event.opened] = key
+            issued[event.opened] = _Issued(event.begin, key)
         # A collective ends when it has been waited for: the waits before that, since it began.
         open_waits: dict[int, list[StepEvent]] = collections.defaultdict(list)
-        seconds: dict[int, StepEvent] = {}
+        seconds: dict[int, _Issued] = {}
         found: list[_Awaited] = []
         for event in sorted(record.events, key=lambda each: each.closed):
             if event.kind == "wait":
                 open_waits[event.group].append(event)
             elif event.kind == _SECOND and event.group >= 0:
-                seconds[event.group] = event
+                seconds[event.group] = issued[event.opened]
             elif event.kind in _FIRST or event.kind == _SECOND:
                 waits = open_waits.get(event.group, [])
                 mine = [wait for wait in waits if wait.opened > event.opened]
                 open_waits[event.group] = [wait for wait in waits if wait.opened < event.opened]
                 is_reduction = event.kind == "reduce_scatter"
                 second = seconds.pop(event.group, None) if is_reduction else None
-                last = mine[-1] if mine else None
                 for wait in mine:
-                    also = second if wait is last else None
-                    found.append(
-                        _Awaited(
-                            wait,
-                            (event, keys[event.opened]),
-                            None if also is None else (also, keys[also.opened]),
-                        )
-                    )
-        found += [_Awaited(wait, None, None) for waits in open_waits.values() for wait in waits]
-        return sorted(found, key=lambda each: each.wait.begin)
+                    also = second if wait is mine[-1] else None
+                    place = (wait.begin, wait.end, wait.name)
+                    found.append(_Awaited(*place, issued[event.opened], also))
+        left = (wait for waits in open_waits.values() for wait in waits)
+        found += [_Awaited(wait.begin, wait.end, wait.name, None, None) for wait in left]
+        return sorted(found, key=lambda each: each.begin)
 
     def _note_second(
         self, records: Sequence[RankRecord], awaited: Mapping[int, Sequence[_Awaited]]
@@ -186,57 +199,56 @@ class Waits:
         """Correct when ranks issued all-reduces that follow a reduce-scatter."""
         for record in records:
             rank = record.header.rank
-            for wait, first, second in awaited[rank]:
-                if second is None or second[1] is None or first is None:
+            for wait in awaited[rank]:
+                if wait.first is None or wait.second is None or wait.second.key is None:
                     continue
-                after, _ = self._last(first, rank)
-                at = max(after, wait.begin if record.header.device == "cpu" else after)
-                self._came[second[1]][rank] = max(at, second[0].begin)
+                after, _ = self._last(wait.first, rank)
+                at = max(after, wait.begin) if record.header.device == "cpu" else after
+                self._came[wait.second.key][rank] = max(at, wait.second.begin)
 
-    def _last(self, collective: tuple[StepEvent, _Key | None], rank: int) -> tuple[float, int]:
+    def _last(self, issued: _Issued, rank: int) -> tuple[float, int]:
         """Return when the last rank issued a collective, and which rank that was."""
-        event, key = collective
-        if key is None:
-            return event.begin, rank
-        late = max(self._came[key].items(), key=lambda item: item[1])
-        return late[1], late[0]
+        if issued.key is None:
+            return issued.begin, rank
+        last = self._last_of.get(issued.key)
+        if last is None:
+            late, at = max(self._came[issued.key].items(), key=lambda item: item[1])
+            last = self._last_of[issued.key] = (at, late)
+        return last
 
     # --- what a wait was for ---
 
-    def _cut(self, rank: int, awaited: _Awaited, part: int) -> None:
+    def _cut(self, rank: int, wait: _Awaited, part: int) -> None:
         """Cut a wait of a rank, or of one for two collectives the first or second part."""
-        wait, first, second = awaited
         cuts = self._cuts[rank]
         begin = max(wait.begin, cuts[-1].end) if cuts else wait.begin
+        of = (wait.first, wait.second)[part]
         bounds: list[tuple[float, str, int]] = []
-        if part == 0 and first is not None:
-            bounds.append((first[0].begin, HOST, -1))
-            last, late = self._last(first, rank)
-            bounds.append((last, "", late))
-        if part == 1 and second is not None:
-            last, late = self._last(second, rank)
-            if second[1] is not None and late != rank:
-                bounds += [(self._came[second[1]][rank], NETWORK, -1), (last, "", late)]
-        if part == 1 or second is None:
+        if of is not None:
+            last, late = self._last(of, rank)
+            if part == 0:
+                bounds += [(of.begin, HOST, -1), (last, "", late)]
+            elif of.key is not None and late != rank:
+                bounds += [(self._came[of.key][rank], NETWORK, -1), (last, "", late)]
+        if part == 1 or wait.second is None:
             bounds.append((wait.end, NETWORK, -1))
         for until, cause, late in bounds:
             end = min(until, wait.end)
             if begin >= end:
                 continue
             if late < 0:
-                cuts.append(_Span(begin, end, wait.name, cause))
+                cuts.append(_Span(begin, end, wait.group, cause))
             else:
-                cuts += self._divide(rank, late, _Span(begin, end, wait.name, ""))
+                cuts += self._divide(rank, late, _Span(begin, end, wait.group, ""))
             begin = end
-        of = (first, second)[part]
-        if of is not None and of[1] is not None:
+        if of is not None and of.key is not None:
             last, _ = self._last(of, rank)
-            if last <= wait.end:  # Else it was for a part of it only, as one of several axes.
-                self._met[rank][of[1][0]] = last
+            if last <= wait.end:  # Else it was for a part of it only, as over one of several axes.
+                self._met[rank][of.key[0]] = last
 
     def _divide(self, rank: int, late: int, span: _Span) -> Iterator[_Span]:
         """Yield the parts of a wait for `late` by what made that rank late."""
-        met = [at for ranks, at in self._met[rank].items() if late in ranks]
+        met = [at for number, at in self._met[rank].items() if late in self._members[number]]
         since = max(met, default=float("-inf"))
         causes = _seconds_waited(self._cuts.get(late, ()), since)
         causes.subtract(_seconds_waited(self._cuts[rank], since))

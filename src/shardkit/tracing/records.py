@@ -13,20 +13,22 @@ Each line is compressed by itself, so a file of a run that died can be read up t
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import gzip
 import itertools
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from shardkit._errors import StateError
 from shardkit._events import StepEvent
 from shardkit.tracing.clocks import Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 _VERSION = 1
@@ -36,7 +38,7 @@ _NUMBERS = ("group", "nbytes", "num_ranks", "opened", "closed")
 _TIMES = ("begin", "end")
 _NOT_A_RECORD = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration, RecursionError),
-    gzip.BadGzipFile,
+    *(gzip.BadGzipFile, OverflowError),
 )
 _WORDS = tuple(name for name in _FIELDS if name not in (*_NUMBERS, *_TIMES))
 
@@ -74,8 +76,40 @@ class RankRecord:
     """
 
     header: RankHeader
-    events: list[StepEvent]
+    events: Sequence[StepEvent]
     is_whole: bool = True
+
+
+class PackedEvents(Sequence[StepEvent]):
+    """Events of a file, in a quarter of the memory; each is made when it is asked for.
+
+    Args:
+        columns: Column of each field.
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        begins = columns["begin"]
+        order = sorted(range(len(begins)), key=begins.__getitem__)
+        self._columns: list[Any] = []
+        for name in _FIELDS:
+            ordered = [columns[name][at] for at in order]
+            kind = "d" if name in _TIMES else "q"
+            self._columns.append(ordered if name in _WORDS else array.array(kind, ordered))
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __iter__(self) -> Iterator[StepEvent]:
+        return map(StepEvent, *self._columns)
+
+    @overload
+    def __getitem__(self, at: int) -> StepEvent: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StepEvent]: ...
+    def __getitem__(self, at: int | slice) -> StepEvent | list[StepEvent]:
+        if isinstance(at, slice):
+            return list(map(StepEvent, *(column[at] for column in self._columns)))
+        return StepEvent(*(column[at] for column in self._columns))
 
 
 class RecordFile:
@@ -127,7 +161,7 @@ def read_folder(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks in a folder, in rank order.
 
     Raises:
-        StateError: No record is there, ranks of one run are missing, or a file is none.
+        StateError: No record is there, a file is none, or they are of runs of different sizes.
     """
     paths = sorted(folder.glob("rank-*.jsonl.gz"))
     if not paths:
@@ -180,16 +214,13 @@ def read_record(path: Path) -> RankRecord:
     return RankRecord(header, events, is_whole)
 
 
-def _events_of(columns: dict[str, list[Any]], clock: Clock) -> list[StepEvent]:
+def _events_of(columns: dict[str, list[Any]], clock: Clock) -> PackedEvents:
     align = clock.align
     begins = list(itertools.accumulate(columns["begin"]))
-    ends = [
-        align((begin + taken) / _NS) for begin, taken in zip(begins, columns["end"], strict=True)
-    ]
-    columns = {**columns, "begin": [align(begin / _NS) for begin in begins], "end": ends}
-    return sorted(
-        map(StepEvent, *(columns[name] for name in _FIELDS)), key=lambda event: event.begin
-    )
+    taken = zip(begins, columns["end"], strict=True)
+    ends = [align((begin + ns) / _NS) for begin, ns in taken]
+    begins = [align(begin / _NS) for begin in begins]
+    return PackedEvents({**columns, "begin": begins, "end": ends})
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,102 @@
+"""``python -m shardkit trace``: tables in the terminal, and files to look at."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardkit._errors import StateError
+from shardkit.tracing.page import write_page
+from shardkit.tracing.perfetto import write_perfetto
+from shardkit.tracing.picture import draw
+from shardkit.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_NUM_ROWS = 20
+_PIPE_WIDTH = 160
+_MIB = 2**20
+
+
+def trace_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", show_default=False, help="What record has written.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to put the files; default: FOLDER.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step in the picture; default: one in the middle.")
+    ] = None,
+    no_files: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--no-files", help="Print the tables only.")
+    ] = False,
+) -> None:
+    """Show where the time of steps goes on all ranks, and who is late.
+
+    Writes trace.html (a page that needs no network), trace.json.gz (for ui.perfetto.dev) and
+    trace.svg (a picture of a step).
+    """
+    try:
+        trace = Trace.read(folder)
+        if step is not None and not 0 <= step < trace.num_steps():
+            msg = f"--step must be one of the {trace.num_steps()} steps from 0 on, got {step}"
+            raise typer.BadParameter(msg)
+        _show(trace)
+        if not no_files:
+            target = folder if out is None else out
+            target.mkdir(parents=True, exist_ok=True)
+            write_page(trace, target / "trace.html")
+            write_perfetto(trace, target / "trace.json.gz")
+            (target / "trace.svg").write_text(draw(trace, step), encoding="utf-8")
+            names = ", ".join(f"trace.{suffix}" for suffix in ("html", "json.gz", "svg"))
+            print(f"\nWritten to {target}: {names}.")
+    except (StateError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _show(trace: Trace) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    for line in _facts(trace):
+        console.print(Text(line))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("group", overflow="fold")
+    table.add_column("cause", no_wrap=True)
+    for column in ("ms a step", "%"):
+        table.add_column(column, justify="right", no_wrap=True)
+    step_s = trace.step_s()
+    shares = trace.shares()
+    for share in shares[:_NUM_ROWS]:
+        values = (f"{share.seconds * 1e3:.3f}", f"{share.seconds / step_s:.1%}")
+        table.add_row(*map(Text, (share.group, share.cause, *values)))
+    rest = sum(share.seconds for share in shares[_NUM_ROWS:])
+    if rest:
+        values = (f"{rest * 1e3:.3f}", f"{rest / step_s:.1%}")
+        table.add_row(*map(Text, (f"{len(shares) - _NUM_ROWS} others", "", *values)))
+    console.print(table)
+
+
+def _facts(trace: Trace) -> Iterator[str]:
+    yield (
+        f"{len(trace.records)} ranks, {trace.num_steps()} steps, {trace.step_s() * 1e3:.2f} ms a "
+        f"step; buffers of shardkit have at most {trace.peak_nbytes() / _MIB:.1f} MiB on a rank"
+    )
+    if trace.missing:
+        yield f"files of {len(trace.missing)} ranks are missing, rank {trace.missing[0]} first"
+    cut = [record.header.rank for record in trace.records if not record.is_whole]
+    if cut:
+        yield f"the records of {len(cut)} ranks were cut off, rank {cut[0]} first"
+    error_s = max(record.header.clock.error_s for record in trace.records)
+    yield f"clocks of ranks agree within {error_s * 1e6:.0f} us"
+    if not trace.late:
+        yield "no rank is late"
+    for late in trace.late:
+        yield str(late)

@@ -1,0 +1,126 @@
+"""One page of all ranks (HTML): it needs nothing else, and no network.
+
+Ranks with few events in all are shown event by event. Of many ranks some are, those that are late
+among them; of the others each of a thousand parts of the time has the cause that fills most of it.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import json
+import sys
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from shardkit.tracing.exposed import COMPUTE
+from shardkit.tracing.picture import COLORS, TITLES, chosen_ranks, color_key
+from shardkit.tracing.trace import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from shardkit.tracing.trace import Trace
+
+_MAX_EVENTS = 150_000
+_NUM_PARTS = 1000
+_LANES = {"gather": 1, "reduce_scatter": 2, "all_reduce": 2}
+_KEYS = list(COLORS)
+_US = 1e6
+_MAX_ROWS = 200
+
+
+def write_page(trace: Trace, path: Path) -> None:
+    """Write the page.
+
+    Args:
+        trace: Records of all ranks.
+        path: File to write.
+    """
+    content = json.dumps(_content(trace), separators=(",", ":")).replace("<", "\\u003c")
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    path.write_text(template.replace("DATA_OF_THE_PAGE", content), encoding="utf-8")
+
+
+def _content(trace: Trace) -> dict[str, Any]:
+    slices = [each for of in trace.slices.values() for each in of]
+    start, end = min(each.begin for each in slices), max(each.end for each in slices)
+    num_events = sum(len(record.events) for record in trace.records)
+    number = max(1, len(trace.records) * _MAX_EVENTS // max(num_events, _MAX_EVENTS))
+    detailed = set(chosen_ranks(trace, number))
+    names: dict[str, int] = {}
+    return {
+        "step_ms": trace.step_s() * 1e3,
+        "num_steps": trace.num_steps(),
+        "us": (end - start) * _US,
+        "parts": _NUM_PARTS,
+        "late": [str(late) for late in trace.late],
+        "missing": trace.missing,
+        "peak": trace.peak_nbytes(),
+        "keys": [{"key": key, "color": COLORS[key], "title": TITLES[key]} for key in _KEYS],
+        "shares": [(s.group, s.cause, s.seconds * 1e3) for s in trace.shares()[:_MAX_ROWS]],
+        "ranks": [
+            {
+                "rank": record.header.rank,
+                "host": record.header.host,
+                "parts": _parts(trace, record.header.rank, start, end),
+                "events": _events(trace, number, start, names)
+                if record.header.rank in detailed
+                else None,
+            }
+            for number, record in enumerate(trace.records)
+        ],
+        "names": list(names),
+    }
+
+
+def _parts(trace: Trace, rank: int, start: float, end: float) -> str:
+    """Return for each part of the time the number of the key that fills most of it, and 1."""
+    seconds: list[dict[int, float]] = [{} for _ in range(_NUM_PARTS)]
+    length = (end - start) / _NUM_PARTS
+    for each in trace.slices[rank]:
+        key = _KEYS.index(color_key(each.cause)) + 1
+        first = int((each.begin - start) / length)
+        for part in range(first, min(int((each.end - start) / length) + 1, _NUM_PARTS)):
+            left, right = start + part * length, start + (part + 1) * length
+            covered = min(each.end, right) - max(each.begin, left)
+            seconds[part][key] = seconds[part].get(key, 0.0) + covered
+    filled = bytes(max(of, key=lambda key: of[key]) if of else 0 for of in seconds)
+    return base64.b64encode(filled).decode()
+
+
+def _events(trace: Trace, number: int, start: float, names: dict[str, int]) -> dict[str, Any]:
+    """Return the columns of a rank's events; lanes: 0 what steps consist of, 1 gathers, ..."""
+    record = trace.records[number]
+    rows: list[tuple[float, float, int, int, str]] = []
+    for each in trace.slices[record.header.rank]:
+        cause = "" if each.cause == COMPUTE else f"{each.cause}"
+        title = " · ".join(word for word in (f"step {each.step}", each.phase, cause) if word)
+        key = _KEYS.index(color_key(each.cause))
+        rows.append((each.begin, each.end, 0, key, f"{each.group}\n{title}"))
+    for event in record.events:
+        lane = _LANES.get(event.kind)
+        if lane is not None:
+            key = _KEYS.index("gather" if event.kind == "gather" else "reduce")
+            title = f"{event.name}\n{event.kind} · {event.phase} · {event.nbytes:,} bytes"
+            rows.append((event.begin, event.end, lane, key, title))
+    rows.sort()
+    curve = memory_of(record.events)
+    return {
+        "begin": _base64("d", ((begin - start) * _US for begin, *_ in rows)),
+        "us": _base64("d", ((end - begin) * _US for begin, end, *_ in rows)),
+        "lane": _base64("B", (lane for _, _, lane, _, _ in rows)),
+        "key": _base64("B", (key for *_, key, _ in rows)),
+        "name": _base64("I", (names.setdefault(name, len(names)) for *_, name in rows)),
+        "at": _base64("d", ((at - start) * _US for at, _ in curve)),
+        "nbytes": _base64("d", (float(nbytes) for _, nbytes in curve)),
+    }
+
+
+def _base64(kind: str, values: Iterable[float]) -> str:
+    """Return numbers as the bytes of an array, the least significant byte first."""
+    column = array.array(kind, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return base64.b64encode(column.tobytes()).decode()

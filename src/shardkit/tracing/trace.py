@@ -1,0 +1,122 @@
+"""All ranks' records together, and what follows from them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardkit._errors import StateError
+from shardkit.tracing.exposed import Waits, seconds_by, slices_of
+from shardkit.tracing.late import late_ranks
+from shardkit.tracing.records import read_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from shardkit._events import StepEvent
+    from shardkit.tracing.exposed import TimeSlice
+    from shardkit.tracing.late import LateRank
+    from shardkit.tracing.records import RankRecord
+
+
+class Share(NamedTuple):
+    """A part of all ranks' time.
+
+    Attributes:
+        group: Name of the group; "" where none is concerned.
+        cause: Cause, as in `exposed`.
+        seconds: Seconds of a step, on average over steps and ranks.
+    """
+
+    group: str
+    cause: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class Trace:
+    """What all ranks have recorded.
+
+    Attributes:
+        records: Records in rank order.
+        slices: Slices of each rank's steps, by rank.
+        late: Ranks that are late.
+    """
+
+    records: list[RankRecord]
+    slices: dict[int, list[TimeSlice]]
+    late: list[LateRank]
+
+    @classmethod
+    def read(cls, folder: Path) -> Trace:
+        """Read the files in a folder.
+
+        Raises:
+            StateError: There are none, a file is no record, or no step is in it.
+        """
+        return cls.of(read_folder(folder))
+
+    @classmethod
+    def of(cls, records: list[RankRecord]) -> Trace:
+        """Return what follows from records.
+
+        Raises:
+            StateError: No rank has recorded a step.
+        """
+        waits = Waits(records)
+        slices = {record.header.rank: slices_of(record, waits) for record in records}
+        if not any(slices.values()):
+            msg = (
+                "no step is in the record: a step ends with the step of an optimizer, or with a "
+                "backward before the next forward. Record some steps of training."
+            )
+            raise StateError(msg)
+        return cls(records, slices, late_ranks(slices))
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of the run whose files are not there."""
+        there = {record.header.rank for record in self.records}
+        return sorted({*range(self.records[0].header.world_size)} - there)
+
+    def num_steps(self) -> int:
+        """Return the number of steps that some rank has recorded."""
+        return 1 + max(each.step for slices in self.slices.values() for each in slices)
+
+    def step_s(self) -> float:
+        """Return the median length of a step in seconds, without the first if there are others."""
+        of_step = [
+            seconds
+            for slices in self.slices.values()
+            for (step,), seconds in seconds_by(slices, "step").items()
+            if step != 0 or self.num_steps() == 1
+        ]
+        return statistics.median(of_step)
+
+    def shares(self) -> list[Share]:
+        """Return what steps consist of, by group and cause; the largest first."""
+        total = sum(len({each.step for each in slices}) for slices in self.slices.values())
+        sums = seconds_by((each for of in self.slices.values() for each in of), "group", "cause")
+        shares = [Share(str(g), str(c), seconds / total) for (g, c), seconds in sums.items()]
+        return sorted(shares, key=lambda share: -share.seconds)
+
+    def peak_nbytes(self) -> int:
+        """Return the most memory that shardkit's buffers had on a rank, in bytes."""
+        curves = (memory_of(record.events) for record in self.records)
+        return max((nbytes for curve in curves for _, nbytes in curve), default=0)
+
+
+def memory_of(events: Iterable[StepEvent]) -> list[tuple[float, int]]:
+    """Return how much memory buffers of shardkit have, in bytes, from each of some times on.
+
+    What had memory before the record began counts from where it gives it up.
+    """
+    now, least, curve = 0, 0, []
+    for event in events:
+        if event.kind in {"take", "return"}:
+            now += event.nbytes if event.kind == "take" else -event.nbytes
+            least = min(least, now)
+            curve.append((event.begin, now))
+    return [(at, nbytes - least) for at, nbytes in curve]

@@ -1,0 +1,137 @@
+"""What the command writes and prints: tables, a page, a file for Perfetto, a picture."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import typing
+from array import array
+from xml.etree import ElementTree as ET
+
+import pytest
+from synthetic_runs import SyntheticRun
+from typer.testing import CliRunner
+
+from shardkit._cli import app
+from shardkit.tracing.exposed import seconds_by
+from shardkit.tracing.page import write_page
+from shardkit.tracing.picture import chosen_ranks
+from shardkit.tracing.records import RecordFile
+from shardkit.tracing.trace import Trace
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+LATE = 2
+
+
+def delay(rank: int, step: int, *where: str) -> float:
+    """Return how much later rank 2 is."""
+    del step
+    return 0.02 * (rank == LATE and where == ("backward", "layers.1"))
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    for record in SyntheticRun(4, num_steps=8, delay=delay).records():
+        file = RecordFile(tmp_path, record.header)
+        file.write(record.events)
+        file.close(record.header)
+    return tmp_path
+
+
+def content_of(page: pathlib.Path) -> typing.Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_command_says_who_is_late_and_where_the_time_goes(folder: pathlib.Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "4 ranks, 8 steps" in result.output
+    assert "rank 2 is slow in backward of layers.1: 20.0 ms behind the others" in result.output
+    assert re.search(r"layers\.\d +rank 2 +1\d\.\d+", result.output)
+    names = {path.name for path in folder.iterdir()}
+    assert {"trace.html", "trace.json.gz", "trace.svg"} <= names
+
+
+def test_shares_are_the_step(folder: pathlib.Path) -> None:
+    trace = Trace.read(folder)
+    steps = [s for of in trace.slices.values() for s in seconds_by(of, "step").values()]
+    assert sum(each.seconds for each in trace.shares()) == pytest.approx(sum(steps) / len(steps))
+
+
+def test_the_page_needs_no_network_and_has_all_events(folder: pathlib.Path) -> None:
+    trace = Trace.read(folder)
+    write_page(trace, folder / "trace.html")
+    text = (folder / "trace.html").read_text()
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    content = content_of(folder / "trace.html")
+    assert [rank["rank"] for rank in content["ranks"]] == [0, 1, 2, 3]
+    for rank, record in zip(content["ranks"], trace.records, strict=True):
+        kinds = {"gather", "reduce_scatter", "all_reduce"}
+        num_collectives = sum(event.kind in kinds for event in record.events)
+        lanes = base64.b64decode(rank["events"]["lane"])
+        assert len(lanes) == num_collectives + len(trace.slices[record.header.rank])
+        us = array("d", base64.b64decode(rank["events"]["us"]))
+        steps = sum(length for length, lane in zip(us, lanes, strict=True) if lane == 0)
+        total = sum(each.seconds for each in trace.slices[record.header.rank])
+        assert steps == pytest.approx(total * 1e6)
+
+
+def test_names_cannot_end_the_script_of_the_page(folder: pathlib.Path) -> None:
+    trace = Trace.read(folder)
+    bad = "</script><script>alert(1)</script>"
+    record = trace.records[0]
+    record.events = [event._replace(name=bad) for event in record.events]
+    write_page(Trace.of(trace.records), folder / "trace.html")
+    assert bad not in (folder / "trace.html").read_text()
+    assert any(bad in name for name in content_of(folder / "trace.html")["names"])
+
+
+def test_of_many_ranks_late_ones_are_shown_event_by_event(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Trace.read(folder)
+    num_events = sum(len(record.events) for record in trace.records)
+    monkeypatch.setattr("shardkit.tracing.page._MAX_EVENTS", num_events // 2)
+    write_page(trace, folder / "trace.html")
+    ranks = content_of(folder / "trace.html")["ranks"]
+    assert [rank["rank"] for rank in ranks if rank["events"]] == [0, LATE]
+    assert all(len(base64.b64decode(rank["parts"])) == 1000 for rank in ranks)
+    assert chosen_ranks(trace, 3) == [0, 1, LATE]
+
+
+def test_perfettos_file_has_a_process_for_each_rank(folder: pathlib.Path) -> None:
+    assert CliRunner().invoke(app, ["trace", str(folder)]).exit_code == 0
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    begun = [(e["pid"], e["tid"], e["id"]) for e in events if e["ph"] == "b"]
+    ended = [(e["pid"], e["tid"], e["id"]) for e in events if e["ph"] == "e"]
+    assert sorted(begun) == sorted(ended)
+    assert any(event["name"].startswith("rank 2: ") for event in events)
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_the_picture_is_a_step_of_each_rank(folder: pathlib.Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(folder), "--step", "3"])
+    assert result.exit_code == 0, result.output
+    root = ET.fromstring((folder / "trace.svg").read_text())
+    texts = {(text.text or "").strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"rank 0", "rank 1", "rank 2", "rank 3", "waits for a rank that is late"} <= texts
+
+
+def test_a_step_that_is_not_there_is_refused(folder: pathlib.Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(folder), "--step", "8"])
+    assert result.exit_code == 2
+    assert "got 8" in result.output
+
+
+def test_an_empty_folder_is_named(tmp_path: pathlib.Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "must be a folder that shardkit.record has written" in result.output
