@@ -21,6 +21,7 @@ from shardkit._errors import show_short as _show_short
 from shardkit._install import Installed, install
 from shardkit._mesh import DeviceMesh
 from shardkit._module.activation_checkpoint import checkpoint_module
+from shardkit._module.capture import CapturedStep, capture
 from shardkit._module.even_steps import EvenSteps, even_steps
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.full_params import apply_full, summon_full_params
@@ -56,6 +57,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "CheckpointError",
     "Comm",
     "Config",
@@ -94,6 +96,7 @@ __all__ = [
     "always_wrap_policy",
     "apply_full",
     "auto_shard",
+    "capture",
     "checkpoint_activations",
     "checkpoint_module",
     "defer_sharding",

@@ -22,6 +22,8 @@ if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
 _OF_TESTS = (
+    "captured_steps",
+    "capturing",
     "clocks",
     "irregular_steps",
     "models",
@@ -72,6 +74,7 @@ class Mutation:
 
 
 STREAMS = "backends.accelerator"
+RUNTIME = "_runtime.runtime"
 OLDER = ("older_torch",)
 
 MUTATIONS = (
@@ -83,6 +86,13 @@ MUTATIONS = (
     Mutation(STREAMS, "the host waits for the last copy from its shards", "offload"),
     Mutation(STREAMS, "the host waits for copies of offloaded shards", "offload"),
     Mutation(STREAMS, "gathers run on their own stream", "zero3", new="if True:"),
+    # --- captured steps ---
+    Mutation(STREAMS, "all streams join a capture", "captured"),
+    Mutation(RUNTIME, "all streams join compute before a capture ends", "captured"),
+    Mutation(RUNTIME, "a capture uses no slots of before it", "captured"),
+    Mutation(RUNTIME, "a capture gathers anew what was gathered before it", "captured"),
+    Mutation(RUNTIME, "a capture uses no parts that were kept before it", "captured_kept_parts"),
+    Mutation(RUNTIME, "a capture comes after the optimizer's event", "captured_on_a_users_stream"),
     # --- reductions ---
     Mutation(STREAMS, "reductions wait for compute", "zero3"),
     Mutation(STREAMS, "a stream waits for the one before it", "hybrid"),

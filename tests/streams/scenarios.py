@@ -11,6 +11,7 @@ import typing
 
 import torch
 import torch.distributed as dist
+from captured_steps import CAPTURED
 from irregular_steps import (
     dropped,
     interrupt,
@@ -403,9 +404,15 @@ SCENARIOS: dict[str, Callable[[Run], Training]] = {
         dropped,
         interrupted_gather,
         interrupted_forward,
+        *CAPTURED,
     )
 }
-NUM_RANKS = {"hybrid_of_four": 4, "kept_parts": 4}
+NUM_RANKS = {
+    "hybrid_of_four": 4,
+    "kept_parts": 4,
+    "captured_hybrid": 4,
+    "captured_kept_parts": 4,
+}
 
 
 def complaints(name: str, options: dict[str, bool]) -> list[str]:

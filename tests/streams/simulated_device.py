@@ -19,6 +19,7 @@ import weakref
 
 import numpy as np
 import torch
+from capturing import SimulatedGraph
 from clocks import DEVICE, HOST, Checker, Clock, Memory, Use
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,17 +40,25 @@ class SimulatedEvent:
     Attributes:
         clock: What lies before it.
         also: Events that whoever waits for this one waits for.
+        graph: In which it was captured.
+        before: What of that graph lies before it.
     """
 
     def __init__(self, stream: SimulatedStream) -> None:
         self.stream = stream
         self.position = stream.num_issued
+        graph = stream.simulation.graph
+        self.graph = graph if graph is not None and graph.has(stream) else None
+        self.before = {} if self.graph is None else self.graph.before(stream)
+        if self.graph is not None:
+            self.position = self.before.get(stream, 0)
         self.clock = Clock(stream.line.clock)
         self.also: list[SimulatedEvent] = []
         self.step = stream.simulation.step
 
     def query(self) -> bool:
         """Whether all before it has run."""
+        self.stream.simulation.refuse_to_ask(self)
         return self.stream.num_run >= self.position
 
     def synchronize(self) -> None:
@@ -75,6 +84,8 @@ class SimulatedStream:
 
     def issue(self, work: Callable[[], object]) -> int:
         """Give it work; return the work's number."""
+        if self.simulation.graph is not None:
+            return self.simulation.graph.work(self, work)
         self.num_issued += 1
         self._work.append(work)
         if not self._is_late:
@@ -96,6 +107,12 @@ class SimulatedStream:
         """Let work issued from now on come after an event."""
         for each in (event, *event.also):
             self.line.clock.merge(each.clock)
+            graph = self.simulation.graph
+            if graph is not None:
+                graph.wait(self, each)
+                continue
+            if each.graph is not None:
+                self.simulation.refuse_to_ask(each)
             self.issue(lambda each=each: each.stream.run_until(each.position))
 
 
@@ -126,11 +143,13 @@ class Block(Memory):
         memory: All its bytes, also after it was freed; None: it was not made here.
         storage: Whose it was when it was first seen, if it was not made here.
         eraser: Overwrites it while it is a free slot.
+        graph: In whose pool it lies.
     """
 
     memory: np.ndarray | None = None
     storage: StorageWeakRef | None = None
     eraser: SimulatedStream | None = None
+    graph: SimulatedGraph | None = None
 
 
 class Simulation:
@@ -146,6 +165,7 @@ class Simulation:
         num_made: As many slots were made in each step.
         nbytes: Bytes of the device that are in use.
         peak_nbytes: The most since it was last set.
+        graph: What is captured now.
     """
 
     def __init__(self, *, has_host_engine: bool = True) -> None:
@@ -159,6 +179,7 @@ class Simulation:
         self.num_made: dict[int, int] = {}
         self.nbytes = 0
         self.peak_nbytes = 0
+        self.graph: SimulatedGraph | None = None
         self._blocks: dict[int, Block] = {}
         self._communicators: dict[str, list[tuple[SimulatedStream, int]]] = {}
         self._is_over = False
@@ -182,13 +203,26 @@ class Simulation:
 
     def synchronize(self, event: SimulatedEvent, what: str = "synchronize") -> None:
         """Let the host wait for an event."""
+        if self.graph is not None:
+            self.graph.refuse(f"the host waits for the device ({what})")
+        self.refuse_to_ask(event)
         self.syncs.append(Sync(what, self.step, event.step))
         for each in (event, *event.also):
             each.stream.run_until(each.position)
             self.checker.host.clock.merge(each.clock)
 
+    def refuse_to_ask(self, event: SimulatedEvent) -> None:
+        """Raise if an event of a graph is used outside of it, or any is asked for inside of one."""
+        if self.graph is not None:
+            self.graph.refuse("an event is asked for")
+        if event.graph is not None:
+            event.graph.refuse(f"an event of {event.stream.line} that was captured is used outside")
+
     def run_in_order(self, communicator: str, run: Callable[[], object]) -> None:
         """Issue a collective on the current stream: those of a communicator run in this order."""
+        if self.graph is not None:
+            self.graph.communication(self.current, communicator, run)
+            return
         queue = self._communicators.setdefault(communicator, [])
         stream = self.current
 
@@ -235,6 +269,9 @@ class Simulation:
         if owner is not None:
             # An allocator hands on what was freed, in the order of its stream, to be used at once.
             block.last_write = Use(owner, owner.clock.get(owner.number, 0), "whose it was before")
+        block.graph = self.graph
+        if self.graph is not None and is_pinned:
+            self.graph.refuse("memory of the host is allocated and page-locked")
         self._blocks[memory.ctypes.data] = block
         self.num_made[self.step] = self.num_made.get(self.step, 0) + (label in SLOTS)
         if kind == DEVICE:
@@ -257,7 +294,8 @@ class Simulation:
             self.checker.give_back(block, "the allocator")
             memory = block.memory
             owner = next((s for s in self.streams if s.line is block.owner), None)
-            if owner is None:
+            # What lies in no graph's pool may be given away at once.
+            if owner is None or (self.graph is not None and block.graph is not self.graph):
                 memory.fill(POISON)
             else:
                 # The next one that gets it comes after all that was issued there.
@@ -310,8 +348,13 @@ class Simulation:
         if block.eraser is None:
             block.eraser = SimulatedStream(self, "the stream that erases free slots", is_late=True)
         eraser, memory = block.eraser, block.memory
+        if self.graph is not None:
+            self.graph.erase_on(eraser)
         eraser.line.clock = Clock({**fence.clock, eraser.line.number: eraser.num_issued})
-        eraser.issue(lambda: fence.stream.run_until(fence.position))
+        if self.graph is not None:
+            self.graph.wait(eraser, fence)
+        else:
+            eraser.issue(lambda: fence.stream.run_until(fence.position))
         self.checker.run(eraser.line, "erase", (), (block,))
         eraser.issue(lambda: memory.fill(POISON))
         fence.also.append(SimulatedEvent(eraser))
@@ -343,8 +386,22 @@ class SimulatedDevice:
     def synchronize(self, event: SimulatedEvent) -> None:
         event.synchronize()
 
-    def has_passed(self, event: SimulatedEvent) -> bool:
-        return event.query()
+    def has_passed(self, event: SimulatedEvent) -> bool | None:
+        return None if self.is_capturing() else event.query()
+
+    def new_graph(self) -> SimulatedGraph:
+        return SimulatedGraph(self.simulation)
+
+    def new_compute_stream(self) -> SimulatedStream:
+        return self.simulation.compute  # No default stream here, which could not be captured.
+
+    def capturing(
+        self, graph: SimulatedGraph, stream: SimulatedStream
+    ) -> contextlib.AbstractContextManager[None]:
+        return graph.capturing(stream)
+
+    def is_capturing(self) -> bool:
+        return self.simulation.graph is not None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._empty(numel, dtype, label_of_caller(), DEVICE)

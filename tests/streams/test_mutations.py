@@ -44,6 +44,7 @@ NEEDLESS = {
         "self._kept: list[Tensor] = []": "a definition",
         "self._kept.clear()": "gives back; what holds is taken away in `keep`",
         "event = self._device.record(self._gather)": "an event; its waits are taken away",
+        "start = self.fence()": "an event; its waits are taken away",
         "stream = self._follow(": "what it does is taken away",
         "self._device.synchronize(self.fence())": "for tensor subclasses: see the next test",
         "return DeviceCheckHandle(": "an event; its wait is taken away",

@@ -17,7 +17,7 @@ OPTIONS = {
     "no_host_engine": {"has_host_engine": False},
 }
 IN_ALL_WAYS = ("zero3", "mixed_precision", "lora", "accumulation", "unused_parameters", "dropped")
-CORE = ("zero3", "mixed_precision", "hybrid", "accumulation", "offload", "recovery")
+CORE = ("zero3", "mixed_precision", "hybrid", "accumulation", "offload", "recovery", "captured")
 """In the default session; the others in `nox -s streams`."""
 
 

@@ -30,6 +30,8 @@ if typing.TYPE_CHECKING:
 _PLAIN = (Tensor, nn.Parameter)
 _NO_DATA = {"aten::set_", "aten::resize_", "aten::record_stream"}
 _READ_BY_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+_MAY_COPY = {"aten::to", "aten::contiguous", "aten::reshape", "aten::flatten"}
+"""Without autograd they come here as a whole: a view, or a kernel."""
 _UNINITIALIZED = ("aten::empty", "aten::new_empty")
 
 
@@ -152,6 +154,9 @@ class Watch(TorchDispatchMode):
     ) -> typing.Any:
         """Run an operator, or have it run later."""
         kwargs = kwargs or {}
+        if func._schema.name in _MAY_COPY and threading.get_ident() == self._thread:
+            with self:
+                return func.decompose(*args, **kwargs)
         if _is_view(func) and all(cls in _PLAIN for cls in types):
             return func(*args, **kwargs)
         if threading.get_ident() != self._thread or self._is_busy:
@@ -275,7 +280,7 @@ class Watch(TorchDispatchMode):
     ) -> typing.Any:
         simulation, name = self.simulation, func._schema.name
         stream = simulation.current
-        is_late = stream is not simulation.compute
+        is_late = stream is not simulation.compute or simulation.graph is not None
         if is_late and written:
             returned = tuple(written[: len(func._schema.returns)])
             result = returned if len(returned) > 1 else next(iter(returned), None)
@@ -321,6 +326,8 @@ class Watch(TorchDispatchMode):
             self.simulation.synchronize(event, "a blocking copy to the device")
         if source.is_pinned:
             return args
+        if self.simulation.graph is not None:
+            self.simulation.graph.refuse("a copy from memory that is not page-locked")
         self.simulation.checker.run(self.simulation.checker.host, "stage", [source], ())
         return (args[0], args[1].clone(), *args[2:])
 
@@ -358,7 +365,8 @@ class Watch(TorchDispatchMode):
             with torch.no_grad(), _compat.preserve_versions(into), _unwatched():
                 result = func(*call_args, **call_kwargs)
                 if not writes_arguments:
-                    for target, value in zip(into, _tensors(result), strict=True):
+                    values = [value for value in _tensors(result) if value.numel()]
+                    for target, value in zip(into, values, strict=True):
                         target.copy_(value)
 
         simulation.current.issue(run)
@@ -397,6 +405,8 @@ class Watch(TorchDispatchMode):
         *,
         is_collective: bool = False,
     ) -> None:
+        if self.simulation.graph is not None and stream != "the host":
+            self.simulation.graph.use(used.values())
         if self.notes:
             blocks = [used.get(id(t)) for t in written]
             labels = tuple(block.label for block in blocks if block is not None)

@@ -195,6 +195,14 @@ class SlotPool:
                     _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
         self._free = [slot for slot in self._free if not slot.is_passed]
 
+    def drop(self) -> None:
+        """Give all free slots back, after compute has waited for all streams.
+
+        The memory of a slot belongs to the graph that it was allocated in, or to none; and fences
+        of one cannot be waited for in the other.
+        """
+        self._free.clear()
+
     def _take(self, nbytes: int) -> Slot:
         """Return a free slot that fits without much waste, or a new one.
 

@@ -622,6 +622,31 @@ class Runtime:
             self.reshard(group)
         self.gathers.trim()
 
+    # --- steps that are captured ---
+
+    @property
+    def unfinished(self) -> str | None:
+        """What a step has left for the next one, in words; None: nothing."""
+        for group in self.groups:
+            if group.has_pending:
+                return f"gradients of {group.name!r} wait to be synced"
+        return self.reductions.unfinished
+
+    def settle(self) -> None:
+        """Leave nothing of before: no group unsharded, no memory, no event to be waited for.
+
+        What comes later can be captured then, and what was captured stands for itself.
+        """
+        event, self._optimizer_event = self._optimizer_event, None
+        self.streams.wait_fence(event)  # order: a capture comes after the optimizer's event
+        self.used.finish_on_host()
+        for group in self.groups:
+            self.reshard(group)  # order: a capture gathers anew what was gathered before it
+            for store in group.gathered:
+                store.drop_part()  # order: a capture uses no parts that were kept before it
+        self.streams.join()  # order: all streams join compute before a capture ends
+        self.slots.drop()  # order: a capture uses no slots of before it
+
     def reset(self) -> None:
         """Return to the state between steps after an exception; unsynced gradients are dropped."""
         self._interrupted = False

@@ -644,6 +644,12 @@ class Reductions:
         self._finish_through(group)
         group.gradients.write_held(self._streams, self._slots)
 
+    @property
+    def unfinished(self) -> str | None:
+        """What no backward has waited for yet, in words; None: nothing."""
+        left = (*self._queued, *self._under_way)
+        return f"the reduction of {left[0].name!r} was not waited for" if left else None
+
     def finish_all(self) -> None:
         """Wait for all that are under way."""
         while self._under_way:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit import _compat
+from shardkit._errors import StateError
 from shardkit.backends.device import AcceleratorDevice
+from shardkit.backends.graphs import StreamGraph
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
     REDUCE_OPS,
@@ -417,6 +419,22 @@ class AcceleratorStreams(WatchedStreams):
         self._hook_streams: dict[Stream, None] = {}
         self._host_read: Event | None = None
         self._allocator: Any = None
+        self._has_forked = False
+
+    def note_step(self) -> None:
+        """Count it.
+
+        Raises:
+            StateError: It would be captured in a graph that shardkit knows nothing of.
+        """
+        if self._device.is_capturing() and not self._has_forked:
+            msg = (
+                "a forward of a sharded model was called while a CUDA graph was captured "
+                "(torch.cuda.graph, make_graphed_callables): the graph would use memory and events "
+                "of earlier steps. Capture the whole step by shardkit.capture(step, model)."
+            )
+            raise StateError(msg)
+        super().note_step()
 
     # --- memory ---
 
@@ -465,8 +483,16 @@ class AcceleratorStreams(WatchedStreams):
         """Let the gather stream wait for a user's event."""
         self._device.wait(self._gather, event)  # order: gathers wait for the optimizer's event
 
+    def fork(self) -> None:
+        """Let all streams wait for compute, whose capture has begun: so they are captured."""
+        start = self.fence()
+        for stream in (*self._streams, *self._hook_streams):
+            self._device.wait(stream, start)  # order: all streams join a capture
+        self._has_forked = True
+
     def join(self) -> None:
         """Let the compute stream wait for all that was issued on others."""
+        self._has_forked = False
         compute = self._device.current_stream()
         for stream in (*self._streams, *self._hook_streams):
             # order: compute waits for all streams
@@ -661,6 +687,19 @@ class AcceleratorBackend(ProcessGroupBackend):
     def zeros_on_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return zeros on the host, for shards that are offloaded."""
         return self.accelerator.empty_on_host(numel, dtype, pinned=pinned).zero_()
+
+    def new_graph(self, axes: Sequence[AxisComm]) -> StreamGraph:
+        """See `Backend.new_graph`."""
+        own = _as_own([axis for axis in axes if axis.size > 1])
+        if any(axis.host_group is None for axis in own):
+            msg = (
+                "a step cannot be captured where ranks tell each other over the device which "
+                "parameters they used, for the host waits for that: expected process groups with "
+                "an engine for the host too. Call "
+                "torch.distributed.init_process_group('cpu:gloo,cuda:nccl')."
+            )
+            raise StateError(msg)
+        return StreamGraph(self.accelerator, own)
 
     def make_streams(
         self, axes: Sequence[AxisComm], share: CommStreams | None = None

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardkit._errors import StateError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -48,6 +51,26 @@ class InGraph:
 
     def synchronize(self) -> None:
         """Return at once."""
+
+
+class StepGraph(Protocol):
+    """A step of a device that is captured once, and started as a whole from then on."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which compute runs where it is captured later.
+
+        It comes after all compute issued so far, and before all that is issued later.
+        """
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Return a context in which compute is not run, but captured."""
+
+    def replay(self, of: str) -> None:
+        """Run what was captured, in the order of the current stream; the host goes on.
+
+        Args:
+            of: Name of the step, by which ranks compare what they are about to do.
+        """
 
 
 # --- what only tracing backends have --------------------------------------------------------------
@@ -362,8 +385,11 @@ class CommStreams(ABC):
     def fence(self) -> Event | None:
         """Return a mark of all compute issued so far; None where the host is in step with it."""
 
+    def fork(self) -> None:
+        """Let the work of all streams come after compute: a capture of it begins."""
+
     def join(self) -> None:
-        """Let the compute stream wait for all that was started, after an exception."""
+        """Let the compute stream wait for all that was started on others."""
 
     def settle_host_reads(self, *, compute: bool) -> None:
         """Return when the host may write offloaded shards: what was issued has read them.
@@ -488,6 +514,19 @@ class Backend(MeshBackend):
             NotImplementedError: Operators are traced.
         """
         raise NotImplementedError(axes)
+
+    def new_graph(self, axes: Sequence[AxisComm]) -> StepGraph:
+        """Return a graph that can capture steps which communicate over `axes`.
+
+        Raises:
+            StateError: The device has no graphs, or an axis cannot be captured.
+        """
+        del axes
+        msg = (
+            f"a step on device {self.device.type!r} cannot be captured: shardkit.capture needs a "
+            f"mesh of CUDA devices, whose work a graph can replay. Call the step itself."
+        )
+        raise StateError(msg)
 
     @abstractmethod
     def make_streams(

@@ -6,14 +6,16 @@ them. Tests put a simulated device in its place, which needs no card (`tests/str
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardkit import _compat
-from shardkit._errors import MeshError, nearest
+from shardkit._errors import MeshError, StateError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -87,6 +89,44 @@ class AcceleratorDevice:
                 return None
             with self._module.device(self.device.index):
                 return event.query()
+
+    # --- graphs ---
+
+    def new_graph(self) -> Any:
+        """Return an empty graph of torch.
+
+        Raises:
+            StateError: Torch has none for this device.
+        """
+        if not hasattr(self._module, "CUDAGraph"):
+            name = self.device.type
+            msg = (
+                f"a step on device {name!r} cannot be captured: torch.{name} has no CUDA graphs. "
+                f"Call the step itself."
+            )
+            raise StateError(msg)
+        return self._module.CUDAGraph()
+
+    def new_compute_stream(self) -> Stream:
+        """Return a stream for what users run; the default one cannot be captured."""
+        stream: Stream = self._module.Stream(self.device)
+        return stream
+
+    @contextlib.contextmanager
+    def capturing(self, graph: Any, stream: Stream) -> Iterator[None]:
+        """Capture what is issued on `stream`, and on streams that wait for it."""
+        with _compat.unless_capturing() as is_free:  # From now on captures are counted.
+            if not is_free:
+                msg = "a step cannot be captured while another CUDA graph is: end that first."
+                raise StateError(msg)
+        # Other threads, as the collective library's, may ask the device about earlier work.
+        with self._module.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+
+    def is_capturing(self) -> bool:
+        """Whether what is issued on the current stream is captured."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return ask is not None and ask()
 
     # --- memory ---
 

@@ -1,0 +1,613 @@
+"""Whole steps as graphs: run a few times, captured once, replayed from then on."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardkit import _compat
+from shardkit._errors import ShardkitError, StateError
+from shardkit._module.hooks import get_state, groups_in
+from shardkit._tree import iter_tensors, map_tensors
+from shardkit._watch_settings import watch_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch.optim.optimizer import Optimizer
+
+    from shardkit._module.hooks import ModuleState
+    from shardkit._runtime.group import ParamGroup
+    from shardkit._runtime.runtime import Runtime
+    from shardkit.backends.base import StepGraph
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LEAST_WARM_UP = 2
+"""The first pass learns the order of groups, and the first step makes an optimizer's state."""
+
+
+# --- what a graph takes for granted ---------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    """What all inputs of a place have alike."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _shape_of(tensor: Tensor) -> Any:
+    return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What a graph holds, and a step would find otherwise now.
+
+    Attributes:
+        of: Words for it.
+        then: Value that the graph holds.
+        now: Value of now.
+        remedy: Sentence that says what to do.
+    """
+
+    of: str
+    then: object
+    now: object
+    remedy: str = "Put it back, or capture the step anew: shardkit.capture(step, model)."
+
+    def error(self, step: str) -> StateError:
+        """Return an error that says so of a step."""
+        return StateError(
+            f"{step} was captured where {self.of} was {self.then}, and now it is {self.now}: a "
+            f"replay would not do what the step does. {self.remedy}"
+        )
+
+
+class _Modes(NamedTuple):
+    """What torch does beside operators."""
+
+    grad: bool
+    inference: bool
+    autocast: bool
+    dtype: torch.dtype | None
+
+    @classmethod
+    def now(cls, device_type: str) -> _Modes:
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, dtype)
+
+
+class _Inputs:
+    """The tensors that a graph reads, at fixed addresses.
+
+    Args:
+        step: Name of the step.
+        given: Arguments of its first call.
+
+    Raises:
+        StateError: A tensor cannot be copied to.
+    """
+
+    def __init__(self, step: str, given: tuple[Any, ...], device: torch.device) -> None:
+        self._step = step
+        tensors = _tensors_in(given)
+        if len(tensors) < sum(1 for _ in iter_tensors(given)):
+            msg = (
+                f"an argument of {step} is an object with tensors in it, which are copied to no "
+                f"fixed places: expected tensors in lists, tuples, dicts or dataclasses."
+            )
+            raise StateError(msg)
+        for index, tensor in enumerate(tensors):
+            if type(tensor) is not Tensor or tensor.requires_grad:
+                kind = "one that requires a gradient" if tensor.requires_grad else type(tensor)
+                msg = (
+                    f"input {index} of {step} is {kind}: expected plain tensors without gradients, "
+                    f"which are copied to fixed places. Pass data only, and use the rest by name."
+                )
+                raise StateError(msg)
+            if tensor.device.type != device.type:
+                msg = (
+                    f"input {index} of {step} is on {tensor.device}, and the model on {device}: a "
+                    f"graph copies nothing from the host. Pass "
+                    f"tensor.to({device.type!r}, non_blocking=True)."
+                )
+                raise StateError(msg)
+        self.tree = map_tensors(torch.clone, given)
+        self._tensors = _tensors_in(self.tree)
+        self._skeleton = map_tensors(_shape_of, given)
+
+    def fill(self, given: tuple[Any, ...]) -> None:
+        """Copy other values to the same places.
+
+        Raises:
+            StateError: They have another shape, stride, dtype or device, or what is no tensor
+                differs.
+        """
+        skeleton = map_tensors(_shape_of, given)
+        if not _equal(skeleton, self._skeleton):
+            raise self._mismatch(given, skeleton)
+        for static, tensor in zip(self._tensors, _tensors_in(given), strict=True):
+            static.copy_(tensor, non_blocking=True)
+
+    def _mismatch(self, given: tuple[Any, ...], skeleton: Any) -> StateError:
+        pairs = itertools.zip_longest(self._tensors, _tensors_in(given))
+        for index, (then, now) in enumerate(pairs):
+            was, is_now = (None if each is None else _shape_of(each) for each in (then, now))
+            if was != is_now:
+                remedy = (
+                    "Make all batches alike (drop_last=True, padding), or call the step itself for "
+                    "the others."
+                )
+                return _Difference(f"input {index}", was, is_now, remedy).error(self._step)
+        return _Difference("the arguments", self._skeleton, skeleton).error(self._step)
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors that `map_tensors` exchanges."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two trees are equal; what cannot be compared is not, unless it is the same."""
+    try:
+        return bool(a == b)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+class _Frozen:
+    """What a captured step has read on the host.
+
+    Args:
+        step: Name of the step.
+        roots: States of the roots.
+    """
+
+    def __init__(self, step: str, roots: Sequence[ModuleState]) -> None:
+        self._step = step
+        self._roots = [(state, _runtime_of(state)) for state in roots]
+        groups = [group for _, runtime in self._roots for group in runtime.groups]
+        self._groups = [
+            (group, replace(group.settings, comm=replace(group.settings.comm))) for group in groups
+        ]
+        self._settings = [(state, replace(state.settings)) for state in roots]
+        modules = dict.fromkeys(m for state in roots for m in state.module.modules())
+        self._training = [(module, module.training) for module in modules]
+        entries = [e for group in groups for bucket in group.buckets for e in bucket.entries]
+        self._trained = [(entry, entry.param.requires_grad) for entry in entries]
+        self._device_type = groups[0].device.type
+        self._modes = _Modes.now(self._device_type)
+
+    def check(self) -> None:
+        """Raise if a step would do something else now.
+
+        Raises:
+            StateError: It would.
+        """
+        for difference in (*self._in_groups(), *self._in_modules()):
+            raise difference.error(self._step)
+        for _, runtime in self._roots:
+            if runtime.unfinished is not None:
+                raise _cannot(self._step, "replayed", runtime.unfinished, _FINISH)
+
+    def _in_groups(self) -> Iterator[_Difference]:
+        for state, runtime in self._roots:
+            if state.runtime is not runtime or not runtime.groups[0].mesh.backend.is_current:
+                yield _Difference("the mesh, or the set of groups,", "another one", "this one")
+        for group, settings in self._groups:
+            if group.was_replaced:
+                of = f"the memory of the parameters of {group.name!r}"
+                yield _Difference(of, "another one", "this one")
+            if group.settings != settings:
+                yield _first_difference(f"of {group.name!r}", settings, group.settings)
+        for root, chosen in self._settings:
+            if root.settings != chosen:
+                yield _first_difference("of the root", chosen, root.settings)
+
+    def _in_modules(self) -> Iterator[_Difference]:
+        for entry, was in self._trained:
+            if entry.param.requires_grad != was:
+                yield _Difference(f"requires_grad of {entry.name!r}", was, not was)
+        for module, was in self._training:
+            if module.training != was:
+                yield _Difference(f"training of a {type(module).__name__}", was, not was)
+        modes = _Modes.now(self._device_type)
+        if modes != self._modes:
+            yield _Difference("a mode of torch", self._modes, modes)
+
+
+def _first_difference(of: str, then: Any, now: Any) -> _Difference:
+    """Return the first field that two dataclasses have not alike."""
+    names = (field.name for field in fields(then))
+    name = next(n for n in names if getattr(then, n) != getattr(now, n))
+    return _Difference(f"the setting {name!r} {of}", getattr(then, name), getattr(now, name))
+
+
+class _Updates:
+    """Optimizers that take a step in the graph, and numbers that it holds of them."""
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._of: dict[Optimizer, tuple[Any, list[dict[str, Any]]]] = {}
+
+    def note(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note a step that is captured: a hook of all optimizers meanwhile."""
+        self._of.setdefault(optimizer, (optimizer.state, _numbers_of(optimizer)))
+
+    def check(self) -> None:
+        """Raise if a step of an optimizer would do something else now.
+
+        Raises:
+            StateError: It would.
+        """
+        for optimizer, (state, groups) in self._of.items():
+            difference = self._difference(optimizer, state, groups)
+            if difference is not None:
+                raise difference.error(self._step)
+
+    def _difference(
+        self, optimizer: Optimizer, state: Any, groups: list[dict[str, Any]]
+    ) -> _Difference | None:
+        name = type(optimizer).__name__
+        if optimizer.state is not state:
+            return _Difference(f"the state of {name}", "another one", "one that was loaded")
+        num_groups = len(optimizer.param_groups)
+        if len(groups) != num_groups:
+            return _Difference(f"the number of groups of {name}", len(groups), num_groups)
+        for then, now in zip(groups, _numbers_of(optimizer), strict=True):
+            for key, value in now.items():
+                if not _same(then.get(key), value):
+                    remedy = (
+                        f"Where {name} takes a tensor of the device for it "
+                        f"(lr=torch.tensor(..., device=...), capturable=True), change that in "
+                        f"place. Else leave the optimizer's step out of what is captured."
+                    )
+                    return _Difference(f"{key!r} of {name}", then.get(key), value, remedy)
+        return None
+
+
+def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _same(then: Any, now: Any) -> bool:
+    """Whether a graph that holds one does what the other asks for: a tensor is read again."""
+    return then is now or (not isinstance(now, Tensor) and _equal(then, now))
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """What a graph leaves in ``.grad``.
+
+    Attributes:
+        param: Sharded parameter.
+        name: Name of it.
+        grad: Gradient, at a fixed address; None: the step leaves none.
+    """
+
+    param: nn.Parameter
+    name: str
+    grad: Tensor | None
+
+
+class _Gradients:
+    """Gradients of all parameters before and after a step.
+
+    Args:
+        step: Name of the step.
+        groups: Groups of the parameters.
+    """
+
+    def __init__(self, step: str, groups: Iterable[ParamGroup]) -> None:
+        self._step = step
+        self._of = [
+            _Gradient(entry.param, entry.name, entry.param.grad)
+            for group in groups
+            for bucket in group.buckets
+            for entry in bucket.entries
+        ]
+        self._are_dropped = False
+
+    def note_dropped(self) -> None:
+        """Note whether a step begins without the gradients that are there: it empties them."""
+        before = [each for each in self._of if each.grad is not None]
+        self._are_dropped = bool(before) and all(e.grad is not e.param.grad for e in before)
+
+    def empty(self) -> None:
+        """Take all gradients away, before a step that empties them itself or adds to none."""
+        for each in self._of:
+            each.param.grad = None
+
+    def note_left(self) -> None:
+        """Note what a step has left."""
+        for each in self._of:
+            each.grad = each.param.grad
+
+    def check(self) -> None:
+        """Raise if a step would add to gradients that the graph does not know.
+
+        Raises:
+            StateError: It would.
+        """
+        for each in self._of:
+            found = each.param.grad
+            if found is None or (found is each.grad and self._are_dropped):
+                continue
+            msg = (
+                f"{each.name!r} has a gradient, to which {self._step} would add; the graph was "
+                f"captured without one. Call optimizer.zero_grad() before, or in the step."
+            )
+            raise StateError(msg)
+
+    def show(self) -> None:
+        """Set what a replay has computed."""
+        for each in self._of:
+            each.param.grad = each.grad
+
+
+# --- what cannot be captured ----------------------------------------------------------------------
+
+_FINISH = (
+    "Let the step end with a backward that syncs: set_requires_gradient_sync(True), "
+    "set_requires_all_reduce(True) and set_is_last_backward(True) before the last micro-batch."
+)
+
+
+def _cannot(step: str, what: str, why: str, remedy: str) -> StateError:
+    return StateError(f"{step} cannot be {what}: {why}. {remedy}")
+
+
+def _refuse(step: str, groups: Iterable[ParamGroup]) -> None:
+    """Raise if groups do in each step what a graph cannot.
+
+    Raises:
+        StateError: They do.
+    """
+    for group in groups:
+        for bucket in group.buckets:
+            if bucket.plan.is_offloaded:
+                why = f"{bucket.entries[0].name!r} is offloaded, and the host waits for its copies"
+                raise _cannot(step, "captured", why, "Leave offload_policy out of fully_shard.")
+        if group.settings.comm_memory:
+            why = f"buffers of {group.name!r} are the communication engine's, and not the graph's"
+            remedy = "Leave set_allocate_memory_from_process_group_for_comm out."
+            raise _cannot(step, "captured", why, remedy)
+    if watch_settings.check_gradients:
+        why = "each backward notes which gradients are finite, and a replay notes nothing"
+        remedy = "Call shardkit.set_watch(check_gradients=False)."
+        raise _cannot(step, "captured", why, remedy)
+
+
+def _runtime_of(state: ModuleState) -> Runtime:
+    runtime = state.runtime
+    assert runtime is not None, "a root has run"
+    return runtime
+
+
+# --- users ----------------------------------------------------------------------------------------
+
+
+class CapturedStep(Generic[P, R]):
+    """What `capture` returns: call it as the step.
+
+    Attributes:
+        num_calls: Number of calls so far.
+        is_captured: Whether the next call is a replay.
+    """
+
+    def __init__(self, step: Callable[P, R], models: Sequence[nn.Module], warm_up: int) -> None:
+        self.num_calls = 0
+        self.is_captured = False
+        self._step = step
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._models = models
+        self._warm_up = warm_up
+        groups = list(dict.fromkeys(g for m in models for g in groups_in(m, recurse=True)))
+        if not groups:
+            msg = (
+                f"capture got no sharded module: expected the models that {self._name} trains, "
+                f"after fully_shard, came {[type(model).__name__ for model in models]}."
+            )
+            raise StateError(msg)
+        _refuse(self._name, groups)
+        self._device = groups[0].mesh.backend.device
+        axes = dict.fromkeys(axis for group in groups for axis in group.axes)
+        self._graph: StepGraph = groups[0].mesh.backend.new_graph(list(axes))
+        self._gradients = _Gradients(self._name, groups)
+        self._inputs: _Inputs | None = None
+        self._runtimes: list[Runtime] = []
+        self._frozen: _Frozen | None = None
+        self._updates: _Updates | None = None
+        self._written: list[Tensor] = []
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Take a step.
+
+        Args:
+            *args: Arguments of the step. Tensors have the shapes, strides, dtypes and device of the
+                first call; what is no tensor is equal to that of the first call.
+            **kwargs: Further arguments of it.
+
+        Returns:
+            Result of the step; tensors are copies, without a graph of autograd.
+
+        Raises:
+            StateError: The step cannot be captured, or a replay would not do what it does.
+            RankMismatchError: Other ranks are about to do something else.
+
+        Cost: what the step costs in the first calls. Then the copies of inputs and outputs, the
+        start of one graph, and the comparison of what the host would read.
+        """
+        given = (args, kwargs)
+        if self._error is not None:
+            why = "its capture failed before"
+            raise _cannot(self._name, "replayed", why, "Capture it anew.") from self._error
+        if self._frozen is not None:
+            self._check()
+        if self._inputs is None:
+            self._inputs = _Inputs(self._name, given, self._device)
+        else:
+            self._inputs.fill(given)
+        self.num_calls += 1
+        if self.num_calls <= self._warm_up:
+            return self._run_once()  # type: ignore[no-any-return]
+        if not self.is_captured:
+            self._capture()
+        self._graph.replay(self._name)
+        self._gradients.show()
+        torch.autograd.graph.increment_version(self._written)
+        result: R = map_tensors(torch.clone, self._result)
+        return result
+
+    def _check(self) -> None:
+        assert self._frozen is not None
+        assert self._updates is not None
+        for runtime in self._runtimes:
+            runtime.tidy_up()
+            runtime.streams.note_step()
+        self._frozen.check()
+        self._updates.check()
+        self._gradients.check()
+
+    def _call(self) -> Any:
+        assert self._inputs is not None
+        args, kwargs = self._inputs.tree
+        return map_tensors(Tensor.detach, self._step(*args, **kwargs))
+
+    def _run_once(self) -> Any:
+        """Take a step where it will be captured; see whether it empties gradients."""
+        with self._graph.aside():
+            self._gradients.note_left()
+            result = self._call()
+            self._gradients.note_dropped()
+            return map_tensors(torch.clone, result)
+
+    def _capture(self) -> None:
+        states = [s for m in self._models for each in m.modules() if (s := get_state(each))]
+        runtimes = dict.fromkeys(s.runtime for s in states if s.runtime is not None)
+        self._runtimes = list(runtimes)
+        roots = [s for s in states if s.runtime is not None and s.runtime.settings is s.settings]
+        groups = [group for runtime in self._runtimes for group in runtime.groups]
+        _refuse(self._name, groups)
+        with self._graph.aside():
+            for runtime in self._runtimes:
+                runtime.tidy_up()
+                self._refuse_unfinished("the calls before have left it so")
+                runtime.settle()
+        self._gradients.note_left()
+        self._gradients.check()
+        self._gradients.empty()
+        frozen = _Frozen(self._name, roots)
+        pieces: list[Any] = [e.param for g in groups for b in g.buckets for e in b.entries]
+        versions = [_compat.version_of(param.local_piece) for param in pieces]
+        updates = _Updates(self._name)
+        noting = register_optimizer_step_pre_hook(updates.note)
+        try:
+            with self._graph.capturing():
+                self._capture_on_streams()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            noting.remove()
+        self._gradients.note_left()
+        self._written = [
+            param.local_piece
+            for param, version in zip(pieces, versions, strict=True)
+            if _compat.version_of(param.local_piece) != version
+        ]
+        self._frozen, self._updates, self.is_captured = frozen, updates, True
+
+    def _capture_on_streams(self) -> None:
+        """Call the step; all streams begin and end with the capture."""
+        for runtime in self._runtimes:
+            runtime.streams.fork()
+        try:
+            self._result = self._call()
+        except ShardkitError:
+            raise
+        except Exception as error:
+            remedy = (
+                "A graph has no part of the host: leave out .item(), prints of values, copies from "
+                "and to the host, GradScaler.step, and conditions on values. What the host has to "
+                "decide belongs between calls."
+            )
+            raise _cannot(self._name, "captured", f"{error}", remedy) from error
+        self._refuse_unfinished("a replay begins anew")
+        for runtime in self._runtimes:
+            runtime.settle()
+
+    def _refuse_unfinished(self, why: str) -> None:
+        for runtime in self._runtimes:
+            unfinished = runtime.unfinished
+            if unfinished is not None:
+                raise _cannot(self._name, "captured", f"{unfinished}, and {why}", _FINISH)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Forget a step that was captured in part; nothing of it has run."""
+        self._error = error
+        self._result = None
+        for runtime in self._runtimes:
+            runtime.reset()
+        self._gradients.empty()
+
+
+def capture(step: Callable[P, R], *models: nn.Module, warm_up: int = 3) -> CapturedStep[P, R]:
+    """Capture a step of sharded models in a CUDA graph, and replay it.
+
+    Each call of what it returns is one step, on each rank::
+
+        step = shardkit.capture(train_step, model)
+        for batch in loader:
+            loss = step(batch)
+
+    The first calls run the step as it is, the next one captures it and replays it, later ones
+    replay it. A step may hold several backwards, clipping, and the optimizer's step.
+    `docs/howto/cuda-graphs.md` says what the graph cannot do, and what is compared before each
+    replay.
+
+    Args:
+        step: Function of tensors and constants that trains; alike on all ranks.
+        *models: Sharded models that it uses.
+        warm_up: Number of calls that run the step as it is, at least 2.
+
+    Returns:
+        The step.
+
+    Raises:
+        StateError: The models cannot be captured: offloaded, no device of graphs, no engine for the
+            host.
+        ValueError: `warm_up` is less than 2.
+
+    Cost: nothing before the first call; the memory of one step stays with the graph.
+    """
+    if warm_up < _LEAST_WARM_UP:
+        msg = (
+            f"warm_up of capture must be at least {_LEAST_WARM_UP}, came {warm_up}: the first pass "
+            f"learns the order of groups, and the first step makes the state of optimizers."
+        )
+        raise ValueError(msg)
+    return CapturedStep(step, models, warm_up)
