@@ -86,11 +86,13 @@ def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
         mesh: Mesh of the call on that module.
     """
     widest = max((mesh, *(group.mesh for group in groups)), key=lambda each: each.size())
+    ranks = {*widest.ranks}
     buckets = [bucket for group in groups for bucket in group.buckets]
     split = {b.plan.mesh.ranks for b in buckets for s in b.store.specs if s.tensor_parallel}
     for bucket in buckets:
         own = bucket.plan.mesh
-        is_part = set(own.ranks) < set(widest.ranks) and own.ranks not in split
+        is_part = own.size() < len(ranks) and ranks.issuperset(own.ranks)
+        is_part = is_part and own.ranks not in split
         is_trained = any(entry.param.requires_grad for entry in bucket.entries)
         if is_part and is_trained and bucket.plan.around is None:
             bucket.lie_within(widest)
