@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardkit
 from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
 from parallel_models import forget_old_meshes
-from shardkit import ShardedTensor, auto_shard, checkpoint_module
+from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, checkpoint_module
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
 
@@ -53,6 +53,7 @@ OPTIONS: dict[str, typing.Any] = {
     "checkpointed": {"before": checkpoint_module},
     "by the caller": {"auto_wrapper_callable": shardkit.fully_shard},
     "whole norms": {"shard_placement_fn": lambda p: Replicate() if p.ndim == 1 else None},
+    "fp32": {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)},
     "zero2": {"strategy": "zero2"},
     "hybrid": {"strategy": "hybrid"},
 }
@@ -168,9 +169,8 @@ def test_dtensors_are_taken_as_they_are(spawn: Spawn) -> None:
     spawn(take_dtensors, 4)
 
 
-def keep_on_meta(path: str) -> None:
-    """Whole experts are never anywhere: neither here nor in memory that a rank has kept."""
-    layout = Layout((2, 2))
+def keep_on_meta(shape: tuple[int, int], path: str) -> None:
+    layout = Layout(shape)
     _, trained, _ = make(layout)
     save(path, trained)
     with torch.device("meta"):
@@ -181,17 +181,43 @@ def keep_on_meta(path: str) -> None:
 
     def fill(module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
-            nn.init.constant_(param, 0.5)
+            nn.init.normal_(param)
 
+    torch.manual_seed(7)
     auto_shard(model, mesh, Block, experts={Experts: "ep"}, param_init_fn=fill)
-    assert all(param.full_tensor().eq(0.5).all() for param in model.parameters())
+    plain = Model().double()
+    torch.manual_seed(7)
+    for module in plain.modules():
+        fill(module)
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), wanted)
     load(path, model)
     for loaded, wanted in zip(model.parameters(), trained.parameters(), strict=True):
         assert torch.equal(loaded.full_tensor(), wanted.full_tensor())
 
 
-def test_a_model_on_meta_is_cut_and_filled(spawn: Spawn, tmp_path: typing.Any) -> None:
-    spawn(keep_on_meta, 4, str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_a_model_on_meta_is_filled_as_in_one_process(
+    spawn: Spawn, shape: tuple[int, int], tmp_path: typing.Any
+) -> None:
+    spawn(keep_on_meta, 4, shape, str(tmp_path / "checkpoint"))
+
+
+def in_lower_precision() -> None:
+    plain, model, _ = make(Layout((2, 2), options=("fp32",)))
+    seen = []
+    model.blocks[0].experts.register_forward_pre_hook(
+        lambda m, _: seen.append((m.up.dtype, m.up.to_local().dtype))
+    )
+    own, whole = batches(0)
+    loss_of(plain, whole).backward()
+    loss_of(model, own).backward()
+    assert seen == [(torch.float32, torch.float32)]
+    assert 1e-12 < largest_difference(plain, model, grads=True) < 1e-5
+
+
+def test_mixed_precision(spawn: Spawn) -> None:
+    spawn(in_lower_precision, 4)
 
 
 class Half(torch.Tensor):

@@ -479,6 +479,32 @@ def call_apart(kind: str, path: str) -> None:
         check_norms(model, rank % 2)
 
 
+def save_frozen(path: str) -> None:
+    """Shard what is not trained over two ranks only, so that its gathers stay on a host."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "rank"))
+    torch.manual_seed(0)
+    plain: typing.Any = Choices(3)
+    plain.experts.requires_grad_(requires_grad=False)
+    model = copy.deepcopy(plain)
+    fully_shard([*model.experts], mesh=mesh["rank"])
+    fully_shard(model)
+    model(torch.ones(2, WIDTH), [0, 1, 2]).backward()
+    assert torch.isfinite(model.clip_grad_norm_(1.0))
+    save(path, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load(path, model)
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), wanted)
+
+
+def test_what_is_frozen_on_a_part_of_the_ranks_is_saved_once(
+    spawn: Spawn, tmp_path: typing.Any
+) -> None:
+    spawn(save_frozen, 4, str(tmp_path / "checkpoint"))
+
+
 @pytest.mark.parametrize("kind", ["norms", "copies", "save", "save_full"])
 def test_experts_with_a_call_of_their_own_are_parts(
     spawn: Spawn, kind: str, tmp_path: typing.Any

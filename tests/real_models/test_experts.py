@@ -41,12 +41,14 @@ class Layout:
         shape: Replicas, ranks that hold the same experts, ranks that hold different ones.
         tp: Ranks that split attention.
         keeps_routers: Whether routers are no shardkit parameters, but plain ones.
+        recomputes: Whether layers run again in backward, and send their tokens again.
     """
 
     name: str
     shape: tuple[int, int, int]
     tp: int = 1
     keeps_routers: bool = False
+    recomputes: bool = False
 
 
 def make_both(layout: Layout) -> tuple[typing.Any, typing.Any]:
@@ -63,6 +65,9 @@ def make_both(layout: Layout) -> tuple[typing.Any, typing.Any]:
     names = ("fsdp", "ep") if replicas == 1 else ("replicate", "fsdp", "ep")
     options = {"ignored_params": ignored} if layout.keeps_routers else {}
     shard(layout.name, model, whole[names], **options)
+    if layout.recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
     return plain, model
 
 
@@ -130,7 +135,7 @@ def compare_training(layout: Layout) -> None:
 
 LAYOUTS = [
     Layout("qwen3_moe", (1, 2, 2)),
-    Layout("mixtral", (2, 1, 2)),
+    Layout("mixtral", (2, 1, 2), recomputes=True),
     Layout("mixtral", (1, 1, 4), keeps_routers=True),
     Layout("mixtral", (1, 1, 2), tp=2),
 ]

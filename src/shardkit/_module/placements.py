@@ -83,20 +83,24 @@ def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
     """Have groups on a part of a mesh know that other ranks hold others in their place.
 
     As `shard_placement_fn` says it of a single parameter: experts that were sharded by a call of
-    their own, before a module around them. Ranks of tensor parallelism hold equal parameters
-    beside those that are split, so where a mesh has DTensors nothing is said.
+    their own, before a module around them. What is trained on a part of the ranks becomes another
+    one elsewhere; frozen parameters are taken for copies. So are those beside DTensors, since ranks
+    of tensor parallelism hold equal ones.
 
     Args:
         groups: Groups in a module.
         mesh: Mesh of the call on that module.
     """
     widest = max((mesh, *(group.mesh for group in groups)), key=lambda each: each.size())
+    ranks = {*widest.ranks}
     buckets = [bucket for group in groups for bucket in group.buckets]
     split = {b.plan.mesh.ranks for b in buckets for s in b.store.specs if s.tensor_parallel}
     for bucket in buckets:
         own = bucket.plan.mesh
-        is_part = set(own.ranks) < set(widest.ranks) and own.ranks not in split
-        if is_part and bucket.plan.around is None:
+        is_part = own.size() < len(ranks) and ranks.issuperset(own.ranks)
+        is_part = is_part and own.ranks not in split
+        is_trained = any(entry.param.requires_grad for entry in bucket.entries)
+        if is_part and is_trained and bucket.plan.around is None:
             bucket.lie_within(widest)
 
 
