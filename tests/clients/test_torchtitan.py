@@ -21,12 +21,19 @@ pytestmark = pytest.mark.clients
 
 
 def experts(model: str = "deepseek_v3", **fields: typing.Any) -> Case:
-    """Return a case of experts. Gradients are not clipped.
+    """Return a case of experts, which torchtitan computes in bf16. Gradients are not clipped.
 
     torch sums the squares of a tensor of many elements on CPUs with an error of 1e-5 and more, and
     in another order where tensors are cut otherwise. Clipping would carry that into the losses.
     """
-    return Case(model=model, training={"max_norm": 1e9}, norm_tolerance=1e-4, **fields)
+    bounds = {"tolerance": 1e-5, "norm_tolerance": 1e-4}
+    return Case(model=model, training={"max_norm": 1e9}, **bounds, **fields)
+
+
+def pipeline(schedule: str, **fields: typing.Any) -> Case:
+    """Return a case of two stages on two ranks each, or of four."""
+    chosen = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    return Case(ranks=4, parallelism=chosen, **fields)
 
 
 CASES = {
@@ -71,6 +78,9 @@ CASES = {
     "expert and tensor parallel": experts(
         ranks=4, parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
     ),
+    "pipeline": pipeline("1F1B"),
+    "pipeline, interleaved": pipeline("Interleaved1F1B"),
+    "pipeline, zero bubble": pipeline("ZBVZeroBubble"),
     "full_dtensor, expert parallel": experts(
         ranks=4, parallelism={"spmd_backend": "full_dtensor", "expert_parallel_degree": 2}
     ),

@@ -168,6 +168,8 @@ def train_experts(case: str) -> None:
     found: typing.Any = model.rows
     assert found.to_local().numel() == plain.rows.numel() // math.prod(sparse.shape[-2:])
     assert found.device_mesh.mesh_dim_names == sparse.mesh_dim_names
+    around: typing.Any = model.dense.weight
+    assert around.device_mesh.mesh_dim_names == dense.mesh_dim_names
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
