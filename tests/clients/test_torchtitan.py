@@ -9,6 +9,8 @@ import typing
 
 import pytest
 import titan_ranks
+import torch
+from safetensors.torch import load_file
 from titan_ranks import SHARDERS, Case, Files, Trained
 
 if typing.TYPE_CHECKING:
@@ -110,6 +112,13 @@ class Runs:
         pools = self.pools[sharder]
         return pools.spawn(titan_ranks.train, case.ranks, *arguments, timeout_s=400)[-1]
 
+    def errors(self, sharder: str, case: Case) -> list[str]:
+        """Return what each rank raised; empty where it raised nothing."""
+        arguments = (sharder, case, Files(self.assets, self.folder / sharder))
+        pools = self.pools[sharder]
+        raised = pools.spawn_errors(titan_ranks.train, case.ranks, *arguments, timeout_s=400)
+        return ["" if each is None else f"{each.type_name}: {each.message}" for each in raised]
+
     def compare(self, name: str, case: Case, found: Trained, wanted: Trained) -> None:
         """Compare two trainings and put the largest difference of losses into the table."""
         assert found.steps == wanted.steps
@@ -168,3 +177,27 @@ def test_checkpoints_are_resumed_by_the_other(runs: Runs, name: str, mode: str) 
         found = runs.train(resumed_by, case, checkpoints=folder, mode=mode)
         label = f"{name}, saved ({mode}) by {saved_by}, resumed by {resumed_by}"
         runs.compare(label, case, found, trained[saved_by].after(2))
+
+
+def test_spmd_types_is_refused_as_fsdp2_does(runs: Runs) -> None:
+    """torch 2.13 has no part in this backend: parameters stay plain on the mesh of DTensors."""
+    case = Case(parallelism={"spmd_backend": "spmd_types"})
+    for error in runs.errors("fsdp2", case):
+        assert "ValueError: When dp_mesh_dims is provided, all parameters must be DTensors" in error
+    for error in runs.errors("shardkit", case):
+        assert "is a plain parameter: with dp_mesh_dims all parameters are DTensors" in error
+    runs.tell("torchtitan", "spmd_types", "refused by both")
+
+
+def test_a_file_for_transformers_is_that_of_fsdp2(runs: Runs) -> None:
+    files = {}
+    for sharder in SHARDERS:
+        folder = runs.folder / sharder
+        runs.train(sharder, Case(), checkpoints=folder, interval=100, exports=True)
+        (path,) = folder.glob("step-4/*.safetensors")
+        files[sharder] = load_file(path)
+    wanted, found = (files[sharder] for sharder in SHARDERS)
+    assert wanted.keys() == found.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
+    runs.tell("torchtitan", "a file for transformers", "the same weights")
