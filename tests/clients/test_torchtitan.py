@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import shutil
 import typing
 
 import pytest
 import titan_ranks
+import torch
+from safetensors.torch import load_file
 from titan_ranks import SHARDERS, Case, Files, Trained
 
 if typing.TYPE_CHECKING:
@@ -16,6 +20,23 @@ if typing.TYPE_CHECKING:
     import workers
 
 pytestmark = pytest.mark.clients
+
+
+def experts(model: str = "deepseek_v3", **fields: typing.Any) -> Case:
+    """Return a case of experts, which torchtitan computes in bf16. Gradients are not clipped.
+
+    torch sums the squares of a tensor of many elements on CPUs with an error of 1e-5 and more, and
+    in another order where tensors are cut otherwise. Clipping would carry that into the losses.
+    """
+    bounds = {"tolerance": 1e-5, "norm_tolerance": 1e-4}
+    return Case(model=model, training={"max_norm": 1e9}, **bounds, **fields)
+
+
+def pipeline(schedule: str, **fields: typing.Any) -> Case:
+    """Return a case of two stages on two ranks each, or of four."""
+    chosen = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    return Case(ranks=4, parallelism=chosen, **fields)
+
 
 CASES = {
     "fp32": Case(),
@@ -47,6 +68,24 @@ CASES = {
     "full_dtensor, tensor parallel": Case(
         ranks=4, parallelism={"spmd_backend": "full_dtensor", "tensor_parallel_degree": 2}
     ),
+    "experts": experts(),
+    "experts, qwen3": experts(model="qwen3_moe"),
+    "expert parallel": experts(ranks=4, parallelism={"expert_parallel_degree": 2}),
+    "expert parallel, hybrid": experts(
+        ranks=4, parallelism={"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}
+    ),
+    "expert parallel, qwen3": experts(
+        ranks=4, model="qwen3_moe", parallelism={"expert_parallel_degree": 4}
+    ),
+    "expert and tensor parallel": experts(
+        ranks=4, parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
+    ),
+    "pipeline": pipeline("1F1B"),
+    "pipeline, interleaved": pipeline("Interleaved1F1B"),
+    "pipeline, zero bubble": pipeline("ZBVZeroBubble"),
+    "full_dtensor, expert parallel": experts(
+        ranks=4, parallelism={"spmd_backend": "full_dtensor", "expert_parallel_degree": 2}
+    ),
 }
 
 
@@ -73,19 +112,24 @@ class Runs:
         pools = self.pools[sharder]
         return pools.spawn(titan_ranks.train, case.ranks, *arguments, timeout_s=400)[-1]
 
-    def compare(self, name: str, found: Trained, wanted: Trained, tolerance: float) -> None:
-        """Compare two trainings and put the difference into the table."""
-        differences = [
-            *map(_difference, found.losses, wanted.losses),
-            *map(_difference, found.norms, wanted.norms),
-        ]
-        self.tell("torchtitan", name, f"{max(differences):.1e}")
+    def errors(self, sharder: str, case: Case) -> list[str]:
+        """Return what each rank raised; empty where it raised nothing."""
+        arguments = (sharder, case, Files(self.assets, self.folder / sharder))
+        pools = self.pools[sharder]
+        raised = pools.spawn_errors(titan_ranks.train, case.ranks, *arguments, timeout_s=400)
+        return ["" if each is None else f"{each.type_name}: {each.message}" for each in raised]
+
+    def compare(self, name: str, case: Case, found: Trained, wanted: Trained) -> None:
+        """Compare two trainings and put the largest difference of losses into the table."""
         assert found.steps == wanted.steps
-        assert max(differences) <= tolerance, (found, wanted)
+        losses = max(map(_difference, found.losses, wanted.losses))
+        norms = max(map(_difference, found.norms, wanted.norms))
+        self.tell("torchtitan", name, f"{losses:.1e}, norms {norms:.1e}")
+        assert losses <= case.tolerance, (found.losses, wanted.losses)
+        assert norms <= case.norm_tolerance, (found.norms, wanted.norms)
         assert found.weights.keys() == wanted.weights.keys()
-        for each, (total, squares) in wanted.weights.items():
-            assert abs(found.weights[each][1] - squares) <= 10 * tolerance * squares, each
-            assert abs(found.weights[each][0] - total) <= 10 * tolerance * squares**0.5 * 30, each
+        for each, (_, squares) in wanted.weights.items():
+            assert _difference(found.weights[each][1], squares) <= 10 * case.tolerance, each
 
 
 def _difference(found: float, wanted: float) -> float:
@@ -106,4 +150,54 @@ def runs(
 def test_training_equals_fsdp2(runs: Runs, name: str) -> None:
     wanted, found = (runs.train(sharder, CASES[name]) for sharder in SHARDERS)
     assert (wanted.classes, found.classes) == (["DTensor"], ["ShardedTensor"])
-    runs.compare(name, found, wanted, CASES[name].tolerance)
+    runs.compare(name, CASES[name], found, wanted)
+
+
+RESUMED = {
+    "fp32": Case(),
+    "full_dtensor": Case(parallelism={"spmd_backend": "full_dtensor"}),
+    "hybrid 2x2": Case(ranks=4, parallelism={"data_parallel_replicate_degree": 2}),
+    "tensor parallel": Case(ranks=4, parallelism={"tensor_parallel_degree": 2}),
+    "expert parallel": experts(ranks=4, parallelism={"expert_parallel_degree": 2}),
+}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_checkpoints_are_resumed_by_the_other(runs: Runs, name: str, mode: str) -> None:
+    case = RESUMED[name]
+    trained = {}
+    for sharder in SHARDERS:
+        folder = runs.folder / f"by-{sharder}"
+        trained[sharder] = runs.train(sharder, case, checkpoints=folder, mode=mode)
+        shutil.rmtree(folder / f"step-{case.steps}")
+    for saved_by, resumed_by in itertools.permutations(SHARDERS):
+        folder = runs.folder / f"by-{saved_by}"
+        assert [each.name for each in folder.iterdir()] == ["step-2"]
+        found = runs.train(resumed_by, case, checkpoints=folder, mode=mode)
+        label = f"{name}, saved ({mode}) by {saved_by}, resumed by {resumed_by}"
+        runs.compare(label, case, found, trained[saved_by].after(2))
+
+
+def test_spmd_types_is_refused_as_fsdp2_does(runs: Runs) -> None:
+    """torch 2.13 has no part in this backend: parameters stay plain on the mesh of DTensors."""
+    case = Case(parallelism={"spmd_backend": "spmd_types"})
+    for error in runs.errors("fsdp2", case):
+        assert "ValueError: When dp_mesh_dims is provided, all parameters must be DTensors" in error
+    for error in runs.errors("shardkit", case):
+        assert "is a plain parameter: with dp_mesh_dims all parameters are DTensors" in error
+    runs.tell("torchtitan", "spmd_types", "refused by both")
+
+
+def test_a_file_for_transformers_is_that_of_fsdp2(runs: Runs) -> None:
+    files = {}
+    for sharder in SHARDERS:
+        folder = runs.folder / sharder
+        runs.train(sharder, Case(), checkpoints=folder, interval=100, exports=True)
+        (path,) = folder.glob("step-4/*.safetensors")
+        files[sharder] = load_file(path)
+    wanted, found = (files[sharder] for sharder in SHARDERS)
+    assert wanted.keys() == found.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
+    runs.tell("torchtitan", "a file for transformers", "the same weights")

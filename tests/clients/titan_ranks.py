@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import shardkit
+from parallel_models import forget_old_meshes
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -48,7 +50,8 @@ class Case:
         is_tied: Whether the head's weight is that of the embedding.
         is_chunked: Whether the head and the loss run chunk by chunk, as in torchtitan's configs.
         steps: Number of steps.
-        tolerance: Largest relative difference of losses and norms.
+        tolerance: Largest relative difference of losses.
+        norm_tolerance: The same of norms of gradients.
     """
 
     ranks: int = 2
@@ -61,6 +64,7 @@ class Case:
     is_chunked: bool = False
     steps: int = 4
     tolerance: float = 1e-6
+    norm_tolerance: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +74,18 @@ class Files:
     Attributes:
         assets: Folder with the tokenizer and the text.
         output: Folder of this training.
-        checkpoint: Folder to save to, and to go on from where it holds a checkpoint.
-        save_at: Step of which a checkpoint is saved; None: none is.
+        checkpoints: Folder of its checkpoints, from the last of which it goes on; None: none.
+        interval: Steps between two checkpoints.
+        mode: How they are saved: ``"disabled"`` (not in the background) or ``"async"``.
+        exports: Whether the last one is a file as transformers reads it.
     """
 
     assets: pathlib.Path
     output: pathlib.Path
-    checkpoint: pathlib.Path | None = None
-    save_at: int | None = None
+    checkpoints: pathlib.Path | None = None
+    interval: int = 2
+    mode: str = "disabled"
+    exports: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +105,12 @@ class Trained:
     norms: list[float]
     weights: dict[str, tuple[float, float]]
     classes: list[str]
+
+    def after(self, step: int) -> Trained:
+        """Return the same without the steps up to this one."""
+        first = self.steps.index(step) + 1
+        losses, norms = self.losses[first:], self.norms[first:]
+        return dataclasses.replace(self, steps=self.steps[first:], losses=losses, norms=norms)
 
 
 def make_assets(folder: pathlib.Path) -> None:
@@ -131,6 +145,8 @@ def train(sharder: str, case: Case, files: Files) -> Trained:
     trainer = config.build()
     for part in trainer.model_parts:
         _fill(part)
+    if trainer.parallel_dims.pp_enabled:
+        _give_whole_batches(trainer.pp_schedule)
     steps, losses, norms = [], [], []
     log = trainer.metrics_processor.log
 
@@ -170,6 +186,23 @@ def _fill(model: nn.Module) -> None:
     set_model_state_dict(model, whole, options=options)
 
 
+def _give_whole_batches(schedule: typing.Any) -> None:
+    """Give a schedule of torch one batch, where it does not take micro-batches (to torch 2.13)."""
+    inner = schedule.step
+    if "arg_mbs" in inspect.signature(inner).parameters:
+        return
+
+    def step(
+        *, arg_mbs: typing.Any, kwarg_mbs: typing.Any, target_mbs: typing.Any, **rest: typing.Any
+    ) -> typing.Any:
+        args = [torch.cat(each) for each in zip(*arg_mbs or (), strict=True)]
+        kwargs = {name: torch.cat([each[name] for each in kwarg_mbs]) for name in kwarg_mbs[0]}
+        target = torch.cat(target_mbs) if target_mbs else None
+        return inner(*args, target=target, **kwargs, **rest)
+
+    schedule.step = step
+
+
 def _figures(param: typing.Any) -> tuple[float, float]:
     """Return sums over a whole parameter, in double precision."""
     whole = param.full_tensor() if hasattr(param, "full_tensor") else param
@@ -189,6 +222,7 @@ def _begin(sharder: str, files: Files) -> None:
         HF_HOME=str(files.assets / "cache"),
         HF_DATASETS_CACHE=str(files.assets / f"cache-{rank}"),
     )
+    forget_old_meshes()
     _let_cpu_be_a_device()
     if sharder == "shardkit":
         shardkit.install()
@@ -247,7 +281,6 @@ def _config(case: Case, files: Files) -> typing.Any:
     training = {"mixed_precision_param": "float32", **case.training}
     optimizer = default_adamw(lr=2e-3)
     optimizer.implementation = case.optimizer
-    saves = files.checkpoint is not None
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=str(files.assets),
@@ -270,10 +303,12 @@ def _config(case: Case, files: Files) -> typing.Any:
             **{"spmd_backend": "partial_dtensor", **case.parallelism},
         ),
         checkpoint=CheckpointManager.Config(
-            enable=saves,
-            folder=str(files.checkpoint),
-            interval=files.save_at or case.steps + 1,
-            last_save_model_only=False,
+            enable=files.checkpoints is not None,
+            folder=str(files.checkpoints),
+            interval=files.interval,
+            async_mode=files.mode,
+            last_save_model_only=files.exports,
+            last_save_in_hf=files.exports,
         ),
         activation_checkpoint={
             "none": lambda: None,
