@@ -65,6 +65,11 @@ class Installed:
         self.at_undo(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
+    @property
+    def has_replaced(self) -> bool:
+        """Whether there is anything to undo."""
+        return bool(self._undoing)
+
     def at_undo(self, call: Callable[[], object]) -> None:
         """Have something called when this is undone; what was given last is called first."""
         self._undoing.append(call)
@@ -157,8 +162,12 @@ def install() -> Installed:
             "still torch's, so call shardkit.install() first.",
             ", ".join(sorted(before)),
         )
-    for package in _COMPANIONS:
-        installed.after_import(package, functools.partial(_bring_along, installed))
+    try:
+        for package in _COMPANIONS:
+            installed.after_import(package, functools.partial(_bring_along, installed))
+    except BaseException:
+        installed.undo()
+        raise
     return installed
 
 
@@ -227,6 +236,9 @@ def _bring_along(installed: Installed, package: types.ModuleType) -> None:
         used = integration.use()
     except IntegrationError as error:
         refuse_or_warn(name, error)
+        return
+    if not used.has_replaced:  # Somebody has called it before, and is told of errors.
+        installed.brought_along.discard(name)
         return
     installed.at_undo(used.undo)
     _say("shardkit is in the place of FSDP2 in %s, too.", name)
