@@ -36,7 +36,10 @@ FRAMEWORKS = {
     "lightning": ("2.3", "2.4", "2.5", "2.6"),
 }
 # That shard by FSDP2 themselves: what is installed for each. torchtitan's CPU ranks ask for triton.
-CLIENTS = (("torchtitan==0.3.0", "triton==3.9.0"),)
+CLIENTS = (
+    ("torchtitan==0.3.0", "triton==3.9.0"),
+    ("torchtune==0.6.1", "torchao==0.13.0"),  # newer ones of torchao lack what it imports
+)
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch
     "not gpu and not models and not frameworks and not clients and not xla and not parting "

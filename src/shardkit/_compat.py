@@ -7,6 +7,7 @@ Those of plain torch come first, those of modules and of checkpoints have parts 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.abc
@@ -880,6 +881,7 @@ def dcp_memory_format() -> Any:
 
 _HELPERS_MODULE = "torch.distributed._state_dict_utils"
 _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+_WRITER_MODULE = "torch.distributed.checkpoint.hf_storage"
 _PUBLIC_STATE_DICT_FUNCTIONS = (
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -951,6 +953,54 @@ def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
 
     helper.wraps_torch = True  # type: ignore[attr-defined]
     return helper
+
+
+def write_boxes_apart() -> None:
+    """Let torch's writer of safetensors keep all boxes that a rank has of a tensor.
+
+    Its files have one entry for each name. A piece that begins or ends inside a row is several
+    boxes, of which the last one alone would stay. So each goes into a file of its own, which torch
+    consolidates as those of other ranks. Torch's class and arguments are those of 2.9.0 to 2.13.0.
+    """
+
+    def wrap(module: types.ModuleType) -> None:
+        writer: Any = getattr(module, "HuggingFaceStorageWriter", None)
+        if writer is not None and not hasattr(writer.write_data, "wraps_torch"):
+            writer.write_data = _wrapped(writer.write_data, _write_in_rounds)
+
+    if _WRITER_MODULE in sys.modules:
+        wrap(sys.modules[_WRITER_MODULE])
+    else:
+        sys.meta_path.insert(0, AfterImport(_WRITER_MODULE, wrap))
+
+
+def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
+    rounds: list[list[Any]] = []
+    seen: dict[str, int] = {}
+    for item in plan.items:
+        number = seen[item.index.fqn] = seen.get(item.index.fqn, -1) + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(item)
+    if len(rounds) < 2:  # noqa: PLR2004 - nothing is written twice
+        return original(writer, plan, planner)
+    if "shard_index" not in plan.storage_data:
+        msg = (
+            f"HuggingFaceStorageWriter without save_distributed=True has one entry for each name, "
+            f"and this rank has several parts of {rounds[1][0].index.fqn!r}. Pass "
+            f"save_distributed=True, or use shardkit.checkpoint.save_full(path, model, "
+            f'format="safetensors").'
+        )
+        raise StateError(msg)
+    results: list[Any] = []
+    for number, items in enumerate(rounds):
+        index = plan.storage_data["shard_index"] + number * c10d.get_world_size()
+        storage_data = {**plan.storage_data, "shard_index": index}
+        part = dataclasses.replace(plan, items=items, storage_data=storage_data)
+        results += original(writer, part, planner).wait()
+    done: torch.futures.Future[list[Any]] = torch.futures.Future()
+    done.set_result(results)
+    return done
 
 
 def _refuse_full_state_dicts(module: types.ModuleType) -> None:

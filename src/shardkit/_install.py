@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._compat import META_STATE, AfterImport, as_plain
-from shardkit._errors import IntegrationError, warn_user
+from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._tensor.spec import FlatShard
 
 if TYPE_CHECKING:
     import types
@@ -40,6 +41,9 @@ _OURS = {
         share_comm_ctx,
     )
 }
+_MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
+"""Those that users import `distribute_tensor` from."""
+
 _PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 """Those that users import from. Other parts of torch keep what they have."""
 
@@ -60,6 +64,11 @@ class Installed:
         """Replace a name of a module or class, and remember what it was."""
         self.at_undo(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether there is anything to undo."""
+        return bool(self._undoing)
 
     def at_undo(self, call: Callable[[], object]) -> None:
         """Have something called when this is undone; what was given last is called first."""
@@ -120,6 +129,7 @@ def install() -> Installed:
         of a second call has nothing to undo.
     """
     import torch.distributed.fsdp as torch_fsdp  # noqa: TID251 - to replace its names
+    import torch.distributed.tensor as torch_tensor  # noqa: TID251 - to replace its names
 
     # They ask FSDP2's modules for more than they offer in public, or are what gives its names.
     importlib.import_module("torch.distributed.pipelining")
@@ -130,11 +140,14 @@ def install() -> Installed:
     _installed.append(installed)
     installed.at_undo(_installed.clear)
     theirs = {name: getattr(torch_fsdp, name) for name in _OURS if hasattr(torch_fsdp, name)}
+    ours = {**_OURS, "distribute_tensor": cutting(torch_tensor.distribute_tensor)}
     before = set()
-    for module, attribute, name in _places_of(theirs):
-        is_given_by_torch = module.__name__.startswith(_PACKAGES)
+    for module, attribute, name in _places_of(
+        {**theirs, "distribute_tensor": torch_tensor.distribute_tensor}
+    ):
+        is_given_by_torch = module.__name__.startswith(_PACKAGES) or module.__name__ in _MODULES
         if is_given_by_torch or not _is_of(module, ("torch", "shardkit")):
-            installed.replace(module, attribute, _OURS[name])
+            installed.replace(module, attribute, ours[name])
         if not is_given_by_torch and not _is_of(module, ("torch", "shardkit")):
             before.add(f"{module.__name__}.{attribute}")
     _answer_as_dtensors(installed)
@@ -149,8 +162,12 @@ def install() -> Installed:
             "still torch's, so call shardkit.install() first.",
             ", ".join(sorted(before)),
         )
-    for package in _COMPANIONS:
-        installed.after_import(package, functools.partial(_bring_along, installed))
+    try:
+        for package in _COMPANIONS:
+            installed.after_import(package, functools.partial(_bring_along, installed))
+    except BaseException:
+        installed.undo()
+        raise
     return installed
 
 
@@ -171,6 +188,43 @@ def _answer_as_dtensors(installed: Installed) -> None:
     installed.after_import(META_STATE[0], take_for_plain)
 
 
+def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``distribute_tensor``: with the placements of a sharded tensor it cuts as that is cut.
+
+    Cost: a broadcast of the tensor on each axis of data, unless `src_data_rank` is None.
+    """
+
+    @functools.wraps(original)
+    def distribute_tensor(
+        tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Any = None,
+        *,
+        src_data_rank: int | None = 0,
+    ) -> Any:
+        flat = [each for each in placements or () if isinstance(each, FlatShard)]
+        if not flat:
+            return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+        spec = flat[0].spec
+        if spec is None or tuple(tensor.shape) != tuple(spec.shape):
+            whose = "no tensor's own" if spec is None else f"those of {tuple(spec.shape)}"
+            msg = (
+                f"distribute_tensor got placements {tuple(placements)}, which are {whose}, for a "
+                f"tensor of shape {tuple(tensor.shape)}. Pass the placements of the sharded "
+                f"parameter that it is for, or call fully_shard on a module that holds it."
+            )
+            raise ShardedTensorError(msg)
+        whole = tensor.detach()
+        if src_data_rank is not None:
+            whole = whole.clone(memory_format=torch.contiguous_format)
+            for axis in spec.data_parallel_axes:
+                axis.broadcast(whole, src_data_rank)
+        cut = ShardedTensor(spec.slice_full(whole).clone(), spec)
+        return cut.requires_grad_(tensor.requires_grad)
+
+    return distribute_tensor
+
+
 def _bring_along(installed: Installed, package: types.ModuleType) -> None:
     """Have a package that was imported use shardkit as well."""
     name = package.__name__
@@ -182,6 +236,9 @@ def _bring_along(installed: Installed, package: types.ModuleType) -> None:
         used = integration.use()
     except IntegrationError as error:
         refuse_or_warn(name, error)
+        return
+    if not used.has_replaced:  # Somebody has called it before, and is told of errors.
+        installed.brought_along.discard(name)
         return
     installed.at_undo(used.undo)
     _say("shardkit is in the place of FSDP2 in %s, too.", name)

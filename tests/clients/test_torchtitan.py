@@ -9,6 +9,8 @@ import typing
 
 import pytest
 import titan_ranks
+import torch
+from safetensors.torch import load_file
 from titan_ranks import SHARDERS, Case, Files, Trained
 
 if typing.TYPE_CHECKING:
@@ -21,12 +23,19 @@ pytestmark = pytest.mark.clients
 
 
 def experts(model: str = "deepseek_v3", **fields: typing.Any) -> Case:
-    """Return a case of experts. Gradients are not clipped.
+    """Return a case of experts, which torchtitan computes in bf16. Gradients are not clipped.
 
     torch sums the squares of a tensor of many elements on CPUs with an error of 1e-5 and more, and
     in another order where tensors are cut otherwise. Clipping would carry that into the losses.
     """
-    return Case(model=model, training={"max_norm": 1e9}, norm_tolerance=1e-4, **fields)
+    bounds = {"tolerance": 1e-5, "norm_tolerance": 1e-4}
+    return Case(model=model, training={"max_norm": 1e9}, **bounds, **fields)
+
+
+def pipeline(schedule: str, **fields: typing.Any) -> Case:
+    """Return a case of two stages on two ranks each, or of four."""
+    chosen = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    return Case(ranks=4, parallelism=chosen, **fields)
 
 
 CASES = {
@@ -71,6 +80,9 @@ CASES = {
     "expert and tensor parallel": experts(
         ranks=4, parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
     ),
+    "pipeline": pipeline("1F1B"),
+    "pipeline, interleaved": pipeline("Interleaved1F1B"),
+    "pipeline, zero bubble": pipeline("ZBVZeroBubble"),
     "full_dtensor, expert parallel": experts(
         ranks=4, parallelism={"spmd_backend": "full_dtensor", "expert_parallel_degree": 2}
     ),
@@ -99,6 +111,13 @@ class Runs:
         arguments = (sharder, case, Files(self.assets, output, **files))
         pools = self.pools[sharder]
         return pools.spawn(titan_ranks.train, case.ranks, *arguments, timeout_s=400)[-1]
+
+    def errors(self, sharder: str, case: Case) -> list[str]:
+        """Return what each rank raised; empty where it raised nothing."""
+        arguments = (sharder, case, Files(self.assets, self.folder / sharder))
+        pools = self.pools[sharder]
+        raised = pools.spawn_errors(titan_ranks.train, case.ranks, *arguments, timeout_s=400)
+        return ["" if each is None else f"{each.type_name}: {each.message}" for each in raised]
 
     def compare(self, name: str, case: Case, found: Trained, wanted: Trained) -> None:
         """Compare two trainings and put the largest difference of losses into the table."""
@@ -158,3 +177,27 @@ def test_checkpoints_are_resumed_by_the_other(runs: Runs, name: str, mode: str) 
         found = runs.train(resumed_by, case, checkpoints=folder, mode=mode)
         label = f"{name}, saved ({mode}) by {saved_by}, resumed by {resumed_by}"
         runs.compare(label, case, found, trained[saved_by].after(2))
+
+
+def test_spmd_types_is_refused_as_fsdp2_does(runs: Runs) -> None:
+    """torch 2.13 has no part in this backend: parameters stay plain on the mesh of DTensors."""
+    case = Case(parallelism={"spmd_backend": "spmd_types"})
+    for error in runs.errors("fsdp2", case):
+        assert "ValueError: When dp_mesh_dims is provided, all parameters must be DTensors" in error
+    for error in runs.errors("shardkit", case):
+        assert "is a plain parameter: with dp_mesh_dims all parameters are DTensors" in error
+    runs.tell("torchtitan", "spmd_types", "refused by both")
+
+
+def test_a_file_for_transformers_is_that_of_fsdp2(runs: Runs) -> None:
+    files = {}
+    for sharder in SHARDERS:
+        folder = runs.folder / sharder
+        runs.train(sharder, Case(), checkpoints=folder, interval=100, exports=True)
+        (path,) = folder.glob("step-4/*.safetensors")
+        files[sharder] = load_file(path)
+    wanted, found = (files[sharder] for sharder in SHARDERS)
+    assert wanted.keys() == found.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
+    runs.tell("torchtitan", "a file for transformers", "the same weights")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import shardkit
+from parallel_models import forget_old_meshes
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -143,6 +145,8 @@ def train(sharder: str, case: Case, files: Files) -> Trained:
     trainer = config.build()
     for part in trainer.model_parts:
         _fill(part)
+    if trainer.parallel_dims.pp_enabled:
+        _give_whole_batches(trainer.pp_schedule)
     steps, losses, norms = [], [], []
     log = trainer.metrics_processor.log
 
@@ -182,6 +186,23 @@ def _fill(model: nn.Module) -> None:
     set_model_state_dict(model, whole, options=options)
 
 
+def _give_whole_batches(schedule: typing.Any) -> None:
+    """Give a schedule of torch one batch, where it does not take micro-batches (to torch 2.13)."""
+    inner = schedule.step
+    if "arg_mbs" in inspect.signature(inner).parameters:
+        return
+
+    def step(
+        *, arg_mbs: typing.Any, kwarg_mbs: typing.Any, target_mbs: typing.Any, **rest: typing.Any
+    ) -> typing.Any:
+        args = [torch.cat(each) for each in zip(*arg_mbs or (), strict=True)]
+        kwargs = {name: torch.cat([each[name] for each in kwarg_mbs]) for name in kwarg_mbs[0]}
+        target = torch.cat(target_mbs) if target_mbs else None
+        return inner(*args, target=target, **kwargs, **rest)
+
+    schedule.step = step
+
+
 def _figures(param: typing.Any) -> tuple[float, float]:
     """Return sums over a whole parameter, in double precision."""
     whole = param.full_tensor() if hasattr(param, "full_tensor") else param
@@ -201,6 +222,7 @@ def _begin(sharder: str, files: Files) -> None:
         HF_HOME=str(files.assets / "cache"),
         HF_DATASETS_CACHE=str(files.assets / f"cache-{rank}"),
     )
+    forget_old_meshes()
     _let_cpu_be_a_device()
     if sharder == "shardkit":
         shardkit.install()

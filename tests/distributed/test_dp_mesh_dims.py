@@ -168,6 +168,8 @@ def train_experts(case: str) -> None:
     found: typing.Any = model.rows
     assert found.to_local().numel() == plain.rows.numel() // math.prod(sparse.shape[-2:])
     assert found.device_mesh.mesh_dim_names == sparse.mesh_dim_names
+    around: typing.Any = model.dense.weight
+    assert around.device_mesh.mesh_dim_names == dense.mesh_dim_names
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -198,11 +200,15 @@ def mistake(kind: str) -> None:
     if kind != "plain":
         model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, placements))
     dims = DataParallelMeshDims(shard="fsdp" if kind == "name" else "dp")
+    answer: typing.Any = mesh["tp"] if kind == "another mesh" else None
+    if kind == "another mesh of DTensors":
+        world = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        answer = ShardPlacementResult(Shard(0), _get_mesh_info(world, dims))
     fully_shard(
         model,
         mesh=None if kind == "no mesh" else mesh,
         dp_mesh_dims=dims,
-        shard_placement_fn=(lambda _: mesh["tp"]) if kind == "another mesh" else None,
+        shard_placement_fn=lambda _: answer,
     )
 
 
@@ -212,6 +218,7 @@ MISTAKES = {
     "name": "names ['fsdp'] of a mesh with axes ('dp', 'tp')",
     "no mesh": "got None",
     "another mesh": "the meshes must have this rank only in common",
+    "another mesh of DTensors": "or on the one that shard_placement_fn returned for them",
 }
 
 

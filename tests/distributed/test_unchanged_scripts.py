@@ -17,7 +17,13 @@ if typing.TYPE_CHECKING:
 SCRIPT = """
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,6 +47,17 @@ state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=Tru
 sharded = model.state_dict()
 by_name = {k: p.full_tensor() if hasattr(p, "_local_tensor") else p for k, p in sharded.items()}
 by_class = {k: p.full_tensor() if isinstance(p, DTensor) else p for k, p in sharded.items()}
+whole = StateDictOptions(full_state_dict=True)
+of_optimizer = get_optimizer_state_dict(model, optimizer, options=whole)
+with torch.no_grad():
+    for param in (*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())):
+        param.zero_()
+sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+set_model_state_dict(model, dict(state), options=sent)
+set_optimizer_state_dict(model, optimizer, of_optimizer, options=sent)
+set_back = get_model_state_dict(model, options=whole)
+averages = {k: s["exp_avg"] for k, s in get_optimizer_state_dict(
+    model, optimizer, options=whole)["state"].items()}
 kind = fully_shard.__module__.split(".")[0]
 """
 
@@ -53,7 +70,7 @@ def run_script(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, typin
 
 
 def compare_scripts() -> tuple[list[str], list[bool]]:
-    """Run it with torch, with shardkit, and with torch again; gathers in three ways."""
+    """Run it with torch, with shardkit, and with torch again; gathers and sets whole states."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
     batches = [torch.randn(2, 4, 5) for _ in range(6)]
@@ -62,12 +79,17 @@ def compare_scripts() -> tuple[list[str], list[bool]]:
         found.append(run_script(copy.deepcopy(plain), batches))
     found.append(run_script(copy.deepcopy(plain), batches))
     dist.barrier()
-    ways = ("state", "by_name", "by_class")
-    wholes = [each[way] for each in found for way in ways]
-    assert all(type(value) is torch.Tensor for whole in wholes for value in whole.values())
+    ways = ("state", "by_name", "by_class", "set_back", "averages")
+    wholes = {(way, i): each[way] for i, each in enumerate(found) for way in ways}
+    for whole in wholes.values():
+        assert all(type(value) is torch.Tensor for value in whole.values())
+    wanted = {"averages": wholes["averages", 0]}
     same = [
-        all(torch.allclose(whole[name], wholes[0][name], atol=1e-6) for name in plain.state_dict())
-        for whole in wholes
+        all(
+            torch.allclose(whole[name], wanted.get(way, wholes["state", 0])[name], atol=1e-6)
+            for name in plain.state_dict()
+        )
+        for (way, _), whole in wholes.items()
         if whole  # Torch's are on rank 0 only where they are offloaded.
     ]
     return [each["kind"] for each in found], same
@@ -76,4 +98,4 @@ def compare_scripts() -> tuple[list[str], list[bool]]:
 def test_a_script_for_fsdp2_runs_as_it_is(spawn: Spawn) -> None:
     for kinds, same in spawn(compare_scripts, 2):
         assert kinds == ["torch", "shardkit", "torch"]
-        assert same == [True] * 9
+        assert same == [True] * 15

@@ -191,6 +191,8 @@ def use():
     if their_framework.VERSION < 2:
         raise IntegrationError("their_framework 1 is too old. Install 2.")
     used = Installed()
+    if their_framework.VERSION > 2:  # It is in use already.
+        return used
     used.replace(their_framework, "shard", lambda: "by shardkit")
     return used
 
@@ -246,3 +248,13 @@ def test_of_a_package_that_is_too_old_a_warning_tells(their_folder: pathlib.Path
         with pytest.warns(UserWarning, match=match):
             their: typing.Any = importlib.import_module("their_framework")
         assert their.shard() == "by FSDP2"
+
+
+def test_what_somebody_uses_already_is_not_told_again(
+    their_folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (their_folder / "their_framework.py").write_text("VERSION = 3\n")
+    with caplog.at_level(logging.WARNING, "shardkit"), shardkit.install() as installed:
+        importlib.import_module("their_framework")
+        assert not installed.brought_along
+    assert "in their_framework, too" not in caplog.text

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from shardkit import _compat
 from shardkit._errors import ShardedTensorError
 from shardkit._layout import Box, boxes_of_range
 
@@ -135,3 +136,6 @@ def _chunk_of(box: Box) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+_compat.write_boxes_apart()

@@ -100,7 +100,13 @@ class FlatShard:
     """Along the mesh axis each rank holds a contiguous range of the flattened tensor, maybe none.
 
     Not torch's ``Shard(0)``: a cut may fall inside a row.
+
+    Attributes:
+        spec: Cut of the tensor that was asked for its placements; None: nobody was. It makes no
+            difference to whether placements are equal.
     """
+
+    spec: ShardSpec | None = field(default=None, repr=False, compare=False)
 
 
 def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], None]:
@@ -291,7 +297,7 @@ class ShardSpec:
         """
         inner = () if self.tensor_parallel is None else self.tensor_parallel.placements
         replicated = self.mesh.ndim - len(inner) - 1
-        return (*(Replicate() for _ in range(replicated)), FlatShard(), *inner)
+        return (*(Replicate() for _ in range(replicated)), FlatShard(self), *inner)
 
     @property
     def replicas(self) -> tuple[Replicate, ...]:

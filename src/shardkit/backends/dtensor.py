@@ -285,7 +285,7 @@ class TensorParallel:
     def join(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return the mesh of the axes of `mesh` and then those of the DTensor."""
         names = None
-        if mesh.mesh_dim_names and self.mesh.mesh_dim_names:
+        if mesh.mesh_dim_names is not None and self.mesh.mesh_dim_names is not None:
             both = (*mesh.mesh_dim_names, *self.mesh.mesh_dim_names)
             names = both if len(set(both)) == len(both) else None
         return DeviceMesh(

@@ -210,3 +210,34 @@ def test_nothing_of_torch_is_changed_afterwards() -> None:
     with shardkit.install():
         assert torch.utils.swap_tensors is not before[0]
     assert before == (torch.utils.swap_tensors, planner_helpers._iterate_state_dict)  # noqa: SLF001
+
+
+@pytest.mark.parametrize(("size", "rank"), RANKS)
+def test_distribute_tensor_cuts_as_the_parameter_is_cut(size: int, rank: int) -> None:
+    """Loaders of whole state dicts call it with what the parameter says of itself."""
+    model = sharded_layers(size, rank)
+    with shardkit.install():
+        from torch.distributed.tensor import distribute_tensor
+
+        for param in model.parameters():
+            sharded: typing.Any = param
+            whole = torch.arange(float(param.numel())).reshape(param.shape)
+            made: typing.Any = distribute_tensor(whole, sharded.device_mesh, sharded.placements)
+            assert type(made) is ShardedTensor
+            assert made.spec is sharded.spec
+            begin, end = sharded.spec.start, sharded.spec.stop
+            assert made.to_local().tolist() == [float(i) for i in range(begin, end)]
+            assert made.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+
+
+def test_distribute_tensor_refuses_placements_of_another() -> None:
+    weight: typing.Any = sharded_layers(2, 0).first.weight
+    with shardkit.install():
+        from torch.distributed.tensor import distribute_tensor
+
+        match = r"which are those of \(5, 6\), for a tensor of shape \(6, 5\)\. Pass the placements"
+        with pytest.raises(ShardedTensorError, match=match):
+            distribute_tensor(torch.ones(6, 5), weight.device_mesh, weight.placements)
+        with pytest.raises(ShardedTensorError, match="which are no tensor's own"):
+            distribute_tensor(torch.ones(5, 6), weight.device_mesh, [shardkit.FlatShard()])
+    assert weight.placements == (shardkit.FlatShard(),)

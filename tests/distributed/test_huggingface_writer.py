@@ -1,0 +1,40 @@
+"""torch's writer of safetensors gets all of a piece that begins or ends inside a row."""
+
+from __future__ import annotations
+
+import pathlib
+import typing
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+
+from shardkit import fully_shard
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+
+def write(folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fully_shard(model)  # One bucket: cuts fall inside of rows.
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+    dcp.save(model.state_dict(), storage_writer=writer)
+    if dist.get_rank() == 0:
+        (path,) = pathlib.Path(folder).glob("*.safetensors")
+        found = load_file(path)
+        assert found.keys() == whole.keys()
+        for name, values in whole.items():
+            assert torch.equal(found[name], values), name
+
+
+def test_whole_tensors_are_written_by_two_ranks(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(write, 2, str(tmp_path))
+
+
+def test_whole_tensors_are_written_by_four_ranks(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(write, 4, str(tmp_path))
