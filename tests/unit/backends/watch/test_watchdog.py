@@ -45,6 +45,9 @@ def watchdog() -> Iterator[Watchdog]:
         group=None, in_flight=InFlight(), status=lambda **_: GroupStatus([0, 1], 4)
     )
     made.channels["0"] = channel
+    deadline = time.monotonic() + 30
+    while made._answering is None and time.monotonic() < deadline:  # noqa: SLF001
+        time.sleep(0.01)
     yield made
     made.channels.clear()
     made.close()
