@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _events
-from shardkit._tree import iter_tensors
+from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 
 if TYPE_CHECKING:
@@ -88,6 +88,11 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operators for which the CPU's library copies inputs and result, where they are of 16 bits."""
 
 
+def _nothing(tensor: Tensor) -> Tensor:
+    """Return what a collective gets in the place of a tensor on meta."""
+    return torch.empty(0, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+
 class MemoryMeter(TorchDispatchMode):
     """Records memory and collectives of what runs inside of it.
 
@@ -124,14 +129,17 @@ class MemoryMeter(TorchDispatchMode):
         """Run an operator and record its results."""
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented  # What it runs inside comes here again.
+        if func.namespace == "c10d":
+            self._issued(func, args)
+            try:
+                return func(*args, **(kwargs or {}))
+            except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 not all.
+                return func(*map_tensors(_nothing, args), **map_tensors(_nothing, kwargs or {}))
         try:
             out = func(*args, **(kwargs or {}))
         except (NotImplementedError, RuntimeError):
             self.failed = self.modules[-1] if self.modules else None
             raise
-        if func.namespace == "c10d":
-            self._issued(func, args)
-            return out
         if self._on_cpu and func.overloadpacket.__name__ in _PRODUCTS:
             self._note_scratch(args, out)
         tensors = (out,) if isinstance(out, Tensor) else iter_tensors(out)
