@@ -203,7 +203,7 @@ class MemoryMeter(TorchDispatchMode):
         memory.died = self.position
 
     def _issued(self, func: Any, args: Any) -> None:
-        name = func.__name__.partition(".")[0].rstrip("_")
+        name = func.__name__.partition(".")[0].strip("_")
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         size = size_of_group(boxed)
         nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)

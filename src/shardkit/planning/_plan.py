@@ -257,7 +257,7 @@ def _most_of_kind(memories: Iterable[HeldMemory], begin: int) -> dict[str, int]:
 def _sent(collectives: Iterable[IssuedCollective]) -> tuple[SentTotal, ...]:
     found: dict[tuple[str, int], list[int]] = {}
     for each in collectives:
-        found.setdefault((each.op.strip("_"), each.num_ranks), []).append(each.nbytes)
+        found.setdefault((each.op, each.num_ranks), []).append(each.nbytes)
     totals = [SentTotal(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
     return tuple(sorted(totals, key=lambda total: -total.nbytes))
 
