@@ -147,9 +147,10 @@ _classes: list[type[ProcessGroupBackend]] = []
 """What plays the ranks of now; empty: none are played."""
 
 
-def size_of_group(boxed: Any) -> int:
+def size_of_group(given: Any) -> int:
     """Return the number of ranks of a process group, as operators of collectives get it."""
-    return dist.ProcessGroup.unbox(boxed).size()
+    group = _compat.group_named(given) if isinstance(given, str) else dist.ProcessGroup.unbox(given)
+    return group.size()
 
 
 def played_backend() -> type[ProcessGroupBackend] | None:
@@ -181,6 +182,7 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
         yield
     finally:
         _classes.pop()
+        _compat.forget_dtensor_meshes()
         dist.destroy_process_group()
 
 

@@ -144,6 +144,8 @@ class MemoryMeter(TorchDispatchMode):
             raise
         if self._on_cpu and func.overloadpacket.__name__ in _PRODUCTS:
             self._note_scratch(args, out)
+        elif func.namespace == "_c10d_functional":
+            self._issued_functional(func, args)
         tensors = (out,) if isinstance(out, Tensor) else iter_tensors(out)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
         for tensor in tensors:
@@ -209,6 +211,16 @@ class MemoryMeter(TorchDispatchMode):
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         size = size_of_group(boxed)
         nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
+        self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
+
+    def _issued_functional(self, func: Any, args: Any) -> None:
+        """Record a collective of a DTensor: as large as its input, or as its result if gathered."""
+        name = func.__name__.partition(".")[0]
+        if not isinstance(args[-1], str):
+            return  # It waits, for example.
+        size = size_of_group(args[-1])
+        nbytes = sum(tensor.nbytes for tensor in iter_tensors(args[0]))
+        nbytes *= size if name.startswith("all_gather") else 1
         self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
 
     # --- what the core tells ---
