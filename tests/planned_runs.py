@@ -8,6 +8,8 @@ import typing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from wrapped_models import Stack
@@ -146,6 +148,19 @@ class Case:
             checkpoint_activations(model, **self.recompute)
 
 
+class SplitCase(Case):
+    """The blocks are split over two ranks, and sharded over the two others."""
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard over one axis of a mesh of torch."""
+        del mesh
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        for block in typing.cast("typing.Any", model).blocks:
+            parallelize_module(block, both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            fully_shard(block, both["shard"])
+        fully_shard(model, both["shard"])
+
+
 def _sgd(params: typing.Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
@@ -177,6 +192,7 @@ CASES: dict[str, Case] = {
     "experts in bf16": Case(Experts, _vectors, options={"mp_policy": BF16}),
     "experts again": Case(Experts, _vectors, (4,), recompute={}),
     "adapters kept": Case(Adapters, _tokens, options={"reshard_after_forward": False}),
+    "tensor parallel": SplitCase(Mlp, _rows, (4,)),
     "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),
     "accumulation, hybrid": Case(
         _stack, _tokens, (2, 2), accumulate=2, sets=(("set_reshard_after_backward", False),)

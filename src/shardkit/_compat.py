@@ -370,6 +370,28 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
+def group_named(name: str) -> Any:
+    """Return the process group of a name, which operators of DTensors have."""
+    resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009 - typed in some versions
+    return resolve(name)
+
+
+def forget_dtensor_meshes() -> None:
+    """Have operators on DTensors not return meshes of a world that has ended; no public way.
+
+    torch remembers the placements of results, with their mesh, by those of the inputs.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug  # noqa: TID251 - private names of it
+
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        clear = getattr(debug, name, None)
+        if clear is not None:
+            clear()
+            return
+
+
 def default_store() -> Any:
     """Return the store of the default process group: ranks that wait for each other meet there."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251

@@ -8,6 +8,7 @@ import typing
 
 import pytest
 import torch
+from simulation import simulated
 
 from allocated import Issued, peak_of, start_counting
 from planned_runs import CASES, NUM_CHEAP, Case
@@ -85,7 +86,12 @@ def run_case_with_another_buffer(name: str) -> Seen:
         SlotPool.acquire = original  # type: ignore[method-assign]
 
 
-def planned(case: Case, rank: int) -> Seen:
+def run_case_on_streams(name: str) -> Seen:
+    """The same on a simulated accelerator."""
+    return simulated(run_case, name)
+
+
+def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
     """Plan the same."""
 
     def shard(model: typing.Any, mesh: typing.Any) -> None:
@@ -96,7 +102,7 @@ def planned(case: Case, rank: int) -> Seen:
         on_meta(case.model()),
         batch_on_meta(case.batch()),
         case.mesh,
-        device="cpu",
+        device=device,
         rank=rank,
         shard=shard,
         optimizer=case.optimizer,
@@ -136,3 +142,15 @@ def test_a_buffer_that_the_plan_does_not_know_is_found(spawn: Spawn) -> None:
     plan = planned(CASES["experts"], 0)
     assert plan.collectives == real.collectives
     assert plan.peak_nbytes < real.peak_nbytes
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize("name", ["bf16", "hybrid", "accumulation"])
+def test_a_plan_for_an_accelerator_is_what_its_ranks_do(name: str, spawn: Spawn) -> None:
+    case = CASES[name]
+    for rank, real in enumerate(
+        spawn(run_case_on_streams, math.prod(case.mesh), name, timeout_s=300)
+    ):
+        plan = planned(case, rank, "cuda")
+        assert plan.collectives == real.collectives
+        assert plan.events == real.events

@@ -124,14 +124,14 @@ def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> 
 
 
 def _backend_class(device_type: str) -> type[ProcessGroupBackend]:
+    dry = sys.modules.get("shardkit.backends.dry")
+    played: type[ProcessGroupBackend] | None = None if dry is None else dry.played_backend()
+    if played is not None:
+        return played
     if device_type == "cpu":
         from shardkit.backends.gloo import GlooBackend
 
         return GlooBackend
-    if device_type == "meta":
-        from shardkit.backends.dry import dry_backend_class
-
-        return dry_backend_class()
     from shardkit.backends.accelerator import AcceleratorBackend
 
     device_module(device_type)  # Raises if torch knows no such accelerator.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 
 from shardkit import _compat
-from shardkit._errors import MeshError, StateError
+from shardkit._errors import StateError
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 from shardkit.backends.device import AcceleratorDevice
 from shardkit.backends.gloo import GlooAxis, GlooBackend
@@ -115,6 +115,10 @@ class DryGlooBackend(GlooBackend):
 
     is_dry = True
 
+    def __init__(self, mesh: torch_mesh.DeviceMesh, axes: Sequence[int]) -> None:
+        super().__init__(mesh, axes)
+        self.device = _META
+
     def make_axis(self, group: dist.ProcessGroup) -> GlooAxis:
         """Return the communicator over a process group."""
         return DryGlooAxis(group)
@@ -134,7 +138,7 @@ class DryAcceleratorBackend(AcceleratorBackend):
     def make_axis(self, group: dist.ProcessGroup) -> AcceleratorAxis:
         """Return the communicator over a process group."""
         axis = super().make_axis(group)
-        axis.averages = True  # Its coalesced all-gathers have no kernel on meta.
+        axis.averages = axis.coalesces = True
         axis.host_group = group
         return axis
 
@@ -143,24 +147,15 @@ _classes: list[type[ProcessGroupBackend]] = []
 """What plays the ranks of now; empty: none are played."""
 
 
-def size_of_group(boxed: Any) -> int:
+def size_of_group(given: Any) -> int:
     """Return the number of ranks of a process group, as operators of collectives get it."""
-    return dist.ProcessGroup.unbox(boxed).size()
+    group = _compat.group_named(given) if isinstance(given, str) else dist.ProcessGroup.unbox(given)
+    return group.size()
 
 
-def dry_backend_class() -> type[ProcessGroupBackend]:
-    """Return the backend of meshes on meta.
-
-    Raises:
-        MeshError: No world is played.
-    """
-    if not _classes:
-        msg = (
-            "a mesh of device type 'meta' has no ranks. Make a mesh of devices, or let "
-            "shardkit.plan make one on which nothing is computed."
-        )
-        raise MeshError(msg)
-    return _classes[-1]
+def played_backend() -> type[ProcessGroupBackend] | None:
+    """Return the backend of all meshes while a world is played; None: none is."""
+    return _classes[-1] if _classes else None
 
 
 @contextlib.contextmanager
@@ -187,6 +182,7 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
         yield
     finally:
         _classes.pop()
+        _compat.forget_dtensor_meshes()
         dist.destroy_process_group()
 
 
@@ -195,5 +191,6 @@ def init_dry_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 
     Cost: a process group of torch for each line of ranks along each axis.
     """
-    mesh = torch_mesh.init_device_mesh("meta", tuple(shape), mesh_dim_names=tuple(names))
-    return from_torch_mesh(mesh, dry_backend_class())
+    # DTensors ask torch's mesh how many devices a host has, which torch knows of the CPU.
+    mesh = torch_mesh.init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+    return from_torch_mesh(mesh, _classes[-1])

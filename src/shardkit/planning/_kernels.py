@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,24 @@ def seen_random_states(note: Callable[[Tensor], object]) -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state = original
+
+
+@contextlib.contextmanager
+def without_packed_sequences() -> Iterator[None]:
+    """Have models of transformers take a batch without a mask for one sequence in each row.
+
+    They look at values of the positions to see whether rows hold several. Tried with 5.20 to 5.23.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    original = getattr(masks, "find_packed_sequence_indices", None)
+    if original is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda _: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = original
 
 
 def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

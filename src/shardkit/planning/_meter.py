@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit import _events
-from shardkit._tree import iter_tensors
+from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
 
 if TYPE_CHECKING:
@@ -88,6 +88,11 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operators for which the CPU's library copies inputs and result, where they are of 16 bits."""
 
 
+def _nothing(tensor: Tensor) -> Tensor:
+    """Return what a collective gets in the place of a tensor on meta."""
+    return torch.empty(0, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+
 class MemoryMeter(TorchDispatchMode):
     """Records memory and collectives of what runs inside of it.
 
@@ -122,18 +127,25 @@ class MemoryMeter(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator and record its results."""
+        if any(kind.__name__ == "FakeTensor" for kind in types):
+            return func(*args, **(kwargs or {}))  # DTensor asks what shapes come: no memory.
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented  # What it runs inside comes here again.
+        if func.namespace == "c10d":
+            self._issued(func, args)
+            try:
+                return func(*args, **(kwargs or {}))
+            except NotImplementedError:  # torch 2.9 has none of them on meta, 2.13 not all.
+                return func(*map_tensors(_nothing, args), **map_tensors(_nothing, kwargs or {}))
         try:
             out = func(*args, **(kwargs or {}))
         except (NotImplementedError, RuntimeError):
             self.failed = self.modules[-1] if self.modules else None
             raise
-        if func.namespace == "c10d":
-            self._issued(func, args)
-            return out
         if self._on_cpu and func.overloadpacket.__name__ in _PRODUCTS:
             self._note_scratch(args, out)
+        elif func.namespace == "_c10d_functional":
+            self._issued_functional(func, args)
         tensors = (out,) if isinstance(out, Tensor) else iter_tensors(out)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
         for tensor in tensors:
@@ -195,10 +207,20 @@ class MemoryMeter(TorchDispatchMode):
         memory.died = self.position
 
     def _issued(self, func: Any, args: Any) -> None:
-        name = func.__name__.partition(".")[0].rstrip("_")
+        name = func.__name__.partition(".")[0].strip("_")
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         size = size_of_group(boxed)
         nbytes = max(sum(tensor.nbytes for tensor in iter_tensors(arg)) for arg in args)
+        self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
+
+    def _issued_functional(self, func: Any, args: Any) -> None:
+        """Record a collective of a DTensor: as large as its input, or as its result if gathered."""
+        name = func.__name__.partition(".")[0]
+        if not isinstance(args[-1], str):
+            return  # It waits, for example.
+        size = size_of_group(args[-1])
+        nbytes = sum(tensor.nbytes for tensor in iter_tensors(args[0]))
+        nbytes *= size if name.startswith("all_gather") else 1
         self.collectives.append(IssuedCollective(name, nbytes, size, self.position))
 
     # --- what the core tells ---

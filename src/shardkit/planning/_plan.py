@@ -182,22 +182,24 @@ def _segments(events: Iterable[StepEvent], begin: int, end: int) -> Iterable[tup
             edges += [(event.opened, 1, event), (event.closed, -1, event)]
     edges.sort(key=lambda edge: edge[0])
     active: dict[int, StepEvent] = {}
-    after = begin
+    after, between = begin, "before the first forward"
     for order, step, event in edges:
         at = int(event.begin if step > 0 else event.end)
         if at > after:
-            yield _where(active.values()), after, at
+            yield _where(active.values(), between), after, at
             after = at
         if step > 0:
             active[order] = event
         else:
             del active[event.opened]
+        if event.kind == "pass":
+            between = "loss" if event.phase == "forward" else "optimizer step"
     if end > after:
-        yield _where(active.values()), after, end
+        yield _where(active.values(), between), after, end
 
 
-def _where(active: Iterable[StepEvent]) -> str:
-    """Return the name of an instant at which events are under way."""
+def _where(active: Iterable[StepEvent], between: str) -> str:
+    """Return the name of an instant at which events are under way; `between` if no pass is."""
     found = list(active)
     computing = [event for event in found if event.kind == "compute"]
     passes = [event for event in found if event.kind == "pass"]
@@ -206,7 +208,7 @@ def _where(active: Iterable[StepEvent]) -> str:
         text = f"{inner.phase} of {inner.name}"
         own = inner.group
     else:
-        text = f"{passes[-1].phase}, outside of groups" if passes else "optimizer step"
+        text = f"{passes[-1].phase}, outside of groups" if passes else between
         own = -1
     parts = []
     for kind, verb in (("gather", "gathered"), ("reduce_scatter", "reduced")):
@@ -255,7 +257,7 @@ def _most_of_kind(memories: Iterable[HeldMemory], begin: int) -> dict[str, int]:
 def _sent(collectives: Iterable[IssuedCollective]) -> tuple[SentTotal, ...]:
     found: dict[tuple[str, int], list[int]] = {}
     for each in collectives:
-        found.setdefault((each.op.strip("_"), each.num_ranks), []).append(each.nbytes)
+        found.setdefault((each.op, each.num_ranks), []).append(each.nbytes)
     totals = [SentTotal(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
     return tuple(sorted(totals, key=lambda total: -total.nbytes))
 

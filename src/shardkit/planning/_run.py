@@ -24,7 +24,11 @@ from shardkit._tree import iter_tensors, map_tensors
 from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit.backends.dry import dry_world, init_dry_mesh, is_on_host
-from shardkit.planning._kernels import fused_attention, seen_random_states
+from shardkit.planning._kernels import (
+    fused_attention,
+    seen_random_states,
+    without_packed_sequences,
+)
 from shardkit.planning._meter import MemoryMeter
 
 if TYPE_CHECKING:
@@ -143,6 +147,7 @@ def dry_run(run: Run) -> DryRun:
         with (
             _named_modules(model, meter),
             fused_attention(on_cpu=run.on_cpu),
+            without_packed_sequences(),
             seen_random_states(meter.note) if run.on_cpu else contextlib.nullcontext(),
             _explained(meter),
         ):

@@ -52,6 +52,15 @@ def test_the_peak_has_a_name_and_owners() -> None:
     assert "reduce_scatter_base over 4 ranks" in text
 
 
+def test_a_loss_outside_of_the_model_is_an_instant_of_its_own() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return output.expand(2000, *output.shape).square().sum()
+
+    found = planned(loss=loss)
+    assert found.peak.where == "loss"
+    assert planned().instants[-1].where != "loss"
+
+
 def test_collectives_are_those_of_nccl() -> None:
     found = {(each.op, each.num_ranks): each.count for each in planned(mesh=(2, 4)).collectives}
     assert found["allgather_base", 4] == 4 + 3 + 1
