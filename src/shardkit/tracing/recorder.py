@@ -105,6 +105,9 @@ def record(
         trips of each rank through the store, one rank after the other.
     """
     rank, world_size = _place()
+    if _events.observer is not None:
+        msg = "shardkit.record: the steps of this process are observed already. End that first."
+        raise StateError(msg)
     key = f"shardkit/record/{next(_numbers)}"
     readings: list[Reading] = []
 
@@ -128,11 +131,7 @@ def record(
     )
     recording = Recording(Path(folder), header)
     with contextlib.ExitStack() as stack:
-        try:
-            observer = stack.enter_context(_events.observe(recording.take, lambda _: _now()))
-        except RuntimeError as error:
-            msg = f"shardkit.record: {error}"
-            raise StateError(msg) from None
+        observer = stack.enter_context(_events.observe(recording.take, lambda _: _now()))
 
         def begin_step(*_: object) -> None:
             observer.begin("compute", "optimizer", phase="optimizer")
