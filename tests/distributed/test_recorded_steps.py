@@ -9,6 +9,7 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from reference import make_mesh
@@ -104,6 +105,24 @@ def check(folder: pathlib.Path, lengths: list[list[float]], late: int, phase: st
 def test_a_rank_that_sleeps_is_found(spawn: Spawn, tmp_path: pathlib.Path, phase: str) -> None:
     lengths = spawn(train, 2, str(tmp_path), (2,), 1, phase)
     check(tmp_path, lengths, 1, phase)
+
+
+def train_with_a_shifted_clock(folder: str) -> list[float]:
+    """Train on ranks of which the second one's clock is 5 s behind."""
+    shift = 5.0 * dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardkit.tracing.recorder._now", lambda: time.perf_counter() - shift)
+        return train(folder, (2,), 1, "forward")
+
+
+def test_clocks_that_differ_are_aligned(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    spawn(train_with_a_shifted_clock, 2, str(tmp_path))
+    records, by_rank = sliced(tmp_path)
+    first, second = (record.header.clock for record in records)
+    assert first.offset_s == 0.0
+    assert abs(second.offset_s - 5.0) <= second.error_s
+    late = seconds_by((s for s in by_rank[0] if s.late_rank == 1 and s.step > 0), "late_rank")
+    assert late[1,] > 0.5 * DELAY_S * (NUM_STEPS - 1)
 
 
 @pytest.mark.helpers

@@ -6,7 +6,8 @@ step: what all ranks do longer at once, as in a longer batch, is nobody's latene
 - A rank is **slow** where the median of five steps in a row is behind by 2 % of a step, and by 3.1
   standard deviations of this difference from step to step. (Three of five normal values are above
   that once in 100 million windows.) So a delay of 3 % of a step is found within five steps while
-  times vary by less than 0.6 % of a step, and later or not at all where they vary more.
+  times vary by less than 0.6 % of a step. Where they vary more, it takes more steps: in 10, 20, 40,
+  ... steps, and in all of them, the deviations count less, by the root of their number.
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
 """
@@ -14,13 +15,14 @@ step: what all ranks do longer at once, as in a longer batch, is nobody's latene
 from __future__ import annotations
 
 import collections
+import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardkit.tracing.exposed import TimeSlice
 
@@ -147,14 +149,18 @@ def _judge(
     rank: int, phase: str, values: Sequence[float], noise: float, step_s: float
 ) -> LateRank | None:
     """Return what is to be said of a rank in a phase; `first_step` is an index here."""
-    least = max(_LEAST * step_s, _DEVIATIONS * noise)
-    windows = [values[i : i + WINDOW] for i in range(len(values) - WINDOW + 1)]
-    slow = [i for i, window in enumerate(windows) if statistics.median(window) > least]
-    if slow:
-        first = next(i for i in range(slow[0], slow[0] + WINDOW) if values[i] > least)
-        since = [value for value in values[first:] if value > least]
-        seconds = statistics.median(since)
-        return LateRank(rank, phase, "", "slow", seconds, seconds / step_s, first, len(since))
+    number = len(values)
+    for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
+        # The median of more values varies less.
+        least = max(_LEAST * step_s, _DEVIATIONS * noise * math.sqrt(WINDOW / width))
+        begins = range(0, number - width + 1, width // WINDOW)
+        is_slow = (statistics.median(values[at : at + width]) > least for at in begins)
+        begin = next((at for at, slow in zip(begins, is_slow, strict=True) if slow), None)
+        if begin is not None:
+            first = next(i for i in range(begin, number) if values[i] > least)
+            since = [value for value in values[first:] if value > least]
+            seconds = statistics.median(since)
+            return LateRank(rank, phase, "", "slow", seconds, seconds / step_s, first, len(since))
     spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
     spikes = [i for i, value in enumerate(values) if value > spike]
     lost = sum(values[i] for i in spikes)
@@ -162,6 +168,12 @@ def _judge(
         mean = lost / len(spikes)
         return LateRank(rank, phase, "", "irregular", mean, mean / step_s, spikes[0], len(spikes))
     return None
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
 
 
 def _group_of(

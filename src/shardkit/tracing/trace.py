@@ -87,11 +87,12 @@ class Trace:
 
     def step_s(self) -> float:
         """Return the median length of a step in seconds, without the first if there are others."""
+        is_only_one = self.num_steps() == 1
         of_step = [
             seconds
             for slices in self.slices.values()
             for (step,), seconds in seconds_by(slices, "step").items()
-            if step != 0 or self.num_steps() == 1
+            if step != 0 or is_only_one
         ]
         return statistics.median(of_step)
 

@@ -1,0 +1,91 @@
+"""`record` in one process: what is in the file, its ends, what it refuses."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from synthetic_runs import kinds_of
+from torch import nn
+
+from recording import recording_mesh
+from shardkit import StateError, _events, fully_shard, record
+from shardkit.tracing.records import read_record
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of two groups on a mesh of two ranks that only records, and its optimizer."""
+    torch.manual_seed(0)
+    mesh, _ = recording_mesh((2,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_step_is_recorded_and_nothing_after_it(tmp_path: pathlib.Path) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    with record(model, tmp_path) as run:
+        step(model, optimizer)
+        step(model, optimizer)
+    step(model, optimizer)
+    assert _events.observer is None
+    found = read_record(tmp_path / "rank-0.jsonl.gz")
+    assert found.is_whole
+    assert len(found.events) == run.num_events
+    kinds = kinds_of(found)
+    assert kinds["pass"] == 4
+    # Forward and backward of two groups, and the optimizer, in each of two steps.
+    assert kinds["compute"] == 2 * 5
+    assert kinds["reduce_scatter"] == 2 * 2
+    assert [e.phase for e in found.events if e.name == "optimizer"] == ["optimizer"] * 2
+
+
+def test_an_exception_ends_the_record_and_goes_on(tmp_path: pathlib.Path) -> None:
+    model, optimizer = trained()
+
+    def fail() -> None:
+        with record(model, tmp_path):
+            step(model, optimizer)
+            msg = "of the user"
+            raise ValueError(msg)
+
+    with pytest.raises(ValueError, match="of the user"):
+        fail()
+    assert _events.observer is None
+    assert kinds_of(read_record(tmp_path / "rank-0.jsonl.gz"))["pass"] == 2
+    with record(model, tmp_path):  # And another one may begin.
+        step(model, optimizer)
+
+
+def test_two_records_at_once_are_refused(tmp_path: pathlib.Path) -> None:
+    again = record(None, tmp_path / "b")
+    with record(None, tmp_path / "a"), pytest.raises(StateError, match="observed already"):
+        again.__enter__()
+    assert not (tmp_path / "b").exists()
+
+
+def test_many_events_are_written_in_parts(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardkit.tracing.recorder._MAX_HELD", 7)
+    model, optimizer = trained()
+    with record(model, tmp_path) as run:
+        step(model, optimizer)
+        step(model, optimizer)
+    found = read_record(tmp_path / "rank-0.jsonl.gz")
+    assert len(found.events) == run.num_events
+    begins = [event.begin for event in found.events]
+    assert begins == sorted(begins)
+    assert kinds_of(found)["pass"] == 4
