@@ -188,6 +188,7 @@ class _Frozen:
         self._groups = [
             (group, replace(group.settings, comm=replace(group.settings.comm))) for group in groups
         ]
+        self._buckets = [(group, group.buckets) for group in groups]
         self._settings = [(state, replace(state.settings)) for state in roots]
         modules = dict.fromkeys(m for state in roots for m in state.module.modules())
         self._training = [(module, module.training) for module in modules]
@@ -212,10 +213,12 @@ class _Frozen:
         for state, runtime in self._roots:
             if state.runtime is not runtime or not runtime.groups[0].mesh.backend.is_current:
                 yield _Difference("the mesh, or the set of groups,", "another one", "this one")
-        for group, settings in self._groups:
-            if group.was_replaced:
+        for group, buckets in self._buckets:
+            # As by `model.to(dtype)`, or a load by `assign`.
+            if group.buckets is not buckets or group.was_replaced:
                 of = f"the memory of the parameters of {group.name!r}"
                 yield _Difference(of, "another one", "this one")
+        for group, settings in self._groups:
             if group.settings != settings:
                 yield _first_difference(f"of {group.name!r}", settings, group.settings)
         for root, chosen in self._settings:
