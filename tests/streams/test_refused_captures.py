@@ -183,6 +183,25 @@ def capture_a_forward(training: Training) -> None:
         training.model(training.batch(1))
 
 
+def fail(training: Training, where: str) -> None:
+    """Raise in the middle of what is captured."""
+    num_calls = 0
+
+    def look(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            msg = "it fails"
+            raise ValueError(msg)
+
+    block = training.model.blocks[1]
+    if where == "forward":
+        block.register_forward_pre_hook(look)
+    else:
+        block.register_full_backward_hook(look)
+    take(training, lambda _: None)
+
+
 def add_to_gradients(training: Training) -> None:
     step = shardkit.capture(
         lambda batch: training.loss(training.model, batch).backward(), training.model
@@ -209,6 +228,8 @@ BODIES: dict[str, tuple[Callable[[Training], object], str]] = {
         lambda t: take(t, lambda t: t.model.head.bias.to_local().sum().item()),
         r"step cannot be captured: .*the host waits for the device.*leave out \.item\(\)",
     ),
+    "forward": (lambda t: fail(t, "forward"), r"cannot be captured: it fails"),
+    "backward": (lambda t: fail(t, "backward"), r"cannot be captured: it fails"),
     "unsynced": (
         lambda t: take(t, leave_unsynced),
         r"cannot be captured: gradients of .* wait to be synced.*_gradient_sync\(True\)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from dataclasses import dataclass, fields
@@ -585,9 +586,12 @@ class CapturedStep(Generic[P, R]):
             runtime.streams.fork()
         try:
             self._result = self._call()
-        except ShardkitError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            # Events that were captured can be waited for in here only.
+            with contextlib.suppress(Exception):
+                self._forget_step()
+            if isinstance(error, ShardkitError) or not isinstance(error, Exception):
+                raise
             remedy = (
                 "A graph has no part of the host: leave out .item(), prints of values, copies from "
                 "and to the host, GradScaler.step, and conditions on values. What the host has to "
@@ -608,9 +612,13 @@ class CapturedStep(Generic[P, R]):
         """Forget a step that was captured in part; nothing of it has run."""
         self._error = error
         self._result = None
+        self._forget_step()
+        self._gradients.empty()
+
+    def _forget_step(self) -> None:
         for runtime in self._runtimes:
             runtime.reset()
-        self._gradients.empty()
+            runtime.settle()
 
 
 def capture(step: Callable[P, R], *models: nn.Module, warm_up: int = 3) -> CapturedStep[P, R]:
