@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from dataclasses import dataclass, fields, replace
+import operator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -17,7 +19,7 @@ from shardkit._tree import iter_tensors, map_tensors
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.optim.optimizer import Optimizer
 
@@ -173,6 +175,45 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
+class _Facts:
+    """Attributes of objects of one class that a step reads on the host.
+
+    Args:
+        owners: Names of the objects, and the objects.
+        names: Names of the attributes, two or more, with dots between.
+    """
+
+    def __init__(self, owners: Iterable[tuple[str, Any]], *names: str) -> None:
+        self._of, self._owners = zip(*owners, strict=True)
+        self._names = names
+        self._get = operator.attrgetter(*names)
+        self._values = [*map(self._get, self._owners)]
+
+    def difference(self) -> _Difference | None:
+        """Return the first attribute that is another one now."""
+        if [*map(self._get, self._owners)] == self._values:
+            return None
+        for of, owner, values in zip(self._of, self._owners, self._values, strict=True):
+            for name, then, now in zip(self._names, values, self._get(owner), strict=True):
+                if then != now:
+                    what = f"{name.rpartition('.')[2]!r} of {of}"
+                    return _Difference(what, _shown(then), _shown(now))
+        return None
+
+
+def _shown(value: Any) -> str:
+    is_short = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if is_short else f"{type(value).__name__} {id(value):#x}"
+
+
+def _facts_of(settings: Sequence[tuple[str, Any]]) -> _Facts:
+    """Return what users chose, in dataclasses of one class."""
+    return _Facts(settings, *(field.name for field in fields(settings[0][1])))
+
+
+_piece_of: Callable[[Any], Any] = operator.attrgetter("param.local_piece")
+
+
 class _Frozen:
     """What a captured step has read on the host.
 
@@ -183,16 +224,22 @@ class _Frozen:
 
     def __init__(self, step: str, roots: Sequence[ModuleState]) -> None:
         self._step = step
-        self._roots = [(state, _runtime_of(state)) for state in roots]
-        groups = [group for _, runtime in self._roots for group in runtime.groups]
-        self._groups = [
-            (group, replace(group.settings, comm=replace(group.settings.comm))) for group in groups
-        ]
-        self._settings = [(state, replace(state.settings)) for state in roots]
+        self._runtimes = [_runtime_of(state) for state in roots]
+        groups = [group for runtime in self._runtimes for group in runtime.groups]
+        self._entries = [e for group in groups for bucket in group.buckets for e in bucket.entries]
+        self._pieces = [*map(_piece_of, self._entries)]
         modules = dict.fromkeys(m for state in roots for m in state.module.modules())
-        self._training = [(module, module.training) for module in modules]
-        entries = [e for group in groups for bucket in group.buckets for e in bucket.entries]
-        self._trained = [(entry, entry.param.requires_grad) for entry in entries]
+        self._facts = [
+            _Facts([("the root", state) for state in roots], "runtime", "settings"),
+            _facts_of([("the root", state.settings) for state in roots]),
+            _Facts([(repr(group.name), group) for group in groups], "buckets", "settings"),
+            _facts_of([(repr(group.name), group.settings) for group in groups]),
+            _facts_of([(repr(group.name), group.settings.comm) for group in groups]),
+            _Facts([(repr(e.name), e) for e in self._entries], "param.requires_grad", "name"),
+            _Facts(
+                [(type(module).__name__, module) for module in modules], "training", "__class__"
+            ),
+        ]
         self._device_type = groups[0].device.type
         self._modes = _Modes.now(self._device_type)
 
@@ -202,43 +249,26 @@ class _Frozen:
         Raises:
             StateError: It would.
         """
-        for difference in (*self._in_groups(), *self._in_modules()):
-            raise difference.error(self._step)
-        for _, runtime in self._roots:
-            if runtime.unfinished is not None:
-                raise _cannot(self._step, "replayed", runtime.unfinished, _FINISH)
-
-    def _in_groups(self) -> Iterator[_Difference]:
-        for state, runtime in self._roots:
-            if state.runtime is not runtime or not runtime.groups[0].mesh.backend.is_current:
-                yield _Difference("the mesh, or the set of groups,", "another one", "this one")
-        for group, settings in self._groups:
-            if group.was_replaced:
-                of = f"the memory of the parameters of {group.name!r}"
-                yield _Difference(of, "another one", "this one")
-            if group.settings != settings:
-                yield _first_difference(f"of {group.name!r}", settings, group.settings)
-        for root, chosen in self._settings:
-            if root.settings != chosen:
-                yield _first_difference("of the root", chosen, root.settings)
-
-    def _in_modules(self) -> Iterator[_Difference]:
-        for entry, was in self._trained:
-            if entry.param.requires_grad != was:
-                yield _Difference(f"requires_grad of {entry.name!r}", was, not was)
-        for module, was in self._training:
-            if module.training != was:
-                yield _Difference(f"training of a {type(module).__name__}", was, not was)
+        for facts in self._facts:
+            difference = facts.difference()
+            if difference is not None:
+                raise difference.error(self._step)
+        if not all(map(operator.is_, map(_piece_of, self._entries), self._pieces)):
+            pairs = zip(self._entries, self._pieces, strict=True)
+            name = next(entry.name for entry, piece in pairs if _piece_of(entry) is not piece)
+            raise _Difference(f"the memory of {name!r}", "another one", "this one").error(
+                self._step
+            )
         modes = _Modes.now(self._device_type)
         if modes != self._modes:
-            yield _Difference("a mode of torch", self._modes, modes)
-
-
-def _first_difference(of: str, then: Any, now: Any) -> _Difference:
-    """Return the first field that two dataclasses have not alike."""
-    names = (field.name for field in fields(then))
-    name = next(n for n in names if getattr(then, n) != getattr(now, n))
-    return _Difference(f"the setting {name!r} {of}", getattr(then, name), getattr(now, name))
+            raise _Difference("a mode of torch", self._modes, modes).error(self._step)
+        for runtime in self._runtimes:
+            unfinished = runtime.unfinished
+            if unfinished is not None:
+                raise _cannot(self._step, "replayed", unfinished, _FINISH)
+            if not runtime.groups[0].mesh.backend.is_current:
+                why = "the process groups of its capture have been destroyed"
+                raise _cannot(self._step, "replayed", why, "Build and shard the model anew.")
 
 
 class _Updates:
@@ -247,10 +277,13 @@ class _Updates:
     def __init__(self, step: str) -> None:
         self._step = step
         self._of: dict[Optimizer, tuple[Any, list[dict[str, Any]]]] = {}
+        self._loaded: set[Optimizer] = set()
 
     def note(self, optimizer: Optimizer, *_: Any) -> None:
         """Note a step that is captured: a hook of all optimizers meanwhile."""
-        self._of.setdefault(optimizer, (optimizer.state, _numbers_of(optimizer)))
+        if optimizer not in self._of:
+            self._of[optimizer] = (_state_of(optimizer), _numbers_of(optimizer))
+            optimizer.register_load_state_dict_post_hook(self._loaded.add)
 
     def check(self) -> None:
         """Raise if a step of an optimizer would do something else now.
@@ -267,7 +300,7 @@ class _Updates:
         self, optimizer: Optimizer, state: Any, groups: list[dict[str, Any]]
     ) -> _Difference | None:
         name = type(optimizer).__name__
-        if optimizer.state is not state:
+        if optimizer in self._loaded or _state_of(optimizer) is not state:
             return _Difference(f"the state of {name}", "another one", "one that was loaded")
         num_groups = len(optimizer.param_groups)
         if len(groups) != num_groups:
@@ -282,6 +315,11 @@ class _Updates:
                     )
                     return _Difference(f"{key!r} of {name}", then.get(key), value, remedy)
         return None
+
+
+def _state_of(optimizer: Optimizer) -> Any:
+    """Return where an optimizer keeps its state; None: it makes it when it is asked."""
+    return vars(optimizer).get("state")
 
 
 def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -363,7 +401,8 @@ class _Gradients:
     def show(self) -> None:
         """Set what a replay has computed."""
         for each in self._of:
-            each.param.grad = each.grad
+            if each.param.grad is not each.grad:
+                each.param.grad = each.grad
 
 
 # --- what cannot be captured ----------------------------------------------------------------------
@@ -547,9 +586,12 @@ class CapturedStep(Generic[P, R]):
             runtime.streams.fork()
         try:
             self._result = self._call()
-        except ShardkitError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            # Events that were captured can be waited for in here only.
+            with contextlib.suppress(Exception):
+                self._forget_step()
+            if isinstance(error, ShardkitError) or not isinstance(error, Exception):
+                raise
             remedy = (
                 "A graph has no part of the host: leave out .item(), prints of values, copies from "
                 "and to the host, GradScaler.step, and conditions on values. What the host has to "
@@ -570,9 +612,13 @@ class CapturedStep(Generic[P, R]):
         """Forget a step that was captured in part; nothing of it has run."""
         self._error = error
         self._result = None
+        self._forget_step()
+        self._gradients.empty()
+
+    def _forget_step(self) -> None:
         for runtime in self._runtimes:
             runtime.reset()
-        self._gradients.empty()
+            runtime.settle()
 
 
 def capture(step: Callable[P, R], *models: nn.Module, warm_up: int = 3) -> CapturedStep[P, R]:

@@ -32,9 +32,11 @@ class StreamGraph:
         """See `StepGraph.aside`."""
         device, before = self._device, self._device.current_stream()
         device.wait(self._stream, device.record(before))
-        with device.on(self._stream):
-            yield
-        device.wait(before, device.record(self._stream))
+        try:
+            with device.on(self._stream):
+                yield
+        finally:
+            device.wait(before, device.record(self._stream))
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
