@@ -74,9 +74,6 @@ CASES = {
     "expert parallel, hybrid": experts(
         ranks=4, parallelism={"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}
     ),
-    "expert parallel, qwen3": experts(
-        ranks=4, model="qwen3_moe", parallelism={"expert_parallel_degree": 4}
-    ),
     "expert and tensor parallel": experts(
         ranks=4, parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
     ),
