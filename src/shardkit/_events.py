@@ -4,7 +4,7 @@ The schedule's own places tell them, in a real run, in a simulated one and in a 
 Nothing is computed for them, and where nobody observes, a place costs one ``is None``:
 
     if _events.observer is not None:
-        _events.observer.begin("gather", group.name, group=group.index, ...)
+        _events.observer.begin("gather", group.name, group=group.number, ...)
 
 One observer at a time; `observe` sets it. It hands a `StepEvent` to its sink when the event ends.
 
@@ -75,7 +75,7 @@ class StepEvent(NamedTuple):
     Attributes:
         kind: Kind of the event.
         name: Name of the group, as seen from the root, or of what it is about.
-        group: Number of the group in its root; -1: it is of no group.
+        group: Number of the group in its process; -1: it is of no group.
         stream: Stream that it runs on.
         phase: Part of the step in which it began. ``optimizer`` is all between a backward and the
             next forward.

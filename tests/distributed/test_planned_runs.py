@@ -35,7 +35,12 @@ class Seen:
 
 def _told(events: list[StepEvent]) -> list[tuple[typing.Any, ...]]:
     found = sorted((e for e in events if e.kind in _MEMORY + _TRAFFIC), key=lambda e: e.opened)
-    return [(e.kind, e.name, e.group, e.phase, e.nbytes, e.axis, e.num_ranks) for e in found]
+    first: dict[int, int] = {}  # Groups of other models came before.
+    groups = [first.setdefault(e.group, len(first)) for e in found]
+    return [
+        (e.kind, e.name, group, e.phase, e.nbytes, e.axis, e.num_ranks)
+        for e, group in zip(found, groups, strict=True)
+    ]
 
 
 def run_case(name: str) -> Seen:

@@ -238,7 +238,7 @@ class Backward:
         if group.settings.unshard_in_backward:
             group.show(unsharded=True)
         if _events.observer is not None:
-            _events.observer.begin("compute", group.name, group=group.index)
+            _events.observer.begin("compute", group.name, group=group.number)
 
     def _may_hold(self, group: ParamGroup) -> bool:
         """Whether nobody has to know of each gradient of a layer when it comes."""
@@ -259,7 +259,7 @@ class Backward:
         records, state = self._inside[group.index], self._schedule.states[group.index]
         records.remove(record)
         if _events.observer is not None:
-            _events.observer.end("compute", group.index)
+            _events.observer.end("compute", group.number)
         state.num_watched -= record.has_input_grads
         self._any_fired |= state.num_arrived > 0
         if not state.num_watched:
@@ -325,7 +325,7 @@ class Backward:
         for record in records:
             record.active = False
             if _events.observer is not None:
-                _events.observer.end("compute", group_index)
+                _events.observer.end("compute", self._groups[group_index].number)
         records.clear()
 
     def end_backward(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -61,6 +62,8 @@ def refuse_summoned(groups: Iterable[ParamGroup], what: str) -> None:
 STATE_ATTRIBUTE = "_shardkit_state"
 """Attribute of a module that was given to `fully_shard`, whether it has a group or not."""
 
+_numbers = itertools.count()
+
 _PICKLED = ("modules", "name", "policy", "settings", "is_root", "is_innermost")
 """Attributes that are pickled as they are."""
 
@@ -82,6 +85,7 @@ class ParamGroup:
         kept_axes: Axes over which backward gathers, with `reshard_after_forward=n`, by the shard
             axes that they are parts of.
         index: Position among the groups of the root; its number in schedules.
+        number: Number in this process, by which events know it.
         listener: Listener to its backwards: that of the root.
         is_root: Whether the module is the root: with `reshard_after_forward=None` it is not
             resharded.
@@ -121,6 +125,7 @@ class ParamGroup:
     def _take_buckets(self, buckets: list[Bucket]) -> None:
         """Have these buckets, and belong to no root."""
         self.index = -1
+        self.number = next(_numbers)
         self._values = WholeValues()
         self.listener: BackwardListener | None = None
         self._set_buckets(buckets)

@@ -442,7 +442,7 @@ class Runtime:
         self.gathers.carry_out(self.schedule.enter_forward(group.index))
         group.show(unsharded=True)
         if _events.observer is not None:
-            _events.observer.begin("compute", group.name, group=group.index)
+            _events.observer.begin("compute", group.name, group=group.number)
         if not torch.is_grad_enabled():
             return None
         record = ForwardRecord(group, self.schedule.current_pass)
@@ -469,7 +469,7 @@ class Runtime:
             group.show(unsharded=False)
             return
         if _events.observer is not None:
-            _events.observer.end("compute", group.index)
+            _events.observer.end("compute", group.number)
         group.check_trainability()
         if group.was_written:
             keep_writes(group, self.streams)
@@ -535,7 +535,7 @@ class Runtime:
     ) -> None:
         """A forward ends in an exception. Whoever called the module may go on without it."""
         if group is not None and _events.observer is not None:
-            _events.observer.end("compute", group.index)
+            _events.observer.end("compute", group.number)
         if is_recompute:
             return  # Or non-reentrant checkpointing has what it wants; backward goes on.
         if error is not None:
@@ -568,7 +568,7 @@ class Runtime:
         self.gathers.carry_out(self.schedule.enter_recompute(group.index))
         group.show(unsharded=True)
         if _events.observer is not None:
-            _events.observer.begin("compute", group.name, group=group.index, phase="recompute")
+            _events.observer.begin("compute", group.name, group=group.number, phase="recompute")
         return ForwardRecord(group, None) if torch.is_grad_enabled() else None
 
     def exit_recompute(
@@ -581,7 +581,7 @@ class Runtime:
         """The repeated forward ends."""
         del module
         if _events.observer is not None:
-            _events.observer.end("compute", group.index)
+            _events.observer.end("compute", group.number)
         if group.was_written:
             keep_writes(group, self.streams)
         if record is not None:

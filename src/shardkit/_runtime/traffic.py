@@ -167,7 +167,7 @@ def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> s
 
 def _begin_wait(group: ParamGroup, nbytes: int) -> None:
     assert _events.observer is not None
-    _events.observer.begin("wait", group.name, group=group.index, nbytes=nbytes)
+    _events.observer.begin("wait", group.name, group=group.number, nbytes=nbytes)
 
 
 def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
@@ -177,11 +177,11 @@ def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisCom
     for group, stores in parts:
         on_host = sum(store.shard_nbytes for store in stores if store.plan.is_offloaded)
         if on_host:
-            observer.tell("copy", group.name, group=group.index, nbytes=on_host)
+            observer.tell("copy", group.name, group=group.number, nbytes=on_host)
         observer.begin(
             "gather",
             group.name,
-            group=group.index,
+            group=group.number,
             nbytes=sum(store.unsharded_nbytes for store in stores),
             across=("shard", axis.size),
         )
@@ -199,14 +199,14 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
         observer.begin(
             "reduce_scatter",
             group.name,
-            group=group.index,
+            group=group.number,
             nbytes=sum(each.send_nbytes for each in sent),
             across=("shard", plans[0].axis.size),
         )
         sums = {id(each): each.send_nbytes // each.bucket.plan.axis.size for each in sent}
         to_host = sum(sums[id(e)] for e in sent if e.bucket.plan.is_offloaded)
         if to_host:
-            observer.tell("copy", group.name, group=group.index, nbytes=to_host)
+            observer.tell("copy", group.name, group=group.number, nbytes=to_host)
         over = [each for each in sent if each.bucket.plan.replicate_axis is not None]
         if over and group.settings.all_reduce:
             replicate = over[0].bucket.plan.replicate_axis
@@ -214,7 +214,7 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
             observer.begin(
                 "all_reduce",
                 group.name,
-                group=group.index,
+                group=group.number,
                 nbytes=sum(sums[id(each)] for each in over),
                 across=("replicate", replicate.size),
             )
@@ -327,9 +327,9 @@ class Gathers:
                 for handle in handles:
                     handle.wait()
             if _events.observer is not None:
-                _events.observer.end("wait", group.index)
+                _events.observer.end("wait", group.number)
                 for _ in handles:
-                    _events.observer.end("gather", group.index)
+                    _events.observer.end("gather", group.number)
             for store in group.gathered:
                 store.finish_gather()
 
@@ -417,7 +417,7 @@ class Gathers:
         self.wait(group)  # order: freeing waits for the gather
         if _events.observer is not None:
             nbytes = group.unsharded_nbytes
-            _events.observer.tell("reshard", group.name, group=group.index, nbytes=nbytes)
+            _events.observer.tell("reshard", group.name, group=group.number, nbytes=nbytes)
         group.show(unsharded=False)
         kept = group.kept_axes
         may_come_back = bool(kept) and self._schedule.awaits_backward(group.index)
@@ -554,7 +554,7 @@ class Reductions:
                 _begin_wait(reducing, reducing.gradients.send_nbytes)
             reducing.gradients.wait_sent(self._slots)
             if _events.observer is not None:
-                _events.observer.end("wait", reducing.index)
+                _events.observer.end("wait", reducing.number)
             self._num_sent += 1
 
     def complete(self, group: ParamGroup) -> None:
@@ -632,7 +632,7 @@ class Reductions:
             group.gradients.finish_reduce(self._slots)
         if _events.observer is not None:
             for kind in ("wait", "all_reduce", "reduce_scatter"):
-                _events.observer.end(kind, group.index)
+                _events.observer.end(kind, group.number)
 
     def _finish_through(self, group: ParamGroup) -> None:
         """Wait for the reduction of a group, if one is under way, and those before it."""

@@ -8,6 +8,7 @@ nothing, and memory is a storage on meta, which has a size and no bytes.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,10 @@ class DryDevice(AcceleratorDevice):
         """Return a context that does nothing."""
         del stream
         return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        """Whether what is issued is captured: it is not."""
+        return False
 
     def has_passed(self, event: Event) -> bool:
         """Whether an event has passed: all have."""
@@ -176,6 +181,7 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
             "init_process_group and init_device_mesh, or in a process that no launcher started."
         )
         raise StateError(msg)
+    excepthook = sys.excepthook  # Torch puts the number of the rank before tracebacks.
     _compat.init_fake_process_group(rank, size)
     _classes.append(DryAcceleratorBackend if has_streams else DryGlooBackend)
     try:
@@ -184,6 +190,7 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
         _classes.pop()
         _compat.forget_dtensor_meshes()
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def init_dry_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardkit._errors import ShardkitError
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.planning._plan import Advice
@@ -30,7 +29,7 @@ def _reshard(run: Run) -> Run | None:
 
 
 def _shard_over_all(run: Run) -> Run | None:
-    if len(run.mesh) == 1 or "strategy" in run.options:
+    if len(run.mesh) == 1 or run.shard is not None or "strategy" in run.options:
         return None
     return replace(run, mesh=(math.prod(run.mesh),))
 
@@ -81,8 +80,8 @@ def advise(run: Run, budget_nbytes: int) -> tuple[Advice, ...]:
 
 
 def _peak(run: Run) -> int | None:
-    """Return the most bytes of a run; None: it cannot be."""
-    with contextlib.suppress(ShardkitError):
+    """Return the most bytes of a run; None: it cannot be, whatever the user's code raises."""
+    with contextlib.suppress(Exception):
         seen = dry_run(run)
         return max(seen.meter.totals()[seen.begin :])
     return None

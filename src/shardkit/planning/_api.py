@@ -88,10 +88,14 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     from shardkit.planning._advice import advise
     from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
+    device = _device_type(device)
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     if "strategy" in options:
         chosen = strategy_of(options["strategy"])
         shape = chosen.mesh_shape(shape[0]) if isinstance(mesh, int) else shape
+    if len(shape) not in (1, 2) or min(shape) < 1:
+        msg = f"mesh must be (shard,) or (replicate, shard), each of 1 rank or more, got {shape}."
+        raise ConfigError(msg)
     size = math.prod(shape)
     if not 0 <= rank < size:
         msg = f"rank must be from 0 to {size - 1} on a mesh of {shape}, got {rank}."
@@ -119,3 +123,22 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if budget is None or result.fits:
         return result
     return replace(result, advice=advise(run, budget))
+
+
+def _device_type(device: str) -> str:
+    """Return the type of a device.
+
+    Raises:
+        ConfigError: Torch knows no such device, or plans do not.
+    """
+    try:
+        found = torch.device(device).type
+    except RuntimeError:
+        found = ""
+    if found in {"", "meta", "xla"}:
+        msg = (
+            f"device must be 'cpu' or the type of an accelerator with streams, such as 'cuda', got "
+            f"{device!r}. Plans know no others."
+        )
+        raise ConfigError(msg)
+    return found

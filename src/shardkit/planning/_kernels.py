@@ -90,11 +90,19 @@ def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
 
 
+def _added(mask: Any, query: Any) -> Any:
+    """Return a mask as kernels add it to scores: torch makes numbers of one that says which."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, 0.0)
+
+
 def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
     """Return what the CPU's kernel returns; None: it does not take these inputs."""
     has_mask_grad = attn_mask is not None and attn_mask.requires_grad
     if query.dim() != 4 or options.get("dropout_p") or has_mask_grad:  # noqa: PLR2004
         return None
+    attn_mask = _added(attn_mask, query)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
     inputs = _whole_heads(query, key, value)
     causal, scale = options.get("is_causal", False), options.get("scale")
@@ -113,6 +121,6 @@ def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **optio
         flash = ops._scaled_dot_product_flash_attention  # noqa: SLF001
         return flash(*inputs, dropout, causal, False, scale=scale)[0]
     if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+        attn_mask = _added(attn_mask, query).expand(*query.shape[:2], query.shape[2], key.shape[2])
     efficient = ops._scaled_dot_product_efficient_attention  # noqa: SLF001
     return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]

@@ -246,7 +246,13 @@ class _Step:
             return self._run.loss(output)
         found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if found is None:
-            found = next(t for t in iter_tensors(output) if t.requires_grad)
+            found = next((t for t in iter_tensors(output) if t.requires_grad), None)
+        if found is None:
+            msg = (
+                "the model returns no tensor that requires a gradient, so a plan knows no loss. "
+                "Pass loss=, a function of the model's output."
+            )
+            raise ConfigError(msg)
         return found if found.dim() == 0 else found.sum()
 
 
@@ -277,22 +283,27 @@ def _named_modules(model: nn.Module, meter: MemoryMeter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(meter: MemoryMeter) -> Iterator[None]:
-    """Say where an operator needs values.
+    """Say where an operator needs values, or a tensor that is not on meta.
 
     Raises:
         ConfigError: One does.
     """
     try:
         yield
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        text, where = str(error), meter.failed or "the model"
+        if "meta" not in text.lower():
             raise
-        where = meter.failed or "the model"
         msg = (
-            f"a plan computes nothing, and the forward of {where} needs values: {error}. Plan "
+            f"a plan computes nothing, and the forward of {where} needs values: {text}. Plan "
             f"with a model that does not decide by values, for example with experts of a fixed "
             f"capacity."
         )
+        if "expected device" in text:
+            msg = (
+                f"a plan computes on meta, and the forward of {where} has a tensor elsewhere: "
+                f"{text} Make it a buffer of the model (register_buffer)."
+            )
         raise ConfigError(msg) from error
 
 

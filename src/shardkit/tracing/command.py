@@ -72,8 +72,8 @@ def _show(trace: Trace) -> None:
     table.add_column("cause", no_wrap=True)
     for column in ("ms a step", "%"):
         table.add_column(column, justify="right", no_wrap=True)
-    step_s = trace.step_s()
     shares = trace.shares()
+    step_s = sum(share.seconds for share in shares)
     for share in shares[:_NUM_ROWS]:
         values = (f"{share.seconds * 1e3:.3f}", f"{share.seconds / step_s:.1%}")
         table.add_row(*map(Text, (share.group, share.cause, *values)))

@@ -399,15 +399,18 @@ def _parts(
 
 
 def _ends(phases: Sequence[_Span], optimizer_ends: Collection[float]) -> list[float]:
-    """Return where steps end."""
-    ends = []
-    for phase, after in zip(phases, [*phases[1:], None], strict=True):
-        begins_new = after is None or after.cause == FORWARD
-        if phase.cause == OPTIMIZER and phase.end in optimizer_ends and begins_new:
-            ends.append(phase.end)
-        elif not optimizer_ends and phase.cause == BACKWARD and after is not None and begins_new:
-            ends.append(after.begin)
-    return ends
+    """Return where steps end. An optimizer's step inside of a backward is no end."""
+    after = [each.cause for each in phases[1:]]
+    ends = [
+        phase.end
+        for phase, next_one in zip(phases, [*after, FORWARD], strict=False)
+        if phase.cause == OPTIMIZER and phase.end in optimizer_ends and next_one == FORWARD
+    ]
+    return ends or [
+        phases[number + 1].begin
+        for number, next_one in enumerate(after)
+        if phases[number].cause == BACKWARD and next_one == FORWARD
+    ]
 
 
 # --- sums -----------------------------------------------------------------------------------------

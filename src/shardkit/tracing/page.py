@@ -52,6 +52,7 @@ def _content(trace: Trace) -> dict[str, Any]:
     names: dict[str, int] = {}
     return {
         "step_ms": trace.step_s() * 1e3,
+        "mean_ms": sum(share.seconds for share in trace.shares()) * 1e3,
         "num_steps": trace.num_steps(),
         "us": (end - start) * _US,
         "parts": _NUM_PARTS,

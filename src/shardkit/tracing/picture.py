@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
+from shardkit._errors import StateError
 from shardkit.tracing.exposed import COMPUTE, DATA, HOST, NETWORK, OPTIMIZER, OUTSIDE
 from shardkit.tracing.trace import memory_of
 
@@ -65,10 +67,18 @@ def draw(trace: Trace, step: int | None = None) -> str:
 
     Args:
         trace: Records of all ranks.
-        step: Number of the step; None: one in the middle.
+        step: Number of the step; None: one in the middle of those that most ranks have.
+
+    Raises:
+        StateError: No rank has recorded this step.
     """
-    step = trace.num_steps() // 2 if step is None else step
-    ranks = chosen_ranks(trace, _MAX_RANKS)
+    step = _middle_step(trace) if step is None else step
+    there = {rank for rank, of in trace.slices.items() if any(each.step == step for each in of)}
+    ranks = [rank for rank in chosen_ranks(trace, _MAX_RANKS) if rank in there]
+    ranks = ranks or sorted(there)[:_MAX_RANKS]
+    if not ranks:
+        msg = f"no rank has recorded step {step}. Draw another one."
+        raise StateError(msg)
     parts = [each for rank in ranks for each in trace.slices[rank] if each.step == step]
     begin = min(each.begin for each in parts)
     scale = (_WIDTH - _LEFT - _MARGIN) / (max(each.end for each in parts) - begin)
@@ -98,6 +108,15 @@ def draw(trace: Trace, step: int | None = None) -> str:
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _middle_step(trace: Trace) -> int:
+    counts = collections.Counter(
+        step for of in trace.slices.values() for step in {each.step for each in of}
+    )
+    most = max(counts.values())
+    common = sorted(step for step, count in counts.items() if count == most)
+    return common[len(common) // 2]
 
 
 def _row(

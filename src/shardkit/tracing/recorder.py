@@ -8,6 +8,7 @@ import itertools
 import logging
 import socket
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from shardkit._errors import StateError
 from shardkit._module.hooks import groups_in
 from shardkit._module.optimizers import known_groups
 from shardkit.tracing.clocks import Clock, read_clock
-from shardkit.tracing.records import RankHeader, RecordFile
+from shardkit.tracing.records import RankHeader, RecordFile, remove_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,6 +54,7 @@ class Recording:
         self.num_events = 0
         self._file = RecordFile(folder, header)
         self._held: list[StepEvent] = []
+        self._is_broken = False
 
     def take(self, event: StepEvent) -> None:
         """Take an event that has ended."""
@@ -63,13 +65,25 @@ class Recording:
     def close(self, header: RankHeader) -> None:
         """Write what is left."""
         self._write()
-        self._file.close(header)
+        if not self._is_broken:
+            with self._going_on():
+                self._file.close(header)
 
     def _write(self) -> None:
         held, self._held = self._held, []
         self.num_events += len(held)
-        if held:
-            self._file.write(held)
+        if held and not self._is_broken:
+            with self._going_on():
+                self._file.write(held)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Let training go on where a disk is full: other ranks wait for this one in a step."""
+        try:
+            yield
+        except OSError as error:
+            self._is_broken = True
+            _logger.warning("the record of this rank ends here, training goes on: %s", error)
 
 
 @contextlib.contextmanager
@@ -120,17 +134,21 @@ def record(
                 read_clock(store, f"{key}/{moment}", **place, limit_s=limit_s, now=_now)
             )
 
+    target = Path(folder)
+    if rank == 0:
+        remove_records(target)  # Before ranks meet: none has begun its own.
     compare("begin", _BEGIN_LIMIT_S)
-    groups = list(known_groups() if model is None else groups_in(model, recurse=True))
+    groups = _groups_of(model)
     header = RankHeader(
         rank=rank,
         world_size=world_size,
         host=socket.gethostname(),
         device=groups[0].mesh.device_type if groups else "cpu",
+        run=_name_of_run(f"{key}/name", rank, world_size),
         axes=_axes_of(groups),
         clock=Clock.through(readings),
     )
-    recording = Recording(Path(folder), header)
+    recording = Recording(target, header)
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(_events.observe(recording.take, lambda _: _now()))
 
@@ -170,8 +188,24 @@ def _place() -> tuple[int, int]:
 
 def _with_axes(header: RankHeader, model: nn.Module | None) -> RankHeader:
     """Return the header with the axes of all groups that there are now."""
+    return dataclasses.replace(header, axes={**header.axes, **_axes_of(_groups_of(model))})
+
+
+def _groups_of(model: nn.Module | None) -> list[ParamGroup]:
+    """Return the groups of a model, or of this process; those of plans are none."""
     groups = known_groups() if model is None else groups_in(model, recurse=True)
-    return dataclasses.replace(header, axes={**header.axes, **_axes_of(groups)})
+    return [group for group in groups if not group.mesh.backend.is_dry]
+
+
+def _name_of_run(key: str, rank: int, world_size: int) -> str:
+    """Return a name that rank 0 has made, on all ranks."""
+    name = uuid.uuid4().hex
+    if world_size == 1:
+        return name
+    store = _compat.default_store()
+    if rank == 0:
+        store.set(key, name)
+    return str(store.get(key).decode())
 
 
 def _axes_of(groups: Iterable[ParamGroup]) -> dict[str, list[int]]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _NS = 1e9
+_MAX_RANKS = 1 << 20
+_MAX_LINE = 1 << 28  # Characters; a line of 50,000 events has some millions.
 _FIELDS = StepEvent._fields
 _NUMBERS = ("group", "nbytes", "num_ranks", "opened", "closed")
 _TIMES = ("begin", "end")
@@ -52,6 +54,7 @@ class RankHeader:
         world_size: Number of ranks.
         host: Name of its host.
         device: Type of its device.
+        run: Name of the record, the same on all ranks, and another one for each record.
         axes: Ranks that communicate over each axis, by the axis' name in events and their number,
             such as ``shard 4``.
         clock: Clock of this rank as far as it is known when the record begins.
@@ -61,6 +64,7 @@ class RankHeader:
     world_size: int
     host: str = ""
     device: str = "cpu"
+    run: str = ""
     axes: dict[str, list[int]] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
@@ -157,6 +161,12 @@ class RecordFile:
             file.write(gzip.compress(line, 5))
 
 
+def remove_records(folder: Path) -> None:
+    """Delete the files of an earlier record."""
+    for path in folder.glob("rank-*.jsonl.gz"):
+        path.unlink(missing_ok=True)
+
+
 def read_folder(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks in a folder, in rank order.
 
@@ -171,11 +181,13 @@ def read_folder(folder: Path) -> list[RankRecord]:
         )
         raise StateError(msg)
     records = sorted(map(read_record, paths), key=lambda record: record.header.rank)
-    sizes = {record.header.world_size for record in records}
-    if len(sizes) > 1:
+    runs = {(record.header.world_size, record.header.run) for record in records}
+    ranks = {record.header.rank for record in records}
+    if len(runs) > 1 or len(ranks) < len(records):
+        sizes = sorted(size for size, _ in runs)
         msg = (
-            f"{str(folder)!r} has records of runs with different numbers of ranks: "
-            f"{sorted(sizes)}. Record each run into a folder of its own."
+            f"{str(folder)!r} has files of {len(runs)} records, of {sizes} ranks, or a rank twice: "
+            f"{len(records)} files. Record each run into a folder of its own."
         )
         raise StateError(msg)
     return records
@@ -202,9 +214,10 @@ def read_record(path: Path) -> RankRecord:
                 header.clock, header.axes = Clock(**content["clock"]), content["axes"]
                 is_whole = True
                 continue
-            strings += content["strings"]
+            strings += map(_shown, content["strings"])
             for name, column in columns.items():
                 column.extend(content[name])
+        _check_header(header)
         for name in _WORDS:
             columns[name] = [strings[number] for number in columns[name]]
         events = _events_of(columns, header.clock)
@@ -212,6 +225,31 @@ def read_record(path: Path) -> RankRecord:
         msg = f"{path} is not a record of shardkit: {type(error).__name__}: {error}"
         raise StateError(msg) from error
     return RankRecord(header, events, is_whole)
+
+
+def _check_header(header: RankHeader) -> None:
+    """Refuse what no rank writes: the file may come from a stranger.
+
+    Raises:
+        ValueError: The header has such a value.
+    """
+    numbers: list[Any] = [0, header.rank, header.world_size - 1, _MAX_RANKS]
+    if {*map(type, numbers)} != {int} or numbers != sorted(numbers):
+        msg = f"rank {header.rank!r:.40} of {header.world_size!r:.40} ranks"
+        raise ValueError(msg)
+    header.host, header.device = _shown(header.host), _shown(header.device)
+    header.run = _shown(header.run)
+    for name, ranks in header.axes.items():
+        if {*map(type, (name, *ranks))} != {str, int}:
+            msg = f"axis {name!r:.40} of ranks {ranks!r:.40}"
+            raise TypeError(msg)
+
+
+def _shown(word: str) -> str:
+    """Return a word as a terminal and a picture can show it."""
+    if word.isprintable():
+        return word
+    return "".join(each if each.isprintable() else "\ufffd" for each in word)
 
 
 def _events_of(columns: dict[str, list[Any]], clock: Clock) -> PackedEvents:
@@ -227,7 +265,7 @@ def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file, up to where it was cut off."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            for line in file:
+            while line := file.readline(_MAX_LINE):
                 yield json.loads(line)
     except (EOFError, zlib.error):
         return

@@ -97,9 +97,14 @@ class Trace:
         return statistics.median(of_step)
 
     def shares(self) -> list[Share]:
-        """Return what steps consist of, by group and cause; the largest first."""
-        total = sum(len({each.step for each in slices}) for slices in self.slices.values())
-        sums = seconds_by((each for of in self.slices.values() for each in of), "group", "cause")
+        """Return what steps consist of, by group and cause; the largest first.
+
+        The first step is left out if there are others. The shares sum up to a mean step.
+        """
+        first = 0 if self.num_steps() == 1 else 1
+        counted = [[e for e in slices if e.step >= first] for slices in self.slices.values()]
+        total = sum(len({each.step for each in slices}) for slices in counted)
+        sums = seconds_by((each for of in counted for each in of), "group", "cause")
         shares = [Share(str(g), str(c), seconds / total) for (g, c), seconds in sums.items()]
         return sorted(shares, key=lambda share: -share.seconds)
 

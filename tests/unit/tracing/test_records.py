@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import typing
@@ -99,4 +100,47 @@ def test_records_of_two_runs_are_told_apart(tmp_path: pathlib.Path) -> None:
     file = RecordFile(tmp_path, RankHeader(1, 4, clock=Clock()))
     file.close(RankHeader(1, 4))
     with pytest.raises(StateError, match=r"different numbers of ranks: \[2, 4\]"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": "0</text><script>alert(1)</script>"},
+        {"world_size": 10**12},
+        {"rank": 2, "world_size": 2},
+        {"axes": {"shard 2": "01"}},
+    ],
+    ids=["script", "memory", "no such rank", "axes"],
+)
+def test_a_header_that_no_rank_writes_is_refused(
+    tmp_path: pathlib.Path, change: dict[str, typing.Any]
+) -> None:
+    write(tmp_path, SyntheticRun(2).records()[0])
+    path = tmp_path / "rank-0.jsonl.gz"
+    lines = [json.loads(line) for line in gzip.open(path, "rt")]
+    lines[0] |= change
+    lines[-1]["axes"] = change.get("axes", lines[-1]["axes"])
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    with pytest.raises(StateError, match="is not a record of shardkit"):
+        read_record(path)
+
+
+def test_what_a_terminal_would_obey_is_not_in_names(tmp_path: pathlib.Path) -> None:
+    record = SyntheticRun(2).records()[0]
+    named = [event._replace(name="\x1b]0;evil\x07") for event in record.events]
+    write(tmp_path, dataclasses.replace(record, events=named))
+    assert {event.name for event in read_record(tmp_path / "rank-0.jsonl.gz").events} == {
+        "\ufffd]0;evil\ufffd"
+    }
+
+
+def test_files_of_two_records_are_told(tmp_path: pathlib.Path) -> None:
+    first, second = SyntheticRun(2, 2).records()
+    write(tmp_path, first)
+    write(
+        tmp_path,
+        dataclasses.replace(second, header=dataclasses.replace(second.header, run="older")),
+    )
+    with pytest.raises(StateError, match="has files of 2 records"):
         read_folder(tmp_path)
