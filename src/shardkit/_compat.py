@@ -942,25 +942,19 @@ def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
             sys.meta_path.insert(0, AfterImport(name, wrap))
 
 
-META_STATE = ("torch.distributed.checkpoint.planner_helpers", "_iterate_state_dict")
-"""Module and function that ``dcp.load`` makes memory by, for state on meta; torch 2.9.0 to 2.13.0.
+ASK_THE_CLASS = (
+    ("torch.utils", "swap_tensors"),
+    ("torch.distributed.checkpoint.planner_helpers", "_iterate_state_dict"),
+    ("torch.distributed.checkpoint.default_planner", "_create_default_metadata_only_plan"),
+    ("torch.distributed.pipelining._utils", "extract_tensor_meta"),
+    ("torch._dynamo.variables.builder.VariableBuilder", "wrap_tensor"),
+)
+"""Functions of torch that need the class which a tensor has; torch 2.9.0 to 2.13.0.
 
-It makes DTensors of rows for what answers ``isinstance(value, DTensor)``.
+They read a DTensor's own fields of what answers ``isinstance(value, DTensor)``, make DTensors of
+rows for it, or give its class to another tensor. A module, or a class in one, and a name each; a
+version of torch may lack some.
 """
-
-
-def as_plain(iterate: Callable[..., Any], cls: type) -> Callable[..., Any]:
-    """Wrap the function of `META_STATE`: tensors of `cls` are taken for tensors, not DTensors."""
-
-    @functools.wraps(iterate)
-    def iterate_state_dict(
-        iter_object: Any, dtensor_func: Any, sharded_tensor_func: Any, tensor_func: Any
-    ) -> Any:
-        if isinstance(iter_object, cls):
-            return tensor_func(iter_object)
-        return iterate(iter_object, dtensor_func, sharded_tensor_func, tensor_func)
-
-    return iterate_state_dict
 
 
 def _has_all(names: Iterable[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from shardkit._compat import META_STATE, AfterImport, as_plain
+from shardkit._compat import ASK_THE_CLASS, AfterImport
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
@@ -177,15 +177,16 @@ def _answer_as_dtensors(installed: Installed) -> None:
 
     answer_to(DTensor)
     installed.at_undo(functools.partial(answer_to, None))
-    swap = telling_the_truth(torch.utils.swap_tensors)
-    installed.replace(torch.utils, "swap_tensors", swap)
 
-    def take_for_plain(module: types.ModuleType) -> None:
-        original = getattr(module, META_STATE[1], None)
-        if original is not None:
-            installed.replace(module, META_STATE[1], as_plain(original, ShardedTensor))
+    def replace(owner: Any, name: str, module: types.ModuleType) -> None:
+        owner = module if owner is None else getattr(module, owner, None)
+        if hasattr(owner, name):
+            installed.replace(owner, name, telling_the_truth(getattr(owner, name)))
 
-    installed.after_import(META_STATE[0], take_for_plain)
+    for place, name in ASK_THE_CLASS:
+        module, _, owner = place.rpartition(".")
+        of = (module, owner) if owner[0].isupper() else (place, None)
+        installed.after_import(of[0], functools.partial(replace, of[1], name))
 
 
 def cutting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -165,12 +165,12 @@ class _Layer:
     Attributes:
         counts: Counts of its gradients; None: each gradient is told of when it comes.
         half: Number of gradients after which `at_half` is called.
-        at_half: Function that is called when half of them have come.
+        at_half: Method that is called when half of them have come; weak, as C++ keeps this.
     """
 
     counts: GradCounts | None = None
     half: int = 0
-    at_half: Callable[[], None] | None = None
+    at_half: weakref.WeakMethod[Callable[[], None]] | None = None
 
 
 class GradHooks:
@@ -228,10 +228,10 @@ class GradHooks:
 
         Args:
             counts: Counts of the group's gradients.
-            at_half: Function that is called when half of them have come.
+            at_half: Method that is called when half of them have come.
         """
         layer = self._layer
-        layer.counts, layer.at_half = counts, at_half
+        layer.counts, layer.at_half = counts, weakref.WeakMethod(at_half)
         layer.half = (counts.num_expected + 1) // 2
 
     def release(self) -> None:
@@ -325,4 +325,6 @@ def _take_grad(
     gradients.held[index] = grad
     counts.num_arrived = arrived = counts.num_arrived + 1
     if arrived == layer.half and layer.at_half is not None:
-        layer.at_half()
+        at_half = layer.at_half()
+        if at_half is not None:
+            at_half()

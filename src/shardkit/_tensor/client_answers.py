@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardkit._tensor.spec import ShardSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _own_storages: weakref.WeakKeyDictionary[ShardSpec, torch.UntypedStorage] = (
     weakref.WeakKeyDictionary()
@@ -48,18 +51,19 @@ def answer_to(cls: type | None) -> None:
     _Claimed.cls = cls
 
 
-def telling_the_truth(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """Wrap ``torch.utils.swap_tensors``, which gives each tensor the `__class__` of the other."""
+def telling_the_truth(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function of torch that needs the class which a tensor has (`answer_to`)."""
 
-    @functools.wraps(swap)
-    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+    @functools.wraps(function)
+    def asking(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = getattr(_truth, "is_asked", False)
         _truth.is_asked = True
         try:
-            swap(t1, t2)
+            return function(*args, **kwargs)
         finally:
-            _truth.is_asked = False
+            _truth.is_asked = before
 
-    return swap_tensors
+    return asking
 
 
 class ClientAnswers(HostValues):
@@ -77,6 +81,8 @@ class ClientAnswers(HostValues):
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
+        if cls is _Claimed.cls:
+            return  # Of a sharded tensor: what `swap_tensors` read of the other one.
         object.__dict__["__class__"].__set__(self, cls)
 
     @property

@@ -108,6 +108,19 @@ class FlatShard:
 
     spec: ShardSpec | None = field(default=None, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be pickled without the cut, which belongs to this process."""
+        return FlatShard, ()
+
+    def __copy__(self) -> FlatShard:
+        """Return itself: it does not change."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> FlatShard:
+        """Return itself."""
+        del memo
+        return self
+
 
 def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], None]:
     """Return the axes over which norms of parts are summed (`ShardSpec.around`), in their order.

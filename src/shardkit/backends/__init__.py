@@ -102,13 +102,15 @@ def mesh_of_world(
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     """Return how a parameter is spread over a mesh of its own; None if it is not a DTensor."""
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if dtensor is None or not isinstance(param, dtensor):
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    # The class, and not what a sharded tensor answers to while `install` is in force.
+    if dtensor is None or not issubclass(type(param), dtensor):
         return None  # Where nobody has imported DTensor there is none.
     from shardkit.backends.dtensor import TensorParallel
 
-    mesh = as_device_mesh(param.device_mesh, device_type=param.device.type)
-    return TensorParallel.of(param, mesh)
+    distributed: Any = param
+    mesh = as_device_mesh(distributed.device_mesh, device_type=param.device.type)
+    return TensorParallel.of(distributed, mesh)
 
 
 def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> DeviceMesh:

@@ -240,7 +240,7 @@ def _check_header(header: RankHeader) -> None:
     header.host, header.device = _shown(header.host), _shown(header.device)
     header.run = _shown(header.run)
     for name, ranks in header.axes.items():
-        if {*map(type, (name, *ranks))} != {str, int}:
+        if not {*map(type, (name, *ranks))} <= {str, int} or not isinstance(ranks, list):
             msg = f"axis {name!r:.40} of ranks {ranks!r:.40}"
             raise TypeError(msg)
 

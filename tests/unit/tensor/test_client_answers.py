@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import typing
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.checkpoint import default_planner, planner_helpers
 from torch.distributed.tensor import DTensor
 
 import shardkit
 from recording import recording_mesh
 from shardkit import ShardedTensor, ShardedTensorError, fully_shard
+from shardkit.backends import tensor_parallel_of
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,6 +205,32 @@ def test_state_on_meta_gets_memory_of_pieces() -> None:
             dict(state), pytest.fail, pytest.fail, torch.zeros_like
         )
     assert {type(value) for value in made.values()} == {ShardedTensor}
+
+
+def test_torch_compiles_what_takes_sharded_tensors() -> None:
+    with shardkit.install():
+        weight = sharded_layers(2, 0).first.weight.detach()
+        halved = torch.compile(lambda x: x * 0.5, backend="eager")(weight)
+    assert type(halved) is ShardedTensor
+    assert torch.equal(halved.to_local(), weight.to_local() * 0.5)
+
+
+def test_torch_plans_names_of_sharded_tensors() -> None:
+    with shardkit.install():
+        state: typing.Any = sharded_layers(2, 0).state_dict()
+        made = default_planner._create_default_metadata_only_plan(state)  # noqa: SLF001
+    assert [item.index.fqn for item in made.items] == list(state)
+
+
+def test_placements_are_pickled_without_a_process_group() -> None:
+    placements = sharded_layers(2, 0).first.weight.placements
+    assert pickle.loads(pickle.dumps(placements)) == placements
+    assert copy.deepcopy(placements)[0].spec is placements[0].spec
+
+
+def test_a_sharded_tensor_is_no_part_of_tensor_parallelism() -> None:
+    with shardkit.install():
+        assert tensor_parallel_of(sharded_layers(2, 0).first.weight) is None
 
 
 def test_nothing_of_torch_is_changed_afterwards() -> None:

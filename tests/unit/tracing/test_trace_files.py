@@ -60,7 +60,12 @@ def test_the_command_says_who_is_late_and_where_the_time_goes(folder: pathlib.Pa
 
 def test_shares_are_the_step(folder: pathlib.Path) -> None:
     trace = Trace.read(folder)
-    steps = [s for of in trace.slices.values() for s in seconds_by(of, "step").values()]
+    steps = [
+        seconds
+        for of in trace.slices.values()
+        for (step,), seconds in seconds_by(of, "step").items()
+        if step != 0  # It has what the others have not: a first pass.
+    ]
     assert sum(each.seconds for each in trace.shares()) == pytest.approx(sum(steps) / len(steps))
 
 
@@ -135,3 +140,16 @@ def test_an_empty_folder_is_named(tmp_path: pathlib.Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 1
     assert "must be a folder that shardkit.record has written" in result.output
+
+
+def test_ranks_that_recorded_less_leave_the_others_to_be_shown(folder: pathlib.Path) -> None:
+    """A rank that crashed at its start has a header only, or fewer steps than the others."""
+    first, second, *_ = SyntheticRun(4, num_steps=2).records()
+    RecordFile(folder, first.header)
+    RecordFile(folder, second.header).write(second.events)
+    result = CliRunner().invoke(app, ["trace", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "the records of 2 ranks were cut off, rank 0 first" in result.output
+    shown = (folder / "trace.svg").read_text()
+    assert ">rank 0<" not in shown
+    assert ">rank 2<" in shown

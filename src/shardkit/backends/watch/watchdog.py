@@ -11,6 +11,7 @@ import atexit
 import collections
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -187,6 +188,7 @@ _GO = "go"
 _MAX_PAUSE_S = 30.0
 _MORE_WORDS = 6.0  # A wait is told of again when it has become so many times as long.
 _END_S = 6.0
+_END_OF_GROUP_S = 2.0  # A user waits for it.
 _STUCK_S = 2.0
 _RETRY_S = 5.0
 _RAISED_S = 5.0
@@ -763,30 +765,35 @@ class Watchdog:
                 return
             self._closed.set()
         self._call = None
-        # A request that does not end, to a store that is lost, would hold this one up.
-        if self.world_size > 1 and self._store.silent_s < _STUCK_S:
-            last = self.status()
-            last.state, last.wait, last.call = state, None, None
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"end/{self.rank}", last.dump())
-                if state == "destroyed":  # Ranks that wait with these fail without this one.
-                    self._wake_counting_in(self._store)
-                if state != "raised":
-                    for compare in at_end:
-                        compare(self._store, self.world_size)
-                if self._answering is not None:
-                    self._store.set(self._answering.wake_key, "")
-        self.channels.clear()  # What is left of the process groups may go.
-        self._free_stores.clear()
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        try:
+            # A request that does not end, to a store that is lost, would hold this one up.
+            if self.world_size > 1 and self._store.silent_s < _STUCK_S:
+                with contextlib.suppress(RuntimeError):
+                    self._tell_end(state)
+        finally:  # A comparison may warn, and a warning may be an error.
+            self.channels.clear()  # What is left of the process groups may go.
+            self._free_stores.clear()
+            if self._file is not None:
+                self._file.unlink(missing_ok=True)
 
-    def end_threads(self) -> None:
+    def _tell_end(self, state: str) -> None:
+        last = self.status()
+        last.state, last.wait, last.call = state, None, None
+        self._store.set(f"end/{self.rank}", last.dump())
+        if state != "ended":  # Ranks that wait with these fail without this one.
+            self._wake_counting_in(self._store)
+        if self._answering is not None:
+            self._store.set(self._answering.wake_key, "")
+        if state != "raised":
+            for compare in at_end:
+                compare(self._store, self.world_size)
+
+    def end_threads(self, limit_s: float = _END_S) -> None:
         """Wait for the threads: at the end of Python none may be inside the store.
 
         A store that is lost keeps them for longer, so they are not waited for without end.
         """
-        end = time.monotonic() + _END_S
+        end = time.monotonic() + limit_s
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0))
 
@@ -846,7 +853,7 @@ def _new_watchdog(store: Any) -> Watchdog:
 
 def _at_start() -> None:
     """Have the end of this process told, and that of the process group."""
-    _compat.after_world_ends(_end_with_group)
+    _compat.after_world_ends(functools.partial(_end_with_group, os.getpid()))
     atexit.register(_say_goodbye, os.getpid())
     hook = sys.excepthook
 
@@ -859,11 +866,22 @@ def _at_start() -> None:
     sys.excepthook = tell
 
 
-def _end_with_group() -> None:
-    """End the threads when the group has ended: who looks for forgotten ones finds none."""
-    if _current is not None:
-        _current.close("destroyed")
-        _current.end_threads()
+def _end_with_group(pid: int) -> None:
+    """End the threads when the group has ended: who looks for forgotten ones finds none.
+
+    Where an exception is on its way, as in a ``finally``, others are told of it. A process that was
+    forked ends a group that its parent goes on to use.
+    """
+    if _current is None or os.getpid() != pid:
+        return
+    error = sys.exception()
+    if error is not None:
+        _current.note_error(error)
+        _current.has_raised = True
+    try:
+        _current.close("destroyed" if error is None else "raised")
+    finally:
+        _current.end_threads(_END_OF_GROUP_S)
 
 
 def _say_goodbye(pid: int) -> None:
