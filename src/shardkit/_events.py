@@ -11,7 +11,7 @@ One observer at a time; `observe` sets it. It hands a `StepEvent` to its sink wh
 Kinds, what they span, their stream, and what `nbytes` says:
 
 - ``pass``: the forward of a root (phase ``forward``), and its backward (``backward``), to its very
-  end. Stream ``compute``; name: that of the root's first group; 0.
+  end. Stream ``compute``; name and number: those of the root's first group; 0.
 - ``compute``: a group's forward, backward or recompute. Those of groups inside of it lie inside.
   Where no input of a group wants a gradient, its backward ends with its last gradient. Stream
   ``compute``; 0.
@@ -45,7 +45,7 @@ import time
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 Kind = Literal[
     "pass",
@@ -191,9 +191,15 @@ class StepObserver:
         now = self._opened(kind, name, group, nbytes, ("", 1), None)
         self._close(now, now.begin, now.opened)
 
-    def forget(self) -> None:
-        """An exception came: what is under way does not end."""
-        self.under_way.clear()
+    def end_backward(self, group: int) -> None:
+        """The backward of a root ends, by its first group; another root's may be under way."""
+        self.end("pass", group)
+        if not any(event.kind == "pass" for event in self.under_way):
+            self.phase = "optimizer"
+
+    def forget(self, groups: Collection[int]) -> None:
+        """An exception came: what is under way of these groups does not end."""
+        self.under_way = [event for event in self.under_way if event.group not in groups]
 
     def _opened(
         self,

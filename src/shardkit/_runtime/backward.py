@@ -186,7 +186,7 @@ class Backward:
         self._makes_graph = False
         if _events.observer is not None:
             _events.observer.phase = "backward"
-            _events.observer.begin("pass", self._groups[0].name)
+            _events.observer.begin("pass", self._groups[0].name, group=self._groups[0].number)
         self._reductions.begin_backward()
         _compat.queue_backward_callback(self.end_backward)
 
@@ -350,8 +350,7 @@ class Backward:
         self._gathers.trim()
         self._gathers.settle_host_reads()  # order: after a backward the host waits for copies
         if _events.observer is not None:
-            _events.observer.end("pass")
-            _events.observer.phase = "optimizer"
+            _events.observer.end_backward(self._groups[0].number)
 
     # --- backwards of a pipeline's schedule, which do not sync ---
 

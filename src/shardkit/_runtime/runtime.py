@@ -384,7 +384,7 @@ class Runtime:
         self.pass_root = root
         if _events.observer is not None:
             _events.observer.phase = "forward"
-            _events.observer.begin("pass", self.groups[0].name)
+            _events.observer.begin("pass", self.groups[0].name, group=self.groups[0].number)
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
     def note_inputs(self, inputs: Any) -> None:
@@ -428,7 +428,7 @@ class Runtime:
         self.gathers.carry_out(self.schedule.end_pass(needs_backward=needs_backward))
         self.gathers.settle_host_reads()  # order: after a forward the host waits for copies
         if _events.observer is not None:
-            _events.observer.end("pass")
+            _events.observer.end("pass", self.groups[0].number)
 
     def enter_forward(self, group: ParamGroup) -> ForwardRecord | None:
         """A group's forward starts; return its record if it may have a backward."""
@@ -652,7 +652,7 @@ class Runtime:
         self._interrupted = False
         self.pass_root = None
         if _events.observer is not None:
-            _events.observer.forget()
+            _events.observer.forget({group.number for group in self.groups})
         # Memory is about to be given back that collectives may still use.
         self.streams.join()  # order: after an error compute waits for all streams
         self.passes.abandon()

@@ -237,6 +237,10 @@ def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> lis
     return rows
 
 
+_ADDED = 1 << 16
+"""Elements of low precision that are added at once: their wide copies are in the cache."""
+
+
 def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
     """Return the sum of the pieces, in rank order, so that replicas add to the same result.
 
@@ -247,11 +251,14 @@ def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     if wide != pieces[0].dtype:
         total = pieces[0].to(wide)
-        total.add_(pieces[1])
-    else:
-        assert reduction.receive is not None
-        total = reduction.receive[: reduction.out_numel]
-        torch.add(pieces[0], pieces[1], out=total)
+        for piece in pieces[1:]:
+            # Torch makes a wide copy of what it adds, here of a part at a time.
+            for sums, part in zip(total.split(_ADDED), piece.split(_ADDED), strict=True):
+                sums.add_(part)
+        return total
+    assert reduction.receive is not None
+    total = reduction.receive[: reduction.out_numel]
+    torch.add(pieces[0], pieces[1], out=total)
     for piece in pieces[2:]:
         total.add_(piece)
     return total

@@ -7,6 +7,7 @@ looked at while the run goes on: what existed at an instant is read off the reco
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from dataclasses import dataclass
@@ -86,6 +87,20 @@ _BUFFER_KINDS: dict[str, Owner] = {"unsharded": "unsharded", "send": "send", "re
 _HALF = 2
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operators for which the CPU's library copies inputs and result, where they are of 16 bits."""
+_SUMS = (
+    "add",
+    "add_",
+    "sub",
+    "sub_",
+    "mul",
+    "mul_",
+    "div",
+    "div_",
+    "lerp_",
+    "addcmul_",
+    "addcdiv_",
+)
+"""Operators for which torch copies inputs of another dtype on the CPU, to that of the result."""
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -142,8 +157,11 @@ class MemoryMeter(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             self.failed = self.modules[-1] if self.modules else None
             raise
-        if self._on_cpu and func.overloadpacket.__name__ in _PRODUCTS:
+        name = func.overloadpacket.__name__
+        if self._on_cpu and name in _PRODUCTS:
             self._note_scratch(args, out)
+        elif self._on_cpu and name in _SUMS:
+            self._note_casts(args)
         elif func.namespace == "_c10d_functional":
             self._issued_functional(func, args)
         tensors = (out,) if isinstance(out, Tensor) else iter_tensors(out)
@@ -173,6 +191,15 @@ class MemoryMeter(TorchDispatchMode):
         """Record the most that a product copies while it runs, in low precision."""
         if out.dtype.itemsize == _HALF:
             nbytes = sum(arg.nbytes for arg in args if isinstance(arg, Tensor)) + out.nbytes
+            self._die(self._born(nbytes, *self._owner()))
+
+    def _note_casts(self, args: Any) -> None:
+        """Record what an operator copies to the dtype that its inputs have in common."""
+        inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
+        dtypes = {arg.dtype for arg in inputs}
+        if len(dtypes) > 1:
+            common = functools.reduce(torch.promote_types, dtypes)
+            nbytes = sum(a.numel() * common.itemsize for a in inputs if a.dtype != common)
             self._die(self._born(nbytes, *self._owner()))
 
     def hold(self, nbytes: int, name: str) -> None:

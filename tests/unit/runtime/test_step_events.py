@@ -144,3 +144,19 @@ def test_nobody_observes_after_the_context_and_two_do_not_at_once() -> None:
     ):
         pass
     assert _events.observer is None
+
+
+def test_two_roots_of_one_backward_are_told_apart() -> None:
+    """Groups are numbered from 0 in each root, and events know them by other numbers."""
+    first, second = _sharded(), _sharded()
+    x = torch.ones(2, 768, requires_grad=True)
+    events: list[StepEvent] = []
+    with observe(events.append, lambda _: 0.0) as observer:
+        for _ in range(2):
+            (first(x) + second(x)).sum().backward()
+            assert observer.phase == "optimizer"
+        assert observer.under_way == []
+    reductions = [e for e in events if e.kind == "reduce_scatter"]
+    assert {e.phase for e in reductions} == {"backward"}
+    assert len({e.group for e in reductions}) == 6
+    assert [e.phase for e in events if e.kind == "pass"].count("backward") == 4
