@@ -188,11 +188,11 @@ class SlotPool:
         Not those that a collective may still use: the allocator goes by the order of the compute
         stream, which has not waited for it.
         """
-        # order: slots that a collective may use are not freed
         if _events.observer is not None:
             for slot in self._free:
                 if slot.is_passed:
                     _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
+        # order: slots that a collective may use are not freed
         self._free = [slot for slot in self._free if not slot.is_passed]
 
     def drop(self) -> None:
