@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
 from dataclasses import dataclass, fields
@@ -324,9 +325,14 @@ def _state_of(optimizer: Optimizer) -> Any:
 
 def _numbers_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: _kept(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _kept(value: Any) -> Any:
+    """Return a value that stays as it is where somebody changes a list in place."""
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _same(then: Any, now: Any) -> bool:
@@ -572,6 +578,8 @@ class CapturedStep(Generic[P, R]):
             raise
         finally:
             noting.remove()
+            for runtime in self._runtimes:
+                runtime.streams.end_fork()
         self._gradients.note_left()
         self._written = [
             param.local_piece

@@ -490,9 +490,12 @@ class AcceleratorStreams(WatchedStreams):
             self._device.wait(stream, start)  # order: all streams join a capture
         self._has_forked = True
 
+    def end_fork(self) -> None:
+        """Know that the capture has ended, or was given up."""
+        self._has_forked = False
+
     def join(self) -> None:
         """Let the compute stream wait for all that was issued on others."""
-        self._has_forked = False
         compute = self._device.current_stream()
         for stream in (*self._streams, *self._hook_streams):
             # order: compute waits for all streams

@@ -388,6 +388,9 @@ class CommStreams(ABC):
     def fork(self) -> None:
         """Let the work of all streams come after compute: a capture of it begins."""
 
+    def end_fork(self) -> None:
+        """Know that the capture has ended, or was given up."""
+
     def join(self) -> None:
         """Let the compute stream wait for all that was started on others."""
 
