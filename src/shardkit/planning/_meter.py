@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -54,6 +54,7 @@ class HeldMemory:
         born: Position in the run at which it came.
         died: Position at which it was free; None: it was not.
         on_host: Whether it is the host's, while the device has memory of its own.
+        labels: Names of all that lies in it, in order: a shard holds many parameters.
     """
 
     nbytes: int
@@ -62,6 +63,7 @@ class HeldMemory:
     born: int
     died: int | None = None
     on_host: bool = False
+    labels: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,11 @@ class MemoryMeter(TorchDispatchMode):
         memory, _ = self._alive.get(storage._cdata, (None, None))  # noqa: SLF001
         if memory is None:
             return
-        memory.kind, memory.name = kind, name
+        if memory.kind != kind:
+            memory.labels.clear()
+        memory.labels[name] = None
+        first, num_others = next(iter(memory.labels)), len(memory.labels) - 1
+        memory.kind, memory.name = kind, f"{first} and {num_others} more" if num_others else first
         if on_host is not None:
             memory.on_host = on_host
 
