@@ -21,10 +21,13 @@ from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPoli
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard
+from shardkit.backends import TorchDeviceMesh
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
+
+    from shardkit._tensor.spec import ShardSpec
 
 _logger = logging.getLogger("shardkit")
 
@@ -192,7 +195,8 @@ def _answer_as_dtensors(installed: Installed) -> None:
 def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``distribute_tensor``: with the placements of a sharded tensor it cuts as that is cut.
 
-    Cost: a broadcast of the tensor on each axis of data, unless `src_data_rank` is None.
+    Cost: a broadcast of the tensor on each axis of several ranks of the parameter's mesh, those of
+    tensor parallelism too, unless `src_data_rank` is None or the tensor is on meta.
     """
 
     @functools.wraps(original)
@@ -215,15 +219,41 @@ def cutting(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"parameter that it is for, or call fully_shard on a module that holds it."
             )
             raise ShardedTensorError(msg)
+        _check_mesh(device_mesh, spec)
         whole = tensor.detach()
-        if src_data_rank is not None:
+        if not whole.is_meta:
+            whole = whole.to(spec.mesh.backend.device)
+        if src_data_rank is not None and not (whole.is_meta or spec.is_traced):
             whole = whole.clone(memory_format=torch.contiguous_format)
-            for axis in spec.data_parallel_axes:
-                axis.broadcast(whole, src_data_rank)
-        cut = ShardedTensor(spec.slice_full(whole).clone(), spec)
+            # In the order of the mesh: what the first one of an axis sends on has come before.
+            for index in range(spec.mesh.ndim):
+                spec.mesh.backend.axis(index).broadcast(whole, src_data_rank)
+        piece = spec.slice_full(whole).clone()
+        cut = ShardedTensor(piece if piece.is_meta else piece.to(spec.device), spec)
         return cut.requires_grad_(tensor.requires_grad)
 
     return distribute_tensor
+
+
+def _check_mesh(mesh: Any, spec: ShardSpec) -> None:
+    """Refuse another mesh than the parameter's; None, and torch's of the same ranks, are right.
+
+    Raises:
+        ShardedTensorError: It is another one.
+    """
+    own = spec.mesh
+    is_own = mesh is None or mesh == own
+    if isinstance(mesh, TorchDeviceMesh):
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        theirs = (mesh.device_type, tuple(mesh.mesh.shape), ranks)
+        is_own = theirs == (own.device_type, own.shape, own.ranks)
+    if not is_own:
+        msg = (
+            f"distribute_tensor got device_mesh={mesh!r} with the placements of sharded "
+            f"{spec.name!r}, which lies on the mesh of shape {own.shape} and ranks "
+            f"{own.describe_ranks()}. Pass the device_mesh of that parameter as well."
+        )
+        raise ShardedTensorError(msg)
 
 
 def _bring_along(installed: Installed, package: types.ModuleType) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardkit
 from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
 from parallel_models import forget_old_meshes
-from shardkit import MixedPrecisionPolicy, ShardedTensor, auto_shard, checkpoint_module
+from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, auto_shard, checkpoint_module
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
 
@@ -220,6 +220,76 @@ def test_mixed_precision(spawn: Spawn) -> None:
     spawn(in_lower_precision, 4)
 
 
+def tie(model: typing.Any) -> None:
+    """Share a stack between two blocks, and have one of them hold it under another name, too."""
+    first, second = (block.experts for block in model.blocks)
+    second.up = first.up
+    first.register_parameter("also_up", first.up)
+
+
+def keep_ties() -> None:
+    torch.manual_seed(3)
+    plain: typing.Any = Model().double()
+    tie(plain)
+    model = copy.deepcopy(plain)
+    mesh = mesh_of(Layout((2, 2)))
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+    auto_shard(model, mesh, Block, experts={"blocks.0.experts": "ep", "blocks.1.experts": "ep"})
+    first, second = (block.experts for block in model.blocks)
+    assert first.up is second.up
+    assert first.also_up is first.up
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(STEPS):
+        own, whole = batches(step)
+        for m, batch, optimizer in zip((plain, model), (whole, own), optimizers, strict=True):
+            loss_of(m, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert largest_difference(plain, model, grads=False) < EXACT
+
+
+def keep_a_tie_with_what_is_not_named() -> None:
+    model: typing.Any = Model()
+    tie(model)
+    auto_shard(model, mesh_of(Layout((2, 2))), Block, experts={"blocks.0.experts": "ep"})
+    assert model.blocks[1].experts.up is model.blocks[0].experts.up
+    assert model.blocks[0].experts.also_up is model.blocks[0].experts.up
+    assert len(model.blocks[1].experts.up.to_local()) < model.blocks[1].experts.up.numel() / 2
+
+
+def test_tied_experts_stay_tied(spawn: Spawn) -> None:
+    spawn(keep_ties, 4)
+
+
+def test_a_module_that_is_not_named_stays_tied_to_experts(spawn: Spawn) -> None:
+    spawn(keep_a_tie_with_what_is_not_named, 4)
+
+
+def keep_what_is_noted() -> None:
+    model: typing.Any = Model()
+    up: typing.Any = model.blocks[0].experts.up
+    called = []
+    whole = torch.arange(float(up.numel())).view_as(up)
+    up.grad = whole.clone()
+    up.is_decayed = False
+    up.register_post_accumulate_grad_hook(called.append)
+    mesh = mesh_of(Layout((2, 2)))
+    for block in model.blocks:
+        block.ep = mesh["ep"].get_group()
+    auto_shard(model, mesh, Block, experts={Experts: "ep"})
+    up = model.blocks[0].experts.up
+    assert up.is_decayed is False
+    assert torch.equal(up.grad.full_tensor(), whole)
+    own, _ = batches(0)
+    loss_of(model.double(), own).backward()
+    assert [each is up for each in called] == [True]
+
+
+def test_gradients_hooks_and_attributes_go_along(spawn: Spawn) -> None:
+    spawn(keep_what_is_noted, 4)
+
+
 class Half(torch.Tensor):
     """A tensor that torch.chunk may not cut as it cuts others."""
 
@@ -278,3 +348,20 @@ def test_mistakes_are_told_before_anything_is_changed(spawn_errors: Spawn, kind:
     for error in spawn_errors(mistaken, 4, kind):
         assert error.type_name == type_name, error
         assert text in error.message, error.message
+
+
+def hook_gradients() -> None:
+    model: typing.Any = Model()
+    handle = model.blocks[1].experts.down.register_hook(lambda grad: grad / 2)
+    before = dict(model.named_parameters())
+    mesh = mesh_of(Layout((2, 2)))
+    with pytest.raises(WrapError, match=r"blocks\.1\.experts\.down has a hook on its gradient"):
+        auto_shard(model, mesh, Block, experts={Experts: "ep"})
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert not any(isinstance(param, (DTensor, ShardedTensor)) for param in before.values())
+    handle.remove()
+    auto_shard(model, mesh, Block, experts={Experts: "ep"})
+
+
+def test_hooks_that_expect_whole_gradients_are_refused(spawn: Spawn) -> None:
+    spawn(hook_gradients, 4)

@@ -28,8 +28,9 @@ from shardkit import (
     auto_shard,
     fully_shard,
 )
+from shardkit._tensor.ops.reductions import part_sums
 from shardkit.backends import gloo
-from shardkit.checkpoint import get_model_state_dict, load, save, save_full
+from shardkit.checkpoint import get_model_state_dict, load, load_full, save, save_full
 from step_traffic import counted, total
 
 if typing.TYPE_CHECKING:
@@ -510,6 +511,153 @@ def test_experts_with_a_call_of_their_own_are_parts(
     spawn: Spawn, kind: str, tmp_path: typing.Any
 ) -> None:
     spawn(call_apart, 4, kind, str(tmp_path / "checkpoint"))
+
+
+class Nested(nn.Module):
+    """Experts in a block in a model: each on more ranks than what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Choices(2)
+        self.bias = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs: Tensor, used: list[int]) -> Tensor:
+        outputs: Tensor = self.block(inputs, used)
+        return self.bias.sum() * outputs
+
+
+def nest(used: dict[int, list[int]]) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("all", "block", "experts"))
+    torch.manual_seed(rank)
+    model: typing.Any = Nested().double()
+    fully_shard([*model.block.experts], mesh=mesh["experts"], reshard_after_forward=False)
+    fully_shard(model.block, mesh=mesh["block"], reshard_after_forward=False)
+    fully_shard(model)
+    model(torch.full((2, WIDTH), 1.0 + rank, dtype=torch.float64), used[rank]).backward()
+    mine = [p.grad.full_tensor() for p in model.block.experts.parameters() if p.grad is not None]
+    scale: Tensor = model.block.scale.grad.full_tensor()
+    bias: Tensor = model.bias.grad.full_tensor()
+    of_ranks: list[typing.Any] = [None] * 4
+    dist.all_gather_object(of_ranks, (mine, scale))
+    assert not torch.equal(of_ranks[0][1], of_ranks[2][1])
+    wholes = [bias, of_ranks[0][1], of_ranks[2][1], *(g for each, _ in of_ranks for g in each)]
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(part_sums(grads)) == 1
+    for order in (2.0, 1.0, 3.0, math.inf, -math.inf):
+        wanted = nn.utils.get_total_norm(wholes, order)
+        for each in (grads, grads[::-1]):
+            found = nn.utils.get_total_norm(each, order)
+            assert abs(found.item() - wanted.item()) < EXACT * wanted.item(), order
+    torch.manual_seed(0)
+    other = fully_shard(nn.Linear(WIDTH, 1), mesh=mesh["block"])
+    other(torch.ones(2, WIDTH)).sum().backward()
+    assert not part_sums([typing.cast("Tensor", p.grad) for p in other.parameters()])
+    norm = model.clip_grad_norm_(0.5)
+    factor = 0.5 / (norm.item() + 1e-6)
+    for param, before in ((model.block.scale, scale), (model.bias, bias)):
+        assert torch.allclose(param.grad.full_tensor(), before * factor, rtol=EXACT)
+
+
+NESTED_USES = [{rank: [0, 1] for rank in range(4)}, {0: [0], 1: [0, 1], 2: [1], 3: []}]
+
+
+@pytest.mark.parametrize("used", NESTED_USES, ids=str)
+def test_parts_of_parts_count_on_all_ranks(spawn: Spawn, used: dict[int, list[int]]) -> None:
+    spawn(nest, 4, used)
+
+
+def unfreeze(path: str) -> None:
+    """Train experts that were frozen when the model around them was sharded."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(rank % 2)
+    model: typing.Any = Choices(3).double()
+    model.experts.requires_grad_(requires_grad=False)
+    fully_shard([*model.experts], mesh=mesh["efsdp"])
+    fully_shard(model)
+    inputs = torch.ones(2, WIDTH, dtype=torch.float64)
+    model(inputs, [0, 1]).backward()
+    model.zero_grad()
+    model.double().experts.requires_grad_(requires_grad=True)
+    model(inputs, [0, rank % 2]).backward()
+    check_norms(model, rank % 2)
+    with pytest.raises(CheckpointError, match="the other ranks hold others in its place"):
+        save(path, model)
+
+
+def test_experts_that_are_unfrozen_become_parts(spawn: Spawn, tmp_path: typing.Any) -> None:
+    spawn(unfreeze, 4, str(tmp_path / "checkpoint"))
+
+
+def copied(names: tuple[str, str], seed: int, *, frozen: bool = False) -> typing.Any:
+    """Shard experts over the second axis, and the model around them over both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    torch.manual_seed(seed)
+    model: typing.Any = Choices(2).double()
+    model.experts.requires_grad_(not frozen)
+    fully_shard([*model.experts], mesh=mesh[names[1]])
+    fully_shard(model, mesh=mesh)
+    model.experts.requires_grad_(requires_grad=True)
+    return model
+
+
+def drift_apart(path: str, frozen: bool, full: bool) -> None:
+    """Train copies by data of their own, as where averages over copies come once in many steps."""
+    replica = dist.get_rank() // 2
+    model = copied(("replicate", "shard"), 0, frozen=frozen)
+    plain = Choices(2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scale in (1.0, 1.0 + replica):
+        inputs = torch.full((2, WIDTH), scale, dtype=torch.float64)
+        model(inputs, [0, 1]).backward()
+        own = [expert.weight.grad.full_tensor() for expert in model.experts]
+        own += [expert.bias.grad.full_tensor() for expert in model.experts]
+        of_ranks: list[typing.Any] = [None] * 4
+        dist.all_gather_object(of_ranks, own)
+        root = model.scale.grad.full_tensor()
+        squares = [sum(g.square().sum().item() for g in of_ranks[rank]) for rank in (0, 2)]
+        wanted = math.sqrt(root.square().sum().item() + sum(squares) / 2)
+        norm = model.clip_grad_norm_(0.5)
+        assert abs(norm.item() - wanted) < EXACT * wanted
+        clipped = root * 0.5 / (wanted + 1e-6)
+        assert torch.allclose(model.scale.grad.full_tensor(), clipped, rtol=EXACT)
+        optimizer.step()
+        optimizer.zero_grad()
+    of_ranks = [None] * 4
+    dist.all_gather_object(of_ranks, [p.detach().full_tensor() for p in model.parameters()])
+    assert torch.equal(of_ranks[0][0], of_ranks[2][0])  # That of the root, which is averaged.
+    assert not torch.equal(of_ranks[0][1], of_ranks[2][1])
+    if full:
+        save_full(path, model)
+        load_full(path, plain)
+        found = list(plain.parameters())
+    else:
+        save(path, model)
+        load(path, model)
+        found = [param.detach().full_tensor() for param in model.parameters()]
+    for param, first in zip(found, of_ranks[0], strict=True):
+        assert torch.equal(param, first)
+
+
+@pytest.mark.parametrize(("frozen", "full"), [(False, False), (False, True), (True, False)])
+def test_copies_count_once_and_files_have_the_first(
+    spawn: Spawn, frozen: bool, full: bool, tmp_path: typing.Any
+) -> None:
+    spawn(drift_apart, 4, str(tmp_path / "file"), frozen, full)
+
+
+def take_for_parts(names: tuple[str, str], path: str, seeds: int) -> None:
+    model = copied(names, dist.get_rank() // 2 if seeds > 1 else 0)
+    with pytest.raises(CheckpointError, match="the other ranks hold others in its place"):
+        save(path, model)
+
+
+@pytest.mark.parametrize(("names", "seeds"), [(("replicate", "shard"), 2), (("dp", "shard"), 1)])
+def test_copies_have_equal_values_and_an_axis_of_replicas(
+    spawn: Spawn, names: tuple[str, str], seeds: int, tmp_path: typing.Any
+) -> None:
+    spawn(take_for_parts, 4, names, str(tmp_path / "checkpoint"), seeds)
 
 
 def name_by_rank(path: str) -> None:

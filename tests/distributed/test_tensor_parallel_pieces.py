@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from parallel_models import forget_old_meshes
 from reference import Differences, assert_within
-from shardkit import FlatShard, ShardedTensor, fully_shard
+from shardkit import FlatShard, ShardedTensor, ShardedTensorError, fully_shard, install
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -354,3 +354,34 @@ def test_state_dicts_of_whole_tensors_can_be_loaded(
     spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:
     assert_within(spawn(load_plain, RANKS, mesh_shape, num_inner), parameter=0.0, copy=0.0)
+
+
+def distribute(mesh_shape: tuple[int, ...], num_inner: int) -> None:
+    """Have each rank offer values of its own."""
+    _, model = spread(mesh_shape, num_inner)
+    shifted = TorchDeviceMesh("cpu", [(rank + 1) % RANKS for rank in range(RANKS)])
+    with install():
+        from torch.distributed.tensor import distribute_tensor as cut
+
+        for name, param in model.named_parameters():
+            sharded: typing.Any = param
+            own = sharded.device_mesh
+            offered = torch.full(param.shape, float(dist.get_rank()), dtype=torch.float64)
+            made: typing.Any = cut(offered, own, sharded.placements)
+            assert type(made) is ShardedTensor
+            assert torch.equal(made.full_tensor(), torch.full_like(offered, own.ranks[0])), name
+            kept: typing.Any = cut(offered, own, sharded.placements, src_data_rank=None)
+            assert set(kept.to_local().tolist()) <= {float(dist.get_rank())}
+            assert cut(offered.to("meta"), own, sharded.placements).is_meta
+            if own.size() == RANKS:
+                same = init_torch_mesh("cpu", own.shape)
+                assert cut(offered, same, sharded.placements).shape == param.shape
+            with pytest.raises(ShardedTensorError, match="distribute_tensor got device_mesh="):
+                cut(offered, shifted, sharded.placements)
+
+
+@on_every_spread
+def test_distribute_tensor_spreads_the_values_of_the_first_rank(
+    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
+) -> None:
+    spawn(distribute, RANKS, mesh_shape, num_inner)

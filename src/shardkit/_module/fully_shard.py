@@ -211,7 +211,8 @@ def fully_shard(  # noqa: PLR0913 - the signature of FSDP2
 
     Cost: per group and step (m micro-batches, P parameters): all-gather of ``P`` elements of
     `param_dtype` twice (once without resharding), reduce-scatter of ``P`` of `reduce_dtype`,
-    m times. Memory per rank: ``1/N`` of parameters, gradients and optimizer state.
+    m times. Memory per rank: ``1/N`` of parameters, gradients and optimizer state. Where modules in
+    it lack an axis of replicas of `mesh`: once an all-reduce of 16 bytes on each axis.
     Source: ZeRO-3, arXiv:1910.02054; PyTorch FSDP2.
     """
     modules = _modules_of(module)

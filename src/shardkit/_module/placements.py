@@ -13,6 +13,7 @@ from shardkit import _compat
 from shardkit._errors import MeshError, WrapError
 from shardkit._mesh import DeviceMesh
 from shardkit._module import checks
+from shardkit._runtime.agreement import hold_equal_values
 from shardkit._tensor.spec import Replicate
 from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
 
@@ -84,24 +85,46 @@ def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
 
     As `shard_placement_fn` says it of a single parameter: experts that were sharded by a call of
     their own, before a module around them. What is trained on a part of the ranks becomes another
-    one elsewhere; frozen parameters are taken for copies. So are those beside DTensors, since ranks
-    of tensor parallelism hold equal ones.
+    one elsewhere; frozen parameters are taken for copies until they are trained. Those beside
+    DTensors are, too, since ranks of tensor parallelism hold equal ones.
+
+    Along axes of replicas, by their names, ranks whose values are equal hold copies: code of the
+    user's own averages over them.
 
     Args:
         groups: Groups in a module.
         mesh: Mesh of the call on that module.
+
+    Cost: see `hold_equal_values`, where a group lacks an axis of replicas that `mesh` has.
     """
     widest = max((mesh, *(group.mesh for group in groups)), key=lambda each: each.size())
     ranks = {*widest.ranks}
     buckets = [bucket for group in groups for bucket in group.buckets]
     split = {b.plan.mesh.ranks for b in buckets for s in b.store.specs if s.tensor_parallel}
+    copied = [group for group in groups if _lacks_replicas_of(group.mesh, widest)]
+    are_equal = bool(copied) and (widest.backend.is_dry or hold_equal_values(copied, widest))
     for bucket in buckets:
-        own = bucket.plan.mesh
+        own, before = bucket.plan.mesh, bucket.plan.around
         is_part = own.size() < len(ranks) and ranks.issuperset(own.ranks)
-        is_part = is_part and own.ranks not in split
-        is_trained = any(entry.param.requires_grad for entry in bucket.entries)
-        if is_part and is_trained and bucket.plan.around is None:
+        is_wider = before is None or before.size() < len(ranks)
+        if not is_part or not is_wider or own.ranks in split:
+            continue
+        is_copy = are_equal and _lacks_replicas_of(own, widest)
+        bucket.has_copies = is_copy and (before is None or bucket.has_copies)
+        bucket.around_if_trained = widest
+        if before is not None:
             bucket.lie_within(widest)
+        bucket.follow_trainability()
+
+
+def _lacks_replicas_of(own: DeviceMesh, around: DeviceMesh) -> bool:
+    """Whether a mesh around a part has more axes of replicas, and no others, by their names.
+
+    A name such as ``dp`` does not say it: experts may be spread over ranks with data of their own.
+    """
+    missing = [name for name in own.left_out if name not in around.left_out]
+    is_part = own.size() < around.size() and {*own.ranks} <= {*around.ranks}
+    return is_part and bool(missing) and all("repl" in name.lower() for name in missing)
 
 
 def replicated(mesh: DeviceMesh) -> DeviceMesh:

@@ -120,10 +120,15 @@ class Bucket:
         group: Weak reference to the group that the bucket is part of, once that is made.
         was_trainable: Flags of the parameters: whether each wanted gradients when its last forward
             ended. Empty before the first one.
+        around_if_trained: Mesh within which they are to lie from the first forward on in which one
+            of them is trained (`lie_within`); None: that changes nothing.
+        has_copies: Whether other ranks of the mesh around hold copies of them.
     """
 
     group: weakref.ref[Any] | None = None
     was_trainable: Sequence[bool] = ()
+    around_if_trained: DeviceMesh | None = None
+    has_copies: bool = False
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -146,7 +151,19 @@ class Bucket:
         self.plan = self.store.plan = replace(self.plan, around=mesh)
         for spec in self.store.specs:
             if spec.tensor_parallel is None:
-                spec.lie_within(mesh)
+                spec.lie_within(mesh, has_copies=self.has_copies)
+        self.around_if_trained = None
+
+    def follow_trainability(self) -> None:
+        """Lie within the mesh around since a parameter was unfrozen: ranks may train others."""
+        if self.around_if_trained is not None and self.is_trainable:
+            self.lie_within(self.around_if_trained)
+
+    def lie_as(self, bucket: Bucket) -> None:
+        """Lie within the mesh around as another bucket does, in whose place this one comes."""
+        self.has_copies, self.around_if_trained = bucket.has_copies, bucket.around_if_trained
+        if self.has_copies and self.plan.around is not None:
+            self.lie_within(self.plan.around)
 
     # --- exchange of the user's parameters ---
 

@@ -49,6 +49,7 @@ def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:
     )
     for spec, before in zip(result.store.specs, bucket.store.specs, strict=True):
         spec.is_worthless = before.is_worthless
+    result.lie_as(bucket)
     return result
 
 

@@ -406,6 +406,8 @@ class Runtime:
         """Refresh groups whose parameters were replaced; return whether a shard was written to."""
         has_changed = False
         for group in self.groups:
+            for bucket in group.buckets:
+                bucket.follow_trainability()
             if group.was_replaced or group.is_on_meta:
                 group.check_materialized()
                 self.reshard(group)

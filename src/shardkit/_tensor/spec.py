@@ -122,12 +122,13 @@ class FlatShard:
         return self
 
 
-def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], None]:
+def part_sums_of(axis: Axis) -> dict[tuple[Axis, ...], int]:
     """Return the axes over which norms of parts are summed (`ShardSpec.around`), in their order.
 
-    A rank may have no gradient of any part, and is asked by its other gradients on the axis.
+    Each with the number of parameters. A rank may have no gradient of any part, and is asked by its
+    other gradients on the axis.
     """
-    found: dict[tuple[Axis, ...], None] = axis.__dict__.setdefault("shardkit_part_sums", {})
+    found: dict[tuple[Axis, ...], int] = axis.__dict__.setdefault("shardkit_part_sums", {})
     return found
 
 
@@ -143,6 +144,7 @@ class ShardSpec:
         name: Name of the parameter, for errors; the root's first forward sets the full one.
         around: Mesh that `mesh` is a part of, where ranks outside of `mesh` hold other parameters
             in the place of this one, such as experts of their own; None: there are none.
+        has_copies: Whether these are copies of this one.
         shape: Global shape.
         start: First owned element of the flattened tensor on this rank.
         stop: End of the owned elements; equal to `start` where this rank owns nothing.
@@ -181,6 +183,7 @@ class ShardSpec:
     axes: tuple[Axis, ...] = field(init=False)
     total_axes: tuple[Axis, ...] = field(init=False)
     num_counted: int = field(init=False, default=1)
+    has_copies: bool = field(init=False, default=False)
     shape: tuple[int, ...] = field(init=False)
     start: int = field(init=False)
     stop: int = field(init=False)
@@ -198,18 +201,23 @@ class ShardSpec:
             self.mesh = outer.join(self.mesh)
         self.axes = (self.axis,) if outer is None else (self.axis, *outer.axes)
         self.total_axes = self.axes
-        if self.around is not None:
-            self.lie_within(self.around)
+        around, self.around = self.around, None
+        if around is not None:
+            self.lie_within(around)
         self.shape = self.layout.shapes[self.index] if outer is None else outer.shape
         self.start, self.stop = self.layout.owned_range(self.index, self.axis.rank)
         self.piece_range = self.layout.shard_range(self.index, self.axis.rank)
 
-    def lie_within(self, around: DeviceMesh) -> None:
+    def lie_within(self, around: DeviceMesh, *, has_copies: bool = False) -> None:
         """Take other ranks of `around` to hold other parameters in the place of this one.
 
-        A norm of all is summed over `around`, but for axes of replicas that both meshes have.
+        A norm of all is summed over `around`, but for axes of replicas that both meshes have. It
+        counts the mean of copies, and files have the first of them. A later call with a mesh around
+        that one takes the place of an earlier call.
         """
-        self.around = around
+        if self.around is not None:
+            self._leave_sums()
+        self.around, self.has_copies, self.num_counted = around, has_copies, 1
         axes = [around.backend.axis(index) for index in range(around.ndim)]
         if self.mesh.ndim > 1:
             replicas = self.mesh.backend.axis(0)
@@ -217,8 +225,20 @@ class ShardSpec:
             axes = [axis for axis in axes if axis is not replicas]
             self.num_counted = 1 if shared else replicas.size
         self.total_axes = tuple(axis for axis in axes if axis.size > 1)
+        if has_copies:
+            self.num_counted = math.prod(a.size for a in self.total_axes) // self.axis.size
+            self.is_written_here &= around.ranks[0] in self.mesh.ranks
         for axis in self.total_axes:
-            part_sums_of(axis)[self.total_axes] = None
+            sums = part_sums_of(axis)
+            sums[self.total_axes] = sums.get(self.total_axes, 0) + 1
+
+    def _leave_sums(self) -> None:
+        """Ask no ranks for a sum that nothing is part of any more."""
+        for axis in self.total_axes:
+            sums = part_sums_of(axis)
+            sums[self.total_axes] -= 1
+            if not sums[self.total_axes]:
+                del sums[self.total_axes]
 
     is_traced = False
     """Operators on pieces are traced, and there may be padding behind the pieces."""
@@ -279,7 +299,7 @@ class ShardSpec:
             ShardedTensorError: Dummy collectives were on, or other ranks hold other parameters of
                 this name.
         """
-        if self.around is not None:
+        if self.around is not None and not self.has_copies:
             msg = (
                 f"sharded {self.name!r} is a plain parameter on ranks "
                 f"{self.mesh.describe_ranks()} of the mesh of ranks "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardkit import _compat
 from shardkit._errors import MeshError, WrapError, listed, nearest
 from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
@@ -105,7 +106,8 @@ class Experts:
 
     Attributes:
         meshes: The meshes of the model.
-        sites: Every (module, attribute) that holds them.
+        sites: Every (module, attribute) of the model that holds them, also of modules that share
+            them with the named ones (tied).
         params: The parameters: those of the model and, of each that is to be cut, one of the size
             of a rank's part, by which a plan counts.
         whole: Parameters of the model that are to be cut.
@@ -123,15 +125,16 @@ class Experts:
         Raises:
             WrapError: A choice fits no module, or a module that holds no stacks which can be cut.
         """
-        sites: list[tuple[nn.Module, str]] = []
+        params: set[nn.Parameter] = set()
         names = dict.fromkeys(name for choice in choices for name in _modules_of(tree, choice))
         for name in names:
             module = tree.modules[name]
             taken = {*tree.params(module)}
             held = [(at, p) for at, p in module.named_parameters(recurse=False) if p in taken]
             _check_stacks(name, module, held, meshes)
-            sites += [(module, attribute) for attribute, _ in held]
-        params = {getattr(module, attribute) for module, attribute in sites}
+            params.update(param for _, param in held)
+        entries = checks.find_params([tree.model], set())
+        sites = [site for entry in entries if entry.param in params for site in entry.sites]
         whole = {param for param in params if tensor_parallel_of(param) is None}
         return cls(meshes, sites, params, whole)
 
@@ -149,10 +152,13 @@ class Experts:
                 entry.param = nn.Parameter(part, requires_grad=param.requires_grad)
                 self.params.add(entry.param)
 
-    def cut(self) -> None:
+    def cut(self) -> dict[nn.Parameter, nn.Parameter]:
         """Make the experts DTensors on their axis, of which this rank has its part.
 
         All ranks hold equal values, so nothing is sent. The DTensors are other objects.
+
+        Returns:
+            Mapping from each parameter that was cut to what modules hold in its place.
         """
         from shardkit.backends.dtensor import distributed_by_dim_0
 
@@ -163,6 +169,7 @@ class Experts:
         for module, attribute in self.sites:
             param = getattr(module, attribute)
             setattr(module, attribute, made.get(param, param))
+        return made
 
     def placed(self, fn: Callable[[nn.Parameter], Any] | None) -> PlacedExperts:
         """Return the `shard_placement_fn` of a group with experts; `fn` is that of all else."""
@@ -262,6 +269,13 @@ def _check_stacks(
             msg = (
                 f"parameter {name}.{attribute} is a {type(param).__name__}, which experts= does "
                 f"not cut. Make it a plain parameter, or a DTensor on {meshes.axis!r} before."
+            )
+            raise WrapError(msg)
+        if parts is None and _compat.tensor_hooks(param):
+            msg = (
+                f"parameter {name}.{attribute} has a hook on its gradient (register_hook), which "
+                f"expects that of all experts: experts= leaves a rank its part. Register the hook "
+                f"after auto_shard, or remove it."
             )
             raise WrapError(msg)
         if parts is None or meshes.torch_mesh is None:

@@ -730,7 +730,10 @@ class ShardPlan:
             )
             raise WrapError(msg)
         for experts in {u.experts for u in self._units if u.experts is not None}:
-            experts.cut()
+            made = experts.cut()
+            for unit in self._units:  # Tied experts belong to a unit around some that hold them.
+                ignored = unit.arguments["ignored_params"]
+                unit.arguments["ignored_params"] = {made.get(param, param) for param in ignored}
         for unit in self._units:
             if self._prepare is not None and not unit.is_root:
                 unit.modules = [

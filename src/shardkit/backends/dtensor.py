@@ -304,12 +304,16 @@ class TensorParallel:
 def distributed_by_dim_0(param: nn.Parameter, mesh: TorchDeviceMesh) -> nn.Parameter:
     """Return a parameter whose dim 0 is cut over a 1-D mesh of torch.
 
-    Each rank takes its part of the values that it has; nothing is sent. What a user has noted on
-    the parameter goes along.
+    Each rank takes its part of the values that it has, and of the gradient; nothing is sent. What a
+    user has noted on the parameter goes along, and so do hooks that run after its gradient was set.
     """
     part = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
     result = nn.Parameter(part, requires_grad=param.requires_grad)
     result.__dict__.update(param.__dict__)
+    if param.grad is not None:
+        result.grad = distribute_tensor(param.grad, mesh, [Shard(0)], src_data_rank=None)
+    for hook in _compat.post_accumulate_grad_hooks(param):
+        result.register_post_accumulate_grad_hook(hook)
     return result
 
 
