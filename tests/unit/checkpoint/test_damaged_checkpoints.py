@@ -160,7 +160,7 @@ class Evil:
 def test_metadata_runs_nothing(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (saved / "shardkit.json").unlink()
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match=r"asks for posix\.mkdir"):
+    with pytest.raises(CheckpointError, match="asks for 'mkdir' of 'posix'"):
         load(saved)
     assert not (tmp_path / "ran").exists()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
-import reprlib
+import random
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shardkit import _compat
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp.metadata_pickle import unpickle
+from shardkit.checkpoint._dcp.metadata_pickle import shown, unpickle
 from shardkit.checkpoint._files.disk import is_plain_name, read_index, reading
 
 if TYPE_CHECKING:
@@ -27,8 +29,12 @@ METADATA_FILE = ".metadata"
 
 _STORAGE_INFO: Any = _compat.dcp_storage_info()
 _LIMIT = 1 << 62  # Of sizes and offsets: sums of a few of them fit the system's numbers.
+_MAX_DEPTH = 100  # Of keys that lead to an entry.
+_CHUNK_NBYTES = 32  # At least of a chunk's description: entries share no lists of them.
 _PACKED = 64  # Values at most in the bytes of one: tensors of classes that pack them.
 _SMALL_NBYTES = 1 << 20
+# Its own seed: nobody foresees its numbers, and the user's do not change.
+_random_place = functools.partial(random.Random().getrandbits, 64)  # noqa: S311 - not shown
 
 
 def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata:
@@ -50,7 +56,7 @@ def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata
         msg = f"{Path(path)}: not a DCP metadata pickle: {error}. {remedy}"
         raise CheckpointError(msg) from error
     with reading(path):
-        problem = _problem(found)
+        problem = _problem(found, len(content))
     if problem:
         msg = f"{Path(path)}: {problem}. {remedy}"
         raise CheckpointError(msg)
@@ -83,7 +89,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _problem(found: Any) -> str:
+def _problem(found: Any, nbytes: int) -> str:
     """Say what is wrong with unpickled metadata; empty if nothing is."""
     if not isinstance(found, dcp.Metadata):
         return f"expected DCP's Metadata, found {type(found).__name__}"
@@ -91,9 +97,14 @@ def _problem(found: Any) -> str:
     stored: Any = found.storage_data
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         return "expected entries and storage by name, found none"
+    num_chunks = 0
     for name, entry in entries.items():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            num_chunks += len(entry.chunks)
+            if num_chunks * _CHUNK_NBYTES > nbytes:
+                return "it has more chunks than it describes"
         if not isinstance(name, str) or not _is_entry(entry):
-            return f"entry {name!r} describes neither a tensor nor bytes"
+            return f"entry {shown(name)} describes neither a tensor nor bytes"
     problems = itertools.chain(
         (_problem_stored(index, where) for index, where in stored.items()),
         (_problem_entry(name, entry, stored) for name, entry in entries.items()),
@@ -109,19 +120,19 @@ def _problem_entry(name: str, entry: Any, stored: dict[Any, Any]) -> str:
     """Say why an entry cannot be read from where it is stored."""
     is_tensor = isinstance(entry, dcp.TensorStorageMetadata)
     offsets = [chunk.offsets for chunk in entry.chunks] if is_tensor else [None]
-    indices = [dcp.MetadataIndex(name, each) for each in offsets]
-    if any(index not in stored for index in indices):
-        return f"{name!r} is listed but stored nowhere"
+    places: list[Any] = [stored.get(dcp.MetadataIndex(name, each)) for each in offsets]
+    if None in places:
+        return f"{shown(name)} is listed but stored nowhere"
     if not is_tensor:
         return ""
     uncovered = _uncovered(entry.size, entry.chunks)
     if uncovered:
-        return f"{name!r} of shape {tuple(entry.size)}: {uncovered}"
+        return f"{shown(name)} of shape {tuple(entry.size)}: {uncovered}"
     nbytes = math.prod(entry.size) * entry.properties.dtype.itemsize
-    stored_nbytes = sum(stored[index].length for index in indices)
+    stored_nbytes = sum(place.length for place in places)
     is_dense = entry.properties.layout is torch.strided
     if is_dense and nbytes > _PACKED * stored_nbytes + _SMALL_NBYTES:
-        return f"{name!r} would take {nbytes} bytes, and {stored_nbytes} are stored"
+        return f"{shown(name)} would take {nbytes} bytes, and {stored_nbytes} are stored"
     return ""
 
 
@@ -135,38 +146,43 @@ def _uncovered(size: torch.Size, chunks: list[dcp.ChunkStorageMetadata]) -> str:
         volume += math.prod(lengths)
     if volume != math.prod(size):
         return f"its chunks have {volume} of its {math.prod(size)} elements"
-    if len(boxes) == 1:
+    if len(boxes) == 1 or volume == 0:
         return ""
-    # As many as there are: so there is a hole if two overlap. One dim is swept.
-    swept = max(range(len(size)), key=lambda dim: len({offsets[dim] for offsets in boxes}))
-    live: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for box in sorted(boxes.items(), key=lambda box: box[0][swept]):
-        offsets, lengths = box
-        if 0 in lengths:
-            continue
-        live = [other for other in live if other[0][swept] + other[1][swept] > offsets[swept]]
-        for begins, sizes in live:
-            bounds = zip(offsets, lengths, begins, sizes, strict=True)
-            if all(o < begin + n and begin < o + length for o, length, begin, n in bounds):
-                return f"its chunks at {begins} and {offsets} overlap"
-        live.append(box)
-    return ""
+    # As many as there are: so there is a hole if two overlap. Cuts are moved to random places: the
+    # volumes of parts add up to that of the whole wherever cuts lie. Those of others do so by
+    # chance, with a probability of ndim / 2**64 at most: the difference is a polynomial in the
+    # places, which is not zero (Schwartz and Zippel).
+    moved, moved_whole = [1] * len(boxes), 1
+    for dim, whole in enumerate(size):
+        spans = [(offsets[dim], lengths[dim]) for offsets, lengths in boxes.items()]
+        if spans.count((0, whole)) < len(spans):
+            place: defaultdict[int, int] = defaultdict(_random_place)
+            moved_whole *= place[whole] - place[0]
+            moved = [
+                volume * (place[o + n] - place[o])
+                for volume, (o, n) in zip(moved, spans, strict=True)
+            ]
+    return "" if sum(moved) == moved_whole else "its chunks overlap"
 
 
 def _is_path(path: Any) -> bool:
-    return isinstance(path, (tuple, list)) and all(isinstance(key, (str, int)) for key in path)
+    return (
+        isinstance(path, (tuple, list))
+        and len(path) <= _MAX_DEPTH
+        and all(isinstance(key, (str, int)) for key in path)
+    )
 
 
 def _problem_stored(index: Any, where: Any) -> str:
     if not isinstance(index, dcp.MetadataIndex) or not isinstance(where, _STORAGE_INFO):
-        return f"{reprlib.repr(index)} is not stored in a file"
+        return f"{shown(index)} is not stored in a file"
     file = where.relative_path
     # A name with a directory in it could point anywhere.
     if not is_plain_name(file):
-        return f"{index.fqn!r} is stored in {reprlib.repr(file)}, expected a file of this directory"
+        return f"{shown(index.fqn)} is stored in {shown(file)}, expected a file of this directory"
     if not _are_sizes((where.offset, where.length)):
-        place = reprlib.repr((where.offset, where.length))
-        return f"{index.fqn!r} is stored at offset and length {place}"
+        place = shown((where.offset, where.length))
+        return f"{shown(index.fqn)} is stored at offset and length {place}"
     return ""
 
 
@@ -177,6 +193,7 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, dcp.TensorStorageMetadata)
         and isinstance(getattr(entry.properties, "dtype", None), torch.dtype)
         and _are_sizes(entry.size)
+        and type(entry.chunks) is list
         and all(_is_chunk(chunk, len(entry.size)) for chunk in entry.chunks)
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import reprlib
 import struct
+from collections import defaultdict
 from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,34 @@ _BUILT: frozenset[type[Any]] = frozenset(
 _SETS_STATE: dict[type[Any], Any] = {
     cls: cls.__setstate__ for cls in _BUILT if hasattr(cls, "__setstate__")
 }
-_MAX_LEN = 100  # Of tuples: shapes, and the keys that lead to an entry; of an object's fields.
+_PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT})  # States for these.
+_MAX_LEN = 100  # Of tuples: the keys that lead to an entry.
+_MAX_NDIM = 64  # As of tensors that torch computes with.
+_MAX_FIELDS = 16  # Of an object.
+_MAX_STR_NBYTES = 1 << 20  # Names are compared wherever they are used.
 _MAX_PROTOCOL = 5
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 
 _read_int4 = struct.Struct("<i").unpack_from
 _read_uint4 = struct.Struct("<I").unpack_from
 _read_float8 = struct.Struct(">d").unpack_from
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = 200
+
+
+def shown(value: object) -> str:
+    """Return what an error shows of a value of a pickle: a plain one shortened, else its class.
+
+    A value may stand in another any number of times, and repr() goes through it each time.
+    """
+    if type(value) is type:
+        return value.__name__
+    values = value if type(value) is tuple else (value,)
+    if {str, int, NoneType}.issuperset(map(type, values)):
+        return _repr.repr(value)
+    return type(value).__name__
 
 
 class ForeignPickleError(pickle.UnpicklingError):
@@ -56,9 +78,11 @@ def unpickle(content: bytes) -> Any:
     """Return what a pickle describes, if it is one that DCP could have written.
 
     It makes nothing that is far more than the pickle's own size. A value of a pickle may refer to
-    others, any number of times. So a tuple could stand for more than there is memory or time: to
-    hash one takes as long as all that it stands for, and if it is nested deep all of the stack.
-    None is long here, or nested but as arguments are.
+    others, any number of times, and stand for more than there is memory or time. So no tuple is
+    long here, or nested but as arguments are, and no string is long; lists and dicts are neither
+    copied nor compared nor shown. Keys are strings, whose hashes nobody foresees, and indices of
+    entries. An index is hashed by numbers that the file chooses, so no two in a dict may have the
+    same hash: thousands that have would take hours.
 
     Args:
         content: The whole pickle, of protocol 2 to 5.
@@ -78,6 +102,7 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
     stack: list[Any] = []
     marks: list[int] = []  # Where in the stack.
     memo: dict[int, Any] = {}
+    hashes: defaultdict[int, set[int]] = defaultdict(set)  # Of keys, by the dict's id.
     push, pop = stack.append, stack.pop
     at = 0
     while True:  # The most frequent opcodes first.
@@ -118,9 +143,9 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 args = pop()
                 stack[-1] = _call(stack[-1], args)
             case 0x75:  # SETITEMS
-                _set_items(_taken(stack, marks.pop()), stack)
+                _set_items(_taken(stack, marks.pop()), stack, hashes)
             case 0x73:  # SETITEM
-                _set_items(_taken(stack, len(stack) - 2), stack)
+                _set_items(_taken(stack, len(stack) - 2), stack, hashes)
             case 0x8C:  # SHORT_BINUNICODE
                 begin, at = at + 1, at + 1 + content[at]
                 push(content[begin:at].decode("utf-8", "surrogatepass"))
@@ -142,9 +167,6 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
             case 0x65:  # APPENDS
                 values = _taken(stack, marks.pop())
                 _of_type(list, stack[-1]).extend(values)
-            case 0x90:  # ADDITEMS
-                values = _taken(stack, marks.pop())
-                _of_type(set, stack[-1]).update(values)
             case 0x4E:  # NONE
                 push(None)
             case 0x88:  # NEWTRUE
@@ -167,6 +189,9 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 at += 4
             case 0x58:  # BINUNICODE
                 begin, at = at + 4, at + 4 + _read_uint4(content, at)[0]
+                if at - begin > _MAX_STR_NBYTES:
+                    msg = f"it has a string of {at - begin} bytes"
+                    raise ForeignPickleError(msg)
                 push(content[begin:at].decode("utf-8", "surrogatepass"))
             case 0x8A:  # LONG1
                 begin, at = at + 1, at + 1 + content[at]
@@ -180,8 +205,6 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
             case 0x47:  # BINFLOAT
                 push(_read_float8(content, at)[0])
                 at += 8
-            case 0x8F:  # EMPTY_SET
-                push(set())
             case 0x95:  # FRAME: how much to read at once. All of it is in memory.
                 at += 8
             case 0x80:  # PROTO
@@ -205,9 +228,25 @@ def _taken(stack: list[Any], begin: int) -> list[Any]:
     return values
 
 
-def _set_items(values: list[Any], stack: list[Any]) -> None:
+def _set_items(values: list[Any], stack: list[Any], hashes: defaultdict[int, set[int]]) -> None:
+    changed = _of_type(dict, stack[-1])
     keys = iter(values)
-    _of_type(dict, stack[-1]).update(zip(keys, keys, strict=True))
+    for key, value in zip(keys, keys, strict=True):
+        if type(key) is not str:
+            _check_index(key, hashes[id(changed)])
+        changed[key] = value
+
+
+def _check_index(key: Any, hashes: set[int]) -> None:
+    """Raise if a key is no index, or has the hash of another one of its dict."""
+    if type(key) is not dcp.MetadataIndex:
+        msg = f"it has a key that is {type(key).__name__}"
+        raise ForeignPickleError(msg)
+    number = hash(key)
+    if number in hashes:
+        msg = "it has two keys of the same hash"
+        raise ForeignPickleError(msg)
+    hashes.add(number)
 
 
 def _of_type(expected: type[Any], found: Any) -> Any:
@@ -232,31 +271,25 @@ def _check_flat(values: Iterable[Any]) -> None:
 
 
 def _named(module: Any, name: Any) -> Any:
-    if not isinstance(module, str) or not isinstance(name, str):
-        msg = f"it asks for {reprlib.repr(name)} of {reprlib.repr(module)}"
-        raise ForeignPickleError(msg)
-    known = _KNOWN.get((module, name))
-    if known is not None:
-        return known
-    if module.startswith("pathlib") and name in _PATHS:
-        return _path
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
-    msg = f"it asks for {module}.{name}"
+    if isinstance(module, str) and isinstance(name, str):
+        known = _KNOWN.get((module, name))
+        if known is not None:
+            return known
+        if module.startswith("pathlib") and name in _PATHS:
+            return _path
+    msg = f"it asks for {shown(name)} of {shown(module)}"
     raise ForeignPickleError(msg)
 
 
 def _new(cls: Any) -> Any:
     if cls not in _BUILT:
-        msg = f"it makes what is {getattr(cls, '__name__', type(cls).__name__)}"
+        msg = f"it makes what is {shown(cls)}"
         raise ForeignPickleError(msg)
     return cls.__new__(cls)
 
 
 def _call(called: Any, args: Any) -> Any:
-    if type(args) is not tuple or (
-        type(called) is not FunctionType and called is not _MEMORY_FORMAT
-    ):
+    if type(args) is not tuple or type(called) is not FunctionType:
         msg = f"it calls what is {type(called).__name__}"
         raise ForeignPickleError(msg)
     return called(*args)
@@ -264,14 +297,15 @@ def _call(called: Any, args: Any) -> Any:
 
 def _build(built: Any, state: Any) -> None:
     cls = type(built)
-    if cls in _SETS_STATE:
-        _SETS_STATE[cls](built, state)
-    elif cls not in _BUILT:  # Classes are this process' own.
-        msg = f"it sets attributes of {getattr(built, '__name__', cls.__name__)}"
+    if cls not in _BUILT:  # Classes are this process' own.
+        msg = f"it sets attributes of {shown(built)}"
         raise ForeignPickleError(msg)
+    if cls in _SETS_STATE and type(state) is tuple and _PROPERTIES.issuperset(map(type, state)):
+        _SETS_STATE[cls](built, state)
     elif (
-        type(state) is not dict
-        or len(state) > _MAX_LEN
+        cls in _SETS_STATE
+        or type(state) is not dict
+        or len(state) > _MAX_FIELDS
         or (cls is dcp.MetadataIndex and not _is_index(state))  # Indices are hashed.
     ):
         msg = "it has a state that is none of a description"
@@ -295,8 +329,8 @@ def _path(*parts: object) -> None:
 
 
 def _size(values: Any) -> torch.Size:
-    if type(values) is not tuple:
-        msg = f"it makes a size of what is {type(values).__name__}"
+    if type(values) is not tuple or len(values) > _MAX_NDIM:
+        msg = f"it makes a size of {shown(values)}"
         raise ForeignPickleError(msg)
     return torch.Size(values)
 
@@ -305,21 +339,32 @@ def _layout(name: object) -> torch.layout:
     for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.jagged):
         if str(layout) == name:
             return layout
-    msg = f"it asks for the layout {reprlib.repr(name)}"
+    msg = f"it asks for the layout {shown(name)}"
     raise ForeignPickleError(msg)
 
 
-def _memory_format(cls: Any, member: Any) -> Any:
-    if cls is not _MEMORY_FORMAT:
-        msg = f"it asks for {reprlib.repr(member)} of {reprlib.repr(cls)}"
-        raise ForeignPickleError(msg)
-    return _MEMORY_FORMAT[member]
+def _memory_format(number: object) -> Any:
+    for member in _MEMORY_FORMAT:
+        if member.value == number:
+            return member
+    msg = f"it asks for the memory format {shown(number)}"
+    raise ForeignPickleError(msg)
+
+
+def _named_memory_format(owner: object, name: object) -> Any:
+    for member in _MEMORY_FORMAT:
+        if owner is _memory_format and member.name == name:
+            return member
+    msg = f"it asks for {shown(name)} of {shown(owner)}"
+    raise ForeignPickleError(msg)
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    **{(cls.__module__, cls.__name__): cls for cls in (*_BUILT, _MEMORY_FORMAT)},
+    **{(cls.__module__, cls.__name__): cls for cls in _BUILT},
+    **{("torch", name): each for name, each in vars(torch).items() if type(each) is torch.dtype},
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _layout,
+    (_MEMORY_FORMAT.__module__, _MEMORY_FORMAT.__name__): _memory_format,
     # How some releases of Python pickle the member of an enum.
-    ("builtins", "getattr"): _memory_format,
+    ("builtins", "getattr"): _named_memory_format,
 }

@@ -39,6 +39,8 @@ PART_NBYTES = 2**24
 MAX_INDEX_NBYTES = 2**30
 """Of a file that says where tensors are: more than that of any checkpoint that can be saved."""
 
+_MAX_NAME_LEN = 255  # No file system has a longer name.
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -267,7 +269,9 @@ def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES)
 
 def is_plain_name(name: object) -> bool:
     """Whether a name is that of a file in the directory where it is looked for."""
-    if not isinstance(name, str) or "\0" in name or "/" in name or os.sep in name:
+    if not isinstance(name, str) or len(name) > _MAX_NAME_LEN:
+        return False
+    if "\0" in name or "/" in name or os.sep in name:
         return False
     return bool(name.strip("."))
 
