@@ -407,7 +407,8 @@ class Runtime:
         has_changed = False
         for group in self.groups:
             for bucket in group.buckets:
-                bucket.follow_trainability()
+                if bucket.around_if_trained is not None:
+                    bucket.follow_trainability()
             if group.was_replaced or group.is_on_meta:
                 group.check_materialized()
                 self.reshard(group)
