@@ -121,6 +121,7 @@ def _problem_entry(name: str, entry: Any, stored: dict[Any, Any]) -> str:
     is_tensor = isinstance(entry, dcp.TensorStorageMetadata)
     offsets = [chunk.offsets for chunk in entry.chunks] if is_tensor else [None]
     places: list[Any] = [stored.get(dcp.MetadataIndex(name, each)) for each in offsets]
+    # Before a dict has offsets as keys: as each is that of a stored index, no two have one hash.
     if None in places:
         return f"{shown(name)} is listed but stored nowhere"
     if not is_tensor:

@@ -41,6 +41,7 @@ _SETS_STATE: dict[type[Any], Any] = {
     cls: cls.__setstate__ for cls in _BUILT if hasattr(cls, "__setstate__")
 }
 _PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT})  # States for these.
+_INDEX_FIELDS = {"fqn", "offset", "index"}
 _MAX_LEN = 100  # Of tuples: the keys that lead to an entry.
 _MAX_NDIM = 64  # As of tensors that torch computes with.
 _MAX_FIELDS = 16  # Of an object.
@@ -297,26 +298,28 @@ def _call(called: Any, args: Any) -> Any:
 
 def _build(built: Any, state: Any) -> None:
     cls = type(built)
-    if cls not in _BUILT:  # Classes are this process' own.
+    sets_state = _SETS_STATE.get(cls)
+    if sets_state is not None:
+        if type(state) is tuple and _PROPERTIES.issuperset(map(type, state)):
+            sets_state(built, state)
+            return
+    elif cls not in _BUILT:  # Classes are this process' own.
         msg = f"it sets attributes of {shown(built)}"
         raise ForeignPickleError(msg)
-    if cls in _SETS_STATE and type(state) is tuple and _PROPERTIES.issuperset(map(type, state)):
-        _SETS_STATE[cls](built, state)
     elif (
-        cls in _SETS_STATE
-        or type(state) is not dict
-        or len(state) > _MAX_FIELDS
-        or (cls is dcp.MetadataIndex and not _is_index(state))  # Indices are hashed.
+        type(state) is dict
+        and len(state) <= _MAX_FIELDS
+        and (cls is not dcp.MetadataIndex or _is_index(state))  # Indices are hashed.
     ):
-        msg = "it has a state that is none of a description"
-        raise ForeignPickleError(msg)
-    else:
         built.__dict__.update(state)
+        return
+    msg = "it has a state that is none of a description"
+    raise ForeignPickleError(msg)
 
 
 def _is_index(state: dict[Any, Any]) -> bool:
     return (
-        state.keys() <= {"fqn", "offset", "index"}
+        state.keys() <= _INDEX_FIELDS
         and isinstance(state.get("fqn"), str)
         and isinstance(state.get("offset"), (torch.Size, NoneType))
         and isinstance(state.get("index"), (int, NoneType))
