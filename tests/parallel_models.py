@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -161,17 +161,8 @@ OPTIMIZERS: dict[str, typing.Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def forget_old_meshes() -> None:
-    """Clear DTensor's caches: they hand out meshes of process groups that earlier calls ended."""
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()  # noqa: SLF001
-    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001 - it holds what that one made
-    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # noqa: SLF001 - 2.9 has none
-        torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
-
-
 def make_meshes(shape: tuple[int, ...]) -> tuple[TorchDeviceMesh, TorchDeviceMesh]:
     """Return the data-parallel and the tensor-parallel part of a mesh."""
-    forget_old_meshes()
     names = AXES[-len(shape) :]
     mesh = init_torch_mesh("cpu", shape, mesh_dim_names=names)
     return mesh[names[:-1]], mesh["tp"]

@@ -206,6 +206,18 @@ def _collect_garbage() -> None:
         gc.collect()
 
 
+def forget_old_meshes() -> None:
+    """Clear DTensor's caches: they hand out meshes of process groups that earlier calls ended."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()  # noqa: SLF001
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001 - it holds what that one made
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # noqa: SLF001 - 2.9 has none
+        torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
+
+
 def _reset_state(environment: dict[str, str]) -> None:
     """Undo what the last call left.
 
@@ -214,6 +226,7 @@ def _reset_state(environment: dict[str, str]) -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_old_meshes()
     _collect_garbage()
     os.environ.clear()
     os.environ.update(environment)

@@ -25,7 +25,6 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import shardkit
-from parallel_models import forget_old_meshes
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -222,7 +221,6 @@ def _begin(sharder: str, files: Files) -> None:
         HF_HOME=str(files.assets / "cache"),
         HF_DATASETS_CACHE=str(files.assets / f"cache-{rank}"),
     )
-    forget_old_meshes()
     _let_cpu_be_a_device()
     if sharder == "shardkit":
         shardkit.install()

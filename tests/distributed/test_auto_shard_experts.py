@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardkit
 from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
-from parallel_models import forget_old_meshes
 from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, auto_shard, checkpoint_module
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
@@ -60,7 +59,6 @@ OPTIONS: dict[str, typing.Any] = {
 
 
 def mesh_of(layout: Layout) -> DeviceMesh:
-    forget_old_meshes()
     names = layout.names or ("replicate", "fsdp", "ep")[-len(layout.shape) :]
     return init_device_mesh("cpu", layout.shape, mesh_dim_names=names)
 

@@ -14,7 +14,6 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parallel_models import forget_old_meshes
 from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -62,7 +61,6 @@ class Columns(nn.Module):
 
 
 def train(case: str) -> None:
-    forget_old_meshes()
     shape, names, dims = CASES[case]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
@@ -139,7 +137,6 @@ EXPERTS = {
 
 
 def train_experts(case: str) -> None:
-    forget_old_meshes()
     dense, sparse = (
         init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in EXPERTS[case]
     )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
-from parallel_models import forget_old_meshes
 from shardkit import CPUOffloadPolicy, Replicate, ShardedTensorError, auto_shard, fully_shard
 from shardkit.checkpoint import load, save
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients
@@ -59,7 +58,6 @@ def make(shape: tuple[int, ...] = (2, 2), **options: typing.Any) -> tuple[typing
     torch.manual_seed(3)
     plain = Model().double()
     model: typing.Any = copy.deepcopy(plain)
-    forget_old_meshes()
     names = ("replicate", "fsdp", "ep")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     auto_shard(model, mesh, Block, experts={"Experts": "ep"}, **options)
@@ -272,7 +270,6 @@ def step_plain_experts(kind: str) -> None:
     torch.manual_seed(3)
     plain = Model().double()
     model: typing.Any = copy.deepcopy(plain)
-    forget_old_meshes()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     first = mesh["ep"].get_local_rank() * NUM_EXPERTS // 2
     own = slice(first, first + NUM_EXPERTS // 2)

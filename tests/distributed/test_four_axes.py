@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallel_models import forget_old_meshes
 from shardkit import ShardedTensor, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -129,7 +128,6 @@ def total_norm(model: nn.Module, pp: DeviceMesh) -> Tensor:
 
 
 def train(shape: tuple[int, ...]) -> None:
-    forget_old_meshes()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
     _, dp, cp, _ = shape
     torch.manual_seed(0)

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
-from parallel_models import forget_old_meshes
 from shardkit import (
     CheckpointError,
     MixedPrecisionPolicy,
@@ -68,7 +67,6 @@ class Layout:
 
 def meshes_of(layout: Layout) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
     """Return the mesh of all parameters but experts, that of experts, and the axis `ep`."""
-    forget_old_meshes()
     replicas, efsdp, ep = layout.shape
     whole = init_device_mesh(
         "cpu", (replicas, efsdp, ep), mesh_dim_names=("replicate", "efsdp", "ep")

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from parallel_models import forget_old_meshes
 from reference import Differences, assert_within
 from shardkit import FlatShard, ShardedTensor, ShardedTensorError, fully_shard, install
 
@@ -68,7 +67,6 @@ class Spread(nn.Module):
 
 def spread(mesh_shape: tuple[int, ...], num_inner: int) -> tuple[Spread, Spread]:
     """Make the parameters, plain and on a mesh."""
-    forget_old_meshes()
     names = ("a", "b", "c")[: len(mesh_shape)]
     mesh = init_torch_mesh("cpu", mesh_shape, mesh_dim_names=names)
     plain = Spread()
@@ -139,7 +137,6 @@ def test_pieces_and_full_tensors(spawn: Spawn, mesh_shape: tuple[int, ...], num_
 
 
 def joint_mesh_of_any_order() -> tuple[tuple[int, ...], list[int]]:
-    forget_old_meshes()
     mesh = TorchDeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("dp", "tp"))
     module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["tp"], [Shard(0)]))

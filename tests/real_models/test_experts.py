@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zoo import TIMEOUT_S
 
-from parallel_models import forget_old_meshes
 from shardkit.checkpoint import load, save, save_full
 
 if typing.TYPE_CHECKING:
@@ -54,7 +53,6 @@ class Layout:
 def make_both(layout: Layout) -> tuple[typing.Any, typing.Any]:
     plain = make(layout.name)
     model: typing.Any = copy.deepcopy(plain)
-    forget_old_meshes()
     replicas, fsdp, ep = layout.shape
     whole = init_device_mesh(
         "cpu", (replicas, fsdp, ep, layout.tp), mesh_dim_names=("replicate", "fsdp", "ep", "tp")
