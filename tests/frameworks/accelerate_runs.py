@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import typing
 
+import pytest
 import torch
 import torch.distributed as dist
 from launched import forget_accelerate, set_launchers_variables
@@ -82,6 +83,18 @@ def prepare(
     before(model)
     prepared = accelerator.prepare(model, made)
     return Run(accelerator, *prepared, losses=[], norms=[])
+
+
+@contextlib.contextmanager
+def fsdp2() -> Iterator[None]:
+    """Let Accelerate shard ranks of the CPU by FSDP2, as it does where there are accelerators."""
+    from accelerate.state import AcceleratorState
+
+    from shardkit.integrations.accelerate import _also_on_cpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorState, "__init__", _also_on_cpu(AcceleratorState.__init__))
+        yield
 
 
 @contextlib.contextmanager

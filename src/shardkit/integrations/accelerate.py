@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate.accelerator
 import accelerate.state
 import accelerate.utils.fsdp_utils
+import torch
 import torch.distributed.fsdp
 from accelerate.utils import DistributedType
 from accelerate.utils.other import is_compiled_module
@@ -193,9 +194,19 @@ def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
                 f"or in the file of `accelerate config`."
             )
             raise IntegrationError(msg)
+        is_rank = plugin is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if is_rank and is_first and not torch.accelerator.is_available():
+            kwargs["cpu"] = True  # Else each rank trains a model of its own, without a word.
         original(self, *args, **kwargs)
         if plugin is None or not is_first:
             return
+        if is_rank and self.distributed_type == DistributedType.NO:
+            msg = (
+                "Accelerate takes this rank for a run of its own, since a PartialState was made "
+                "before that found no accelerator. Make the Accelerator first, or set "
+                "ACCELERATE_USE_CPU=true."
+            )
+            raise IntegrationError(msg)
         if self.distributed_type == DistributedType.XLA:
             msg = (
                 "Accelerate shards models on XLA devices by torch_xla, not by FSDP2. Leave the "
