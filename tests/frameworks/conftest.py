@@ -12,7 +12,9 @@ _NEEDS = {
     "test_lightning_fabric.py": ("lightning",),
     "test_lightning_own_strategies.py": ("lightning",),
     "test_lightning_trainer.py": ("lightning",),
-    "test_transformers_trainer.py": ("accelerate", "transformers"),
+    "test_adapters_under_install.py": ("peft", "transformers", "accelerate"),
+    "test_stateful_loader.py": ("torchdata",),
+    "test_transformers_trainer.py": ("accelerate", "transformers", "torchao"),
 }
 
 collect_ignore = [

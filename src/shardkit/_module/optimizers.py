@@ -277,15 +277,21 @@ def _refuse_unsharded(optimizer: Optimizer, params: Iterable[Any]) -> None:
             raise StateError(msg)
 
 
+def is_of_torchao(optimizer: object) -> bool:
+    """Whether an optimizer is torchao's, or inherits from one."""
+    return any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__)
+
+
 def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
     """Refuse torchao's optimizers where their compiled steps would fail inside of the compiler.
 
-    They code the state of large parameters in blocks, or round bf16 ones at random.
+    They code the state of large parameters in blocks, or round bf16 ones at random; under `install`
+    they make DTensors of rows for state of any size.
 
     Raises:
         OptimizerError: It is such a one, and has sharded parameters.
     """
-    if not any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
+    if not is_of_torchao(optimizer):
         return
     block_numel = getattr(optimizer, "block_size", float("inf"))
     rounds = getattr(optimizer, "bf16_stochastic_round", False)
@@ -293,7 +299,8 @@ def _refuse_compiled(optimizer: Any, params: Iterable[Any]) -> None:
         if not isinstance(param, ShardedTensor):
             continue
         is_coded = param.numel() >= _MIN_CODED_NUMEL and param.numel() % block_numel == 0
-        if is_coded or (rounds and param.dtype == torch.bfloat16):
+        is_taken_for_rows = param.__class__ is not type(param)
+        if is_coded or is_taken_for_rows or (rounds and param.dtype == torch.bfloat16):
             kind = type(optimizer).__name__
             options = f"lr={float(optimizer.param_groups[0]['lr']):g}"
             options += ", bf16_stochastic_round=True" if rounds else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ import accelerate.state
 import accelerate.utils.fsdp_utils
 import torch
 import torch.distributed.fsdp
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.other import is_compiled_module
 from torch import nn
@@ -33,8 +35,10 @@ from shardkit._errors import IntegrationError
 from shardkit._install import Installed, catch_up, install, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.fully_shard import fully_shard
+from shardkit._module.optimizers import is_of_torchao
 from shardkit.checkpoint import load_full
 from shardkit.integrations._versions import check_version, replacing
+from shardkit.optim import LocalOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -236,6 +240,7 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
             with _tied_modules_together(models):
                 prepared = original(self, *args)
             _note_for_transformers(prepared)
+            _step_pieces(prepared)
             return prepared
         [model] = models  # Accelerate has refused several.
         whole: Any = model._orig_mod if is_compiled_module(model) else model
@@ -259,9 +264,25 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
                 each if each is model else self._prepare_one(each, first_pass=first_pass)
                 for each in args
             )
+        _step_pieces(args)
         return args
 
     return prepare
+
+
+def _step_pieces(prepared: Iterable[Any]) -> None:
+    """Have torchao's optimizers step this rank's pieces: their compiled steps know DTensors only.
+
+    Who holds the one that was made, a schedule, shares its groups.
+    """
+    for each in prepared:
+        made = getattr(each, "optimizer", None)
+        if not isinstance(each, AcceleratedOptimizer) or made is None or not is_of_torchao(made):
+            continue
+        given = {**vars(made), **made.defaults}
+        options = {k: given[k] for k in inspect.signature(type(made)).parameters if k in given}
+        options["lr"] = float(options["lr"])  # A tensor in its groups.
+        each.optimizer = LocalOptimizer(made.param_groups, type(made), **options)
 
 
 @contextlib.contextmanager
