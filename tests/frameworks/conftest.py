@@ -14,7 +14,8 @@ _NEEDS = {
     "test_lightning_trainer.py": ("lightning",),
     "test_adapters_under_install.py": ("peft", "transformers", "accelerate"),
     "test_stateful_loader.py": ("torchdata",),
-    "test_transformers_trainer.py": ("accelerate", "transformers", "torchao"),
+    "test_trainer_beside_fsdp2.py": ("accelerate", "transformers", "torchao"),
+    "test_transformers_trainer.py": ("accelerate", "transformers"),
 }
 
 collect_ignore = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import typing
 
 import pytest
@@ -89,34 +88,6 @@ def test_use_comes_before_the_accelerator(spawn_errors: Spawn) -> None:
     for error in spawn_errors(use_too_late, 2, timeout_s=TIMEOUT_S):
         assert error.type_name == "IntegrationError"
         assert "before Accelerator(...)" in error.message
-
-
-def say_nothing_of_the_cpu(*, state_first: bool) -> tuple[str, int]:
-    """Make an Accelerator as `accelerate launch` has scripts make it, where nothing says CPU."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    with accelerate_ranks():
-        del os.environ["ACCELERATE_USE_CPU"]
-        if state_first:
-            PartialState()
-        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-        return accelerator.distributed_type.value, accelerator.num_processes
-
-
-def after_a_state() -> None:
-    say_nothing_of_the_cpu(state_first=True)
-
-
-def before_a_state() -> tuple[str, int]:
-    return say_nothing_of_the_cpu(state_first=False)
-
-
-def test_no_rank_trains_alone(spawn: Spawn, spawn_errors: Spawn) -> None:
-    assert spawn(before_a_state, 2, timeout_s=TIMEOUT_S) == [("FSDP", 2)] * 2
-    for error in spawn_errors(after_a_state, 2, timeout_s=TIMEOUT_S):
-        assert error.type_name == "IntegrationError"
-        assert "takes this rank for a run of its own" in error.message
 
 
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
