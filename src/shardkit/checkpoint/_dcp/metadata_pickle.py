@@ -82,9 +82,9 @@ class ForeignPickleError(pickle.UnpicklingError):
 def unpickle(content: bytes) -> Any:
     """Return what a pickle describes, if it is one that DCP could have written.
 
-    It takes at most about 40 times the pickle's own size of memory, and of what DCP writes 23 times:
-    containers, of which an opcode of one byte makes one, are counted. A value of a pickle may refer to
-    others, any number of times, and stand for more than there is memory or time. So no tuple is
+    It takes at most about 40 times as much memory as the pickle has bytes, and for what DCP writes
+    23 times: containers, each of which may be one byte, are counted. A value of a pickle may refer
+    to others, any number of times, and stand for more than there is memory or time. So no tuple is
     long here, or nested but as arguments are, and no string is long; lists and dicts are neither
     copied nor compared nor shown. Keys are strings, whose hashes nobody foresees, and indices of
     entries. An index is hashed by numbers that the file chooses, so no two in a dict may have the
