@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.runtime import Runtime
-    from shardkit.backends.base import StepGraph
+    from shardkit.backends.graphs import StreamGraph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -478,7 +478,7 @@ class CapturedStep(Generic[P, R]):
         _refuse(self._name, groups)
         self._device = groups[0].mesh.backend.device
         axes = dict.fromkeys(axis for group in groups for axis in group.axes)
-        self._graph: StepGraph = groups[0].mesh.backend.new_graph(list(axes))
+        self._graph: StreamGraph = groups[0].mesh.backend.new_graph(list(axes))
         self._gradients = _Gradients(self._name, groups)
         self._inputs: _Inputs | None = None
         self._runtimes: list[Runtime] = []

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
-    from shardkit.backends.base import AxisComm, CommStreams, Event
+    from shardkit.backends.base import AxisComm, CommStreams
+    from shardkit.backends.device import Event
 
 
 # --- places in a bucket ---------------------------------------------------------------------------

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._settings import CommSettings
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm, CommStreams, Event, ReduceHandle
+    from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
+    from shardkit.backends.device import Event
 
 
 # --- gradients of a bucket ------------------------------------------------------------------------

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams, Event
+    from shardkit.backends.base import CommStreams
+    from shardkit.backends.device import Event
 
 
 class TracedStore(Store):

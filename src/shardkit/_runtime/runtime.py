@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from shardkit._runtime.group import ParamGroup
     from shardkit._settings import PrefetchedGroup, RootSettings
-    from shardkit.backends.base import AxisComm, CommStreams, Event, Reduction
+    from shardkit.backends.base import AxisComm, CommStreams, Reduction
+    from shardkit.backends.device import Event
 
 
 # --- debugging: dummy collectives, lines about memory ---------------------------------------------

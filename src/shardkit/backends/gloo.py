@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Event, Handle, Reduction
+    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
+    from shardkit.backends.device import Event
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.watch.channel import Issued
 

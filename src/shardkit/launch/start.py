@@ -64,7 +64,7 @@ class Failure:
     traceback: str
 
     @property
-    def verdict(self) -> str | None:
+    def diagnosis(self) -> str | None:
         """What the ranks found out about each other, if that is how it ended."""
         return self.message.removeprefix(_PARTED) if self.message.startswith(_PARTED) else None
 
@@ -96,7 +96,7 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
     if not found:  # All of them were ended, by somebody else.
         found = [_without_file(*error.get_first_failure())]
     # By time; who only heard of another's failure comes after those who did not.
-    return sorted(found, key=lambda failure: (failure.verdict is not None, failure.at))
+    return sorted(found, key=lambda failure: (failure.diagnosis is not None, failure.at))
 
 
 def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
@@ -128,7 +128,7 @@ def _without_file(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def report(failures: list[Failure], num_ranks: int) -> str:
-    """Return what is shown last: the verdict, if there is one, and the first rank's traceback.
+    """Return what is shown last: the diagnosis, if there is one, and the first rank's traceback.
 
     Args:
         failures: Result of `failures_of`, at least one.
@@ -141,11 +141,11 @@ def report(failures: list[Failure], num_ranks: int) -> str:
     lines += [
         f"rank {other.rank}: {other.message.splitlines()[0]}"
         for other in others
-        if other.verdict is None
+        if other.diagnosis is None
     ]
-    told = next((each for each in others if each.verdict is not None), None)
-    if told is not None and first.verdict is None:
-        lines += ["", f"What rank {told.rank} was told:", str(told.verdict)]
+    told = next((each for each in others if each.diagnosis is not None), None)
+    if told is not None and first.diagnosis is None:
+        lines += ["", f"What rank {told.rank} was told:", str(told.diagnosis)]
     lines += ["", f"rank {first.rank}:", first.traceback.rstrip() or first.message]
     return "\n".join(lines)
 

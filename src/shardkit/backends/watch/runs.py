@@ -153,7 +153,7 @@ def keep_diagnosis(name: str, text: str, statuses: Sequence[RankStatus]) -> None
         return
     content = {"text": text, "answers": [status.dump() for status in statuses], "at": time.time()}
     with contextlib.suppress(OSError):
-        (own / f"{name}.verdict").write_text(json.dumps(content))
+        (own / f"{name}.diagnosis").write_text(json.dumps(content))
         for old in _diagnoses()[_MAX_DIAGNOSES:]:
             old.unlink()
 
@@ -192,4 +192,4 @@ def _diagnoses() -> list[Path]:
         except OSError:
             return 0.0
 
-    return sorted(_files("*.verdict"), key=age)
+    return sorted(_files("*.diagnosis"), key=age)

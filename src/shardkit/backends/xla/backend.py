@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Event, Reduction, TracedGather
+    from shardkit.backends.base import AxisComm, Reduction, TracedGather
+    from shardkit.backends.device import Event
 
 
 # --- collectives ----------------------------------------------------------------------------------
