@@ -271,13 +271,8 @@ foreach_copy: Any = torch._foreach_copy_
 foreach_add: Any = torch._foreach_add_
 
 
-def make_wrapper(
-    cls: type[Tensor], local: Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
-) -> Any:
-    """Return a tensor of `cls` with a global `shape` and no memory of its own."""
-    return Tensor._make_wrapper_subclass(
-        cls, shape, strides=strides, dtype=local.dtype, device=local.device
-    )
+make_wrapper: Any = Tensor._make_wrapper_subclass
+"""Makes a tensor of a class with a shape, a dtype and a device, and no memory of its own."""
 
 
 def waited(tensor: Tensor) -> Tensor:
@@ -670,6 +665,12 @@ def tensor_hooks(tensor: Tensor) -> Any:
 def share_hooks(tensor: Tensor, hooks: Any) -> None:
     """Let a leaf have a list of hooks: another tensor's, or its own that torch does not see."""
     tensor._backward_hooks = hooks
+
+
+def has_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
+    """Whether users have post-accumulate-grad hooks on any of the parameters."""
+    # A list: a generator takes longer, for each bucket of a step.
+    return any([getattr(param, "_post_accumulate_grad_hooks", None) for param in params])  # noqa: C419
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
