@@ -178,11 +178,6 @@ class Held:
     memory, so that nothing is lost if it is replaced, or its ``.data``; or a copy, if that is plain
     and elsewhere. On exit all hold their own again.
 
-    Args:
-        unit: The module.
-        device: The device on which it is initialized.
-        pending: The tensors that have no values yet, by id.
-
     Attributes:
         tensors: The tensors that are exchanged, by id, with their names in the model.
         stand_ins: Tensors that are held in their place, by the same id.
@@ -471,17 +466,7 @@ _PARAMETRIZED = (
 
 
 class Filling:
-    """What is on meta, and where it goes.
-
-    Args:
-        model: The model, as of `materialize`.
-        init_fn: The function, as of `materialize`.
-        device: The device, as of `materialize`.
-        only: Tensors that are to get values; None: all that is on meta.
-
-    Attributes:
-        device: The device on which modules are initialized.
-    """
+    """What is on meta, or of it only some tensors, and where it goes."""
 
     def __init__(
         self,
