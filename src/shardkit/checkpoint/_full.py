@@ -313,14 +313,7 @@ def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
 
 
 def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> None:
-    """Fill a tensor of the model, or this rank's piece of it.
-
-    Args:
-        source: Source to read.
-        name: Name of the tensor in it.
-        target: Tensor of the model.
-        device: Device of tensors on meta that are not sharded.
-    """
+    """Fill a tensor of the model, or this rank's piece of it."""
     if not isinstance(target, ShardedTensor):
         if target.is_meta:
             new = torch.empty(target.shape, dtype=target.dtype, device=device)

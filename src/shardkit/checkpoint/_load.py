@@ -133,13 +133,7 @@ class _ReplacedError(Exception):
 
 
 class _Together:
-    """Runs each part of a load on all ranks; none goes on where one failed.
-
-    Args:
-        target: Directory of the checkpoint.
-        what: Text of what was not done, for errors.
-        group: Process group of the ranks that load.
-    """
+    """Runs each part of a load on all ranks of a group; none goes on where one failed."""
 
     def __init__(self, target: pathlib.Path, what: str, group: Any) -> None:
         self._target = target
@@ -149,10 +143,6 @@ class _Together:
 
     def __call__(self, act: Callable[[], T], same: Callable[[T], object] | None = None) -> T:
         """Run something that does not communicate; return its result.
-
-        Args:
-            act: Function to run.
-            same: Function of the result: what must be the same on all ranks.
 
         Raises:
             CheckpointError: On all ranks.

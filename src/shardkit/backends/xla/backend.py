@@ -28,6 +28,7 @@ class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
     fence: Event | None = InGraph()
+    was_copied = False
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)

@@ -90,9 +90,6 @@ def unpickle(content: bytes) -> Any:
     entries. An index is hashed by numbers that the file chooses, so no two in a dict may have the
     same hash: thousands that have would take hours.
 
-    Args:
-        content: The whole pickle, of protocol 2 to 5.
-
     Raises:
         ForeignPickleError: It has an opcode, a class or a value that DCP does not write, or ends
             too early.

@@ -148,12 +148,7 @@ def _storage_of(tensor: Tensor) -> int | None:
 
 
 def _with_memory(value: Any, device: torch.device) -> Any:
-    """Return a tensor to read into: the model's own, or if it is on meta a new one.
-
-    Args:
-        value: Value of a state dict.
-        device: Device of tensors on meta that no mesh gives a place.
-    """
+    """Return a tensor to read into: the model's own, or if it is on meta a new one."""
     if not isinstance(value, Tensor):
         return None
     if not value.is_meta:
@@ -167,12 +162,7 @@ def _with_memory(value: Any, device: torch.device) -> Any:
 
 
 class OptimizerPart:
-    """Optimizers, which get new tensors.
-
-    Attributes:
-        targets: Tensors to fill, by entry, once there is room.
-        claimed: Entries that are optimizers'.
-    """
+    """Optimizers, which get new tensors."""
 
     def __init__(
         self,
@@ -372,14 +362,7 @@ class ExtrasPart:
         objects: Mapping[str, Any],
         misfits: Misfits,
     ) -> None:
-        """Find the extras.
-
-        Args:
-            source: The saved state.
-            claimed: Entries of model and optimizers.
-            objects: Objects to be loaded in place.
-            misfits: List of what does not fit.
-        """
+        """Find the extras."""
         self._objects = objects
         self._paths = {
             entry: extra_path(path) for entry, path in source.paths.items() if entry not in claimed
