@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
     from shardkit._schedule import Action, UnshardSchedule
-    from shardkit.backends.base import AxisComm, CommStreams, Event, Handle
+    from shardkit.backends.base import AxisComm, CommStreams, Handle
+    from shardkit.backends.device import Event
 
 
 # --- names in profiles ----------------------------------------------------------------------------

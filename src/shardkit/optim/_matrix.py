@@ -53,9 +53,6 @@ def _form_of(leaf: Any) -> Any:
 class OwnedParams:
     """The parameters of an owner group that belong to this rank.
 
-    Args:
-        group: The ranks of a mesh and their parameters.
-
     Attributes:
         group: The group.
         wholes: The parameters that belong to this rank, whole, by index; the inner optimizer's.
@@ -162,10 +159,6 @@ class OwnedParams:
     def put(self, state: State, inner: Optimizer) -> None:
         """Give an optimizer what belongs to this rank of a state by parameter. Collective.
 
-        Args:
-            state: State that `show` returned, or sharded as the parameters are, or whole.
-            inner: The optimizer.
-
         Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
         that is sharded otherwise.
         """
@@ -217,12 +210,7 @@ class OwnedParams:
 
 
 class Batch:
-    """Parameters that travel together: gradients to their owners, new values back.
-
-    Args:
-        owned: Parameters of an owner group that belong to this rank.
-        indices: Parameters of the group.
-    """
+    """Parameters that travel together: gradients to their owners, new values back."""
 
     _gradients: Gathering
     _values: Scattering
