@@ -27,7 +27,7 @@ from torch.autograd import profiler as _autograd_profiler
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 from torch.nn.utils import stateless
 from torch.optim import optimizer as _torch_optimizer
-from torch.utils import _foreach_utils, _python_dispatch
+from torch.utils import _foreach_utils, _python_dispatch, flop_counter
 
 from shardkit._errors import StateError
 
@@ -363,6 +363,11 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
+"""Functions that count operations of floating point, by operator. The public counter is a mode that
+counts all together; each operator's own are wanted here."""
 
 
 def group_named(name: str) -> Any:
@@ -810,9 +815,6 @@ class StageState:
 
     At the end of a step it has each group of the state reduce, and then the state end a backward.
     Here the end does all of it.
-
-    Args:
-        finish_step: Bound method to be called at the end of a step.
     """
 
     def __init__(self, finish_step: Callable[[], None]) -> None:

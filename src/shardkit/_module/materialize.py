@@ -178,11 +178,6 @@ class Held:
     memory, so that nothing is lost if it is replaced, or its ``.data``; or a copy, if that is plain
     and elsewhere. On exit all hold their own again.
 
-    Args:
-        unit: The module.
-        device: The device on which it is initialized.
-        pending: The tensors that have no values yet, by id.
-
     Attributes:
         tensors: The tensors that are exchanged, by id, with their names in the model.
         stand_ins: Tensors that are held in their place, by the same id.
@@ -471,17 +466,7 @@ _PARAMETRIZED = (
 
 
 class Filling:
-    """What is on meta, and where it goes.
-
-    Args:
-        model: The model, as of `materialize`.
-        init_fn: The function, as of `materialize`.
-        device: The device, as of `materialize`.
-        only: Tensors that are to get values; None: all that is on meta.
-
-    Attributes:
-        device: The device on which modules are initialized.
-    """
+    """What is on meta, or of it only some tensors, and where it goes."""
 
     def __init__(
         self,
@@ -538,7 +523,6 @@ class Filling:
             self._fill_all()
         finally:
             self._forget_unwritten()
-            self._move_home()
         self._check_all_have_values()
 
     def run_where_possible(self) -> None:
@@ -567,8 +551,11 @@ class Filling:
             if not group.mesh.backend.is_traced:
                 _give_memory(group, self._pending)
         with self._plain_rnns():
-            for unit in self._units:
-                give_back(self._fill(unit))
+            try:
+                for unit in self._units:
+                    give_back(self._fill(unit))
+            finally:
+                self._move_home()
         self._execute(None)
         for group, values in self._values.items():
             group.take_up_pieces()

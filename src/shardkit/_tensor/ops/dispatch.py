@@ -89,11 +89,6 @@ class StateAllocator:
     ) -> tuple[Tensor, Tensor] | None:
         """Return zeros for one parameter of the bucket: (flat, piece of it); None: make it apart.
 
-        Args:
-            spec: Cut of the parameter.
-            dtype: Dtype of the new tensor.
-            device: Device of the new tensor.
-
         Returns:
             Tensors in 1-D: the flat has `shard_numel` elements, and the piece is a view of it.
         """

@@ -69,12 +69,9 @@ def note_write(
 
 
 def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Run an operator that fills tensors (``out=``) as the one that returns new ones.
+    """Run an operator that fills tensors (``out=``) as the one that returns new ones, in order.
 
     XLA's operators end the process where they fill a tensor inside of a dispatch (torch_xla 2.9.0).
-
-    Returns:
-        Tensors to be filled in, in the order of the schema.
     """
     _, names = _compat.written_arguments(func)
     others = {key: value for key, value in kwargs.items() if key not in names}

@@ -42,11 +42,7 @@ class Traced:
 
 
 class XlaStreams(CommStreams):
-    """`CommStreams` that trace.
-
-    Args:
-        region: Region that does the collectives.
-    """
+    """`CommStreams` that trace, by a region that does the collectives."""
 
     region: Any
 
@@ -97,12 +93,7 @@ class XlaStreams(CommStreams):
 
 
 class XlaBackend(Backend):
-    """`Backend` whose collectives are traced.
-
-    Args:
-        region: Region of the collectives.
-        axes: One communicator per mesh axis.
-    """
+    """`Backend` whose collectives are traced, by a region and a communicator per mesh axis."""
 
     is_host_synchronous = False
     is_traced = True
