@@ -809,9 +809,6 @@ class StageState:
 
     At the end of a step it has each group of the state reduce, and then the state end a backward.
     Here the end does all of it.
-
-    Args:
-        finish_step: Bound method to be called at the end of a step.
     """
 
     def __init__(self, finish_step: Callable[[], None]) -> None:

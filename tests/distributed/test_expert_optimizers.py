@@ -25,6 +25,7 @@ from shardkit import (
 from shardkit.checkpoint import load, save
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -131,7 +132,10 @@ OPTIMIZERS: dict[str, Callable[..., list[typing.Any]]] = {
 }
 
 
-def step_and_resume(kind: str, path: str) -> None:
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(4)
+def test_each_optimizer_steps_as_in_one_process(kind: str, tmp_path: typing.Any) -> None:
+    path = str(tmp_path / "checkpoint")
     plain, model = make()
     optimizers = [
         OPTIMIZERS[kind](plain, is_sharded=False),
@@ -148,14 +152,8 @@ def step_and_resume(kind: str, path: str) -> None:
     assert largest_difference(plain, resumed) < 10 * EXACT
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_each_optimizer_steps_as_in_one_process(
-    spawn: Spawn, kind: str, tmp_path: typing.Any
-) -> None:
-    spawn(step_and_resume, 4, kind, str(tmp_path / "checkpoint"))
-
-
-def owners_are_spread() -> None:
+@on_ranks(4)
+def test_stacks_belong_to_several_ranks() -> None:
     _, model = make()
     matrices, _ = halves(model)
     optimizer = MatrixOptimizer(matrices, StackedMuon)
@@ -164,11 +162,8 @@ def owners_are_spread() -> None:
     assert len({optimizer.owner_of(p) for b in model.blocks for p in b.experts.parameters()}) > 1
 
 
-def test_stacks_belong_to_several_ranks(spawn: Spawn) -> None:
-    spawn(owners_are_spread, 4)
-
-
-def refuse_stacks() -> None:
+@on_ranks(4)
+def test_a_class_for_matrices_alone_refuses_stacks() -> None:
     _, model = make()
     before = [param.full_tensor() for param in model.parameters()]
     matrices, _ = halves(model)
@@ -182,10 +177,6 @@ def refuse_stacks() -> None:
     assert all(
         torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
     )
-
-
-def test_a_class_for_matrices_alone_refuses_stacks(spawn: Spawn) -> None:
-    spawn(refuse_stacks, 4)
 
 
 class MuonOfMatrices:
@@ -258,7 +249,9 @@ def test_offload(spawn: Spawn) -> None:
     spawn(offload, 4)
 
 
-def compress(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["bf16", "PowerSGD"])
+@on_ranks(4)
+def test_compression(kind: str) -> None:
     plain, model = make((2, 1, 2))
     hook: typing.Any = PowerSGD(64, start_after=1) if kind == "PowerSGD" else bf16_compress
     compress_gradients(model, hook)
@@ -276,11 +269,6 @@ def compress(kind: str) -> None:
             each.zero_grad()
     # Of full rank nothing is left out; 8 bits of mantissa.
     assert 0 < worst < (1e-5 if kind == "PowerSGD" else 2e-2), worst
-
-
-@pytest.mark.parametrize("kind", ["bf16", "PowerSGD"])
-def test_compression(spawn: Spawn, kind: str) -> None:
-    spawn(compress, 4, kind)
 
 
 def copies() -> None:
@@ -304,7 +292,9 @@ def test_deep_copies_train_and_pickles_are_refused(spawn: Spawn) -> None:
     spawn(copies, 4)
 
 
-def pickle_whole_vectors(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["model", "state dict"])
+@on_ranks(2)
+def test_groups_of_two_meshes_are_pickled(kind: str) -> None:
     """Without experts a group of two meshes is pickled, since no DTensor is in it."""
     torch.manual_seed(3)
     plain = Model().double()
@@ -326,15 +316,12 @@ def pickle_whole_vectors(kind: str) -> None:
     assert largest_difference(plain, copied) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["model", "state dict"])
-def test_groups_of_two_meshes_are_pickled(spawn: Spawn, kind: str) -> None:
-    spawn(pickle_whole_vectors, 2, kind)
-
-
 # --- experts that are plain parameters ------------------------------------------------------------
 
 
-def step_plain_experts(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["AdamW foreach", "local SGD", "Adagrad", "matrices"])
+@on_ranks(4)
+def test_optimizers_step_plain_experts(kind: str) -> None:
     torch.manual_seed(3)
     plain = Model().double()
     model: typing.Any = copy.deepcopy(plain)
@@ -359,8 +346,3 @@ def step_plain_experts(kind: str) -> None:
     for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
         part = wanted[own] if ".experts." in name else wanted
         assert (found.full_tensor() - part).abs().max() < EXACT, name
-
-
-@pytest.mark.parametrize("kind", ["AdamW foreach", "local SGD", "Adagrad", "matrices"])
-def test_optimizers_step_plain_experts(spawn: Spawn, kind: str) -> None:
-    spawn(step_plain_experts, 4, kind)

@@ -22,6 +22,7 @@ from reference import (
     shard,
 )
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -235,7 +236,8 @@ def test_asking_for_parameters_after_an_exception_frees_memory(spawn: Spawn) -> 
         assert after == 0
 
 
-def raise_in_a_hook() -> None:
+@on_ranks(2)
+def test_a_hook_that_raised_is_not_called_again() -> None:
     """Several small groups travel together, and the hook of the first one raises."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     plain = copy.deepcopy(model)
@@ -262,7 +264,3 @@ def raise_in_a_hook() -> None:
     assert len(calls) == num_calls
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
-
-
-def test_a_hook_that_raised_is_not_called_again(spawn: Spawn) -> None:
-    spawn(raise_in_a_hook, 2)

@@ -139,13 +139,10 @@ class ModuleState:
 
     @_compat.unseen_by_transforms
     def make_runtime(self) -> Runtime | None:
-        """Make this module the root of all sharded modules in it.
+        """Make this module the root of all sharded modules in it; None if none has a parameter.
 
         Modules of a list share a group, so those outside of it belong to the same runtime. A
         forward of one of them is a root's, too.
-
-        Returns:
-            The runtime; None if no module in it has a parameter.
         """
         roots = _with_lists(self.module)
         states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]

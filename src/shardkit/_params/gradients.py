@@ -443,15 +443,18 @@ class GroupGradients:
         self._prepared = [each for each in self.buckets if each.is_sent]
         for each in self._prepared:
             each.buffer.complete(streams, pool)
-        return [self._reduction_of(each) for each in self._prepared]
+        return [
+            self._reduction_of(each, partial(each.buffer.room, streams, pool))
+            for each in self._prepared
+        ]
 
-    def _reduction_of(self, gradients: BucketGradients) -> Reduction:
+    def _reduction_of(self, gradients: BucketGradients, room: Callable[[], Tensor]) -> Reduction:
         plan, store = gradients.bucket.plan, gradients.bucket.store
         is_partial = self._is_partial(gradients)
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         return Reduction(
             send=gradients.buffer.flat,
-            receive=gradients.buffer.received,
+            room=room,
             out_numel=store.layout.shard_numel,
             out_dtype=wide if is_partial else plan.orig_dtype,
             scale=1.0 if is_partial else self._scale_of(plan.num_ranks),
@@ -471,7 +474,7 @@ class GroupGradients:
 
     def started(self, handle: ReduceHandle, first: int, pool: SlotPool) -> None:
         """Note the reduction that carries this group's, as its results from `first` on."""
-        is_closed = handle.fence is not None and pool.keeps_memory
+        is_closed = handle.was_copied or (handle.fence is not None and pool.keeps_memory)
         if is_closed:
             self._close_send(pool, handle)
         prepared, self._prepared = self._prepared, []

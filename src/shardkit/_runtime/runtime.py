@@ -54,6 +54,8 @@ class _Done:
         fence: Fence after the compute that made them.
     """
 
+    was_copied = False
+
     def __init__(self, outs: Sequence[Tensor], fence: Event | None) -> None:
         self._outs = list(outs)
         self.fence = fence

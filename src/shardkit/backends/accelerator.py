@@ -320,6 +320,8 @@ class ReduceEventHandle:
         fence: Event after which the send buffers are free.
     """
 
+    was_copied = False
+
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
         self.fence: Event | None = None
         self._issued: list[Issued] = []

@@ -218,9 +218,11 @@ class ReduceHandle(Protocol):
 
     Attributes:
         fence: Event after which the send buffers are free; None: after `wait_sent` only.
+        was_copied: Whether they are free already, since what is sent was copied.
     """
 
     fence: Event | None
+    was_copied: bool
 
     def wait_sent(self) -> None:
         """Return when the send buffers are free, if that takes the host to wait."""
@@ -258,7 +260,7 @@ class Reduction:
 
     Attributes:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype.
-        receive: Room for `Backend.receive_chunks` shard-sized pieces, or None.
+        room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
         scale: Multiplies the sum.
@@ -281,7 +283,7 @@ class Reduction:
     """
 
     send: Tensor
-    receive: Tensor | None
+    room: Callable[[], Tensor]
     out_numel: int
     out_dtype: torch.dtype
     scale: float

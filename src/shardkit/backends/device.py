@@ -56,9 +56,6 @@ class AcceleratorDevice:
 
     Streams and events are those of the device's module (``torch.cuda.Stream``, ...), as users'
     own are.
-
-    Args:
-        device: Device with its index.
     """
 
     def __init__(self, device: torch.device) -> None:

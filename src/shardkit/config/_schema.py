@@ -342,11 +342,7 @@ class Settings:
 
 
 class Found:
-    """Fields that were written, with their values as they are meant, and all complaints.
-
-    Args:
-        document: The file or dict as it was read.
-    """
+    """Fields that were written, with their values as they are meant, and all complaints."""
 
     def __init__(self, document: Section) -> None:
         self.document = document

@@ -23,24 +23,14 @@ if TYPE_CHECKING:
 
 
 class Issued(NamedTuple):
-    """A collective that this rank has issued, to be waited for.
-
-    Attributes:
-        channel: Channel of the process group.
-        position: Place in its sequence.
-        what: The collective.
-    """
+    """A collective that this rank has issued, at a position of its group, to be waited for."""
 
     channel: Channel
     position: int
     what: Collective
 
     def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for it.
-
-        Raises:
-            RankMismatchError: Other ranks have parted from this one, or do not come.
-        """
+        """Wait for it, as `watched`."""
         with self.watched():
             for work in works:
                 work.wait()

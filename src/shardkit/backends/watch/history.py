@@ -132,9 +132,7 @@ class Wait:
         next_word: Number of seconds after which a message comes next.
     """
 
-    def __init__(self, *, is_main: bool) -> None:
-        self.is_main = is_main
-        self.restart()
+    is_main: bool
 
     def restart(self) -> None:
         """Begin now."""
@@ -170,11 +168,12 @@ class CollectiveWait(Wait):
         is_main: bool | None = None,
         is_issued: bool = True,
     ) -> None:
-        super().__init__(is_main=is_main_thread() if is_main is None else is_main)
         self.group = group
         self.position = position
         self.what = what
+        self.is_main = is_main_thread() if is_main is None else is_main
         self.is_issued = is_issued
+        self.restart()
 
     def status(self) -> WaitStatus:
         """Return what others are told of it."""
@@ -193,10 +192,12 @@ class CallWait(Wait):
         number: Count of calls that looked different.
     """
 
+    is_main = True
+
     def __init__(self, at: tuple[int, int], number: int) -> None:
-        super().__init__(is_main=True)
         self.at = at
         self.number = number
+        self.restart()
 
     def call(self) -> CallStatus | None:
         """Return what others are told of it; None: its process group cannot be found out."""

@@ -69,11 +69,7 @@ class RankFile:
 
     Attributes:
         name: Name of the run.
-        host: Host of the store.
-        port: Port of the store.
-        world_size: Number of ranks.
-        rank: This rank.
-        pid: Id of its process.
+        host: Host of the store, whose port it is.
         started: Seconds since 1970.
         machine: Machine on which the process id means something.
     """

@@ -220,7 +220,7 @@ class GroupStatus:
 
     Attributes:
         ranks: Members, ranks of the world.
-        position: Number of collectives issued.
+        position: Number of collectives so far.
         wish: The collective that this rank would issue next, if the others agreed; or None.
         is_main: The last one was issued by the main thread, or in its backward.
         recent: The last collectives, up to `position`; in details only.
@@ -286,9 +286,6 @@ class RankStatus:
     """What is known of a rank.
 
     Attributes:
-        rank: Place in the world.
-        host: Name of its host.
-        pid: Id of its process.
         state: One of `STATES`, or of `UNHEARD`.
         step: Number of root forwards so far.
         place: Place where its main thread is.

@@ -117,12 +117,7 @@ def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _
 
     An engine that was told to abort may wait itself: for a card, or for a rank that is stopped. So
     does who waits inside a store that does not answer. Nobody else could end the process then.
-
-    Args:
-        rank: This one.
-        text: Finding, to be said once more.
-        even_on_host: Whether to do so without an accelerator as well, where engines do end waits.
-        after_s: Seconds.
+    Without an accelerator engines do end waits, so there it is done only `even_on_host`.
     """
     if not even_on_host and not torch.accelerator.is_available():
         return
@@ -258,8 +253,10 @@ class Watchdog:
         with self.lock:
             self._waits[ident] = wait
         try:
-            with self.explaining():
-                yield
+            yield
+        except RuntimeError as error:
+            self._raise_reason(error)
+            raise
         finally:
             with self.lock:
                 self._waits.pop(ident, None)
@@ -273,14 +270,22 @@ class Watchdog:
         """
         try:
             yield
-        except RankMismatchError:
-            raise
         except RuntimeError as error:
-            if self.final_text is not None:  # The end of the waits was ours.
-                raise RankMismatchError(self.final_text) from None
-            text = self._explain()
-            if text is None:
-                raise
+            self._raise_reason(error)
+            raise
+
+    def _raise_reason(self, error: RuntimeError) -> None:
+        """Raise why an engine has met an error, if other ranks have caused it.
+
+        Raises:
+            RankMismatchError: Why, in place of the engine's error, which says nothing of it.
+        """
+        if isinstance(error, RankMismatchError):
+            return
+        if self.final_text is not None:  # The end of the waits was ours.
+            raise RankMismatchError(self.final_text) from None
+        text = self._explain()
+        if text is not None:
             said = f"{text}\n(The engine said: {str(error).splitlines()[0]})"
             raise RankMismatchError(said) from None
 

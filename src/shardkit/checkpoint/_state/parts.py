@@ -185,11 +185,12 @@ class OptimizerPart:
             misfits.missing.append("optimizer: all of its state")
             return
         self.claimed = entries_of_optimizers(source.entries) - set(model_part.entries.values())
-        first_name = {
-            alias: names[0] for names, _ in parameters_by_name(model, optimizers) for alias in names
-        }
-        groups = self._read_groups(source, prefix)
-        saved: dict[str, dict[str, TensorInfo | None]] = {}
+        first_name: dict[str, str] = {}
+        params: dict[str, nn.Parameter] = {}
+        for names, param in parameters_by_name(model, optimizers):
+            first_name |= dict.fromkeys(names, names[0])
+            params |= dict.fromkeys(names, param)
+        self._groups = self._read_groups(source, prefix)
         known = first_name.keys() | model_part.entries.keys()
         for found in optimizer_entries(source.paths, prefix, known):
             name, keys, info = found.parameter, found.keys, source.entries[found.entry]
@@ -199,23 +200,14 @@ class OptimizerPart:
                 misfits.left_over(line, is_of_others=name in model_part.of_others)
                 continue
             self._places[found.entry] = (name, keys)
-            of_parameter = saved.setdefault(name, {})
+            of_parameter = self._saved.setdefault(name, {})
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
-        _compare_names(first_name, saved, groups, model_part.of_others, misfits)
-        _compare_classes(model, optimizers, saved, misfits)
-        self._saved, self._groups = saved, groups
-        self._check_shapes(model_part, misfits)
-
-    def _check_shapes(self, model_part: ModelPart, misfits: Misfits) -> None:
-        """Note state of the saved parameter's shape, if the parameter has another."""
-        params = {
-            alias: param
-            for names, param in parameters_by_name(self._model, self._optimizers)
-            for alias in names
-        }
+        _compare_names(first_name, self._saved, self._groups, model_part.of_others, misfits)
+        _compare_classes(model, optimizers, self._saved, misfits)
         for entry, (name, keys) in self._places.items():
             info = self._infos[entry]
+            # State of the saved parameter's shape, if the parameter has another.
             of_model = self._infos.get(model_part.entries.get(name, ""))
             if info is not None and of_model is not None and info.shape == of_model.shape:
                 where = ".".join(map(str, (name, *keys)))
@@ -260,10 +252,8 @@ class OptimizerPart:
             if isinstance(groups, list):
                 return groups
         flat = {entry.removeprefix(prefix): values[entry] for entry in entries}
-        result: list[dict[str, Any]] = unflatten(self._model, self._optimizers, flat)[
-            "param_groups"
-        ]
-        return result
+        unflat = unflatten(self._model, self._optimizers, flat)
+        return list(unflat["param_groups"])
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Give the optimizers their state."""
