@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES, Case
+from parity import in_turns
 from reference import (
     OPTIMIZERS,
     Differences,
@@ -117,9 +118,10 @@ def train_autocast(name: str, around_the_loop: bool, reshard: bool | None) -> Di
     return differences
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
-@pytest.mark.parametrize("around_the_loop", [False, True])
-@pytest.mark.parametrize("name", AUTOCAST_CASES)
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward", "around_the_loop"),
+    in_turns(AUTOCAST_CASES, [True, None], [False, True]),
+)
 def test_autocast_is_exact(
     spawn: Spawn, name: str, around_the_loop: bool, reshard_after_forward: bool | None
 ) -> None:

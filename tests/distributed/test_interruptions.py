@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES, MLP, Case, regression_batch, squared_error
-from parity import compare_training
+from parity import compare_training, in_turns
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
@@ -151,9 +151,10 @@ def train_interrupted(
     return compare_training(FRAGILE, model, plain, steps=4)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("exception", EXCEPTIONS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "reshard_after_forward", "exception"),
+    in_turns(PLACES, [True, False, None], list(EXCEPTIONS)),
+)
 def test_training_goes_on_after_an_exception_anywhere(
     spawn: Spawn, place: str, exception: str, reshard_after_forward: bool | None
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES, Parameters
+from parity import in_turns
 from reference import (
     Differences,
     assert_within,
@@ -164,9 +165,11 @@ def norm_and_clip(
 CLIPPING_TOLERANCES = {"norm": 2e-5, "grad": 1e-6}
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("norm_type", "foreach", "mesh_shape"),
+    in_turns([1.0, 2.0, math.inf], [None, True, False], [(4,), (2, 2)]),
+    ids=str,
+)
 def test_clipping_by_norm_is_that_of_whole_gradients(
     spawn: Spawn, mesh_shape: tuple[int, ...], norm_type: float, foreach: bool | None
 ) -> None:

@@ -148,7 +148,7 @@ def test_settings_leave_the_numbers_as_they_are(run: Run, setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "custom_collectives"])
-@on_meshes((2,), (2, 2), xla=())  # To save time.
+@on_meshes((2, 2), xla=())  # To save time.
 def test_settings_leave_the_numbers_of_gpt_as_they_are(run: Run, setting: str) -> None:
     check(run(train_with_setting, setting, "gpt"))
 

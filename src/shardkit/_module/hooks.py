@@ -321,8 +321,7 @@ class ModuleState:
                 found[id(tensor)] = tensor
             return tensor
 
-        map_tensors(note, args)
-        map_tensors(note, kwargs)
+        _map_inputs(note, args, kwargs)
         if not found:
             return args, kwargs
         watched = runtime.watch_inputs(record, list(found.values()))
@@ -505,4 +504,4 @@ class _Caster:
 
 
 def _map_inputs(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return map_tensors(fn, args), map_tensors(fn, kwargs)
+    return map_tensors(fn, args), map_tensors(fn, kwargs) if kwargs else kwargs

@@ -364,6 +364,10 @@ class Store(ABC):
     def has_piece_of(self, index: int) -> bool:
         """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
 
+    def has_all_pieces(self) -> bool:
+        """Whether every parameter still has its piece here."""
+        return all(map(self.has_piece_of, range(len(self.entries))))
+
     @abstractmethod
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the part of a reduced gradient, as long as a shard, that is of one parameter."""
@@ -690,6 +694,14 @@ class FlatStore(Store):
     def has_piece_of(self, index: int) -> bool:
         """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
         return self.entries[index].param.flat is self.shard  # type: ignore[attr-defined]
+
+    def has_all_pieces(self) -> bool:
+        """Whether every parameter still has its piece here: asked in each pass."""
+        shard = self.shard
+        for entry in self.entries:  # noqa: SIM110 - a generator takes longer
+            if entry.param.flat is not shard:  # type: ignore[attr-defined]
+                return False
+        return True
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized tensor that belongs to parameter `index`."""

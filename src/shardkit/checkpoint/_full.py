@@ -31,7 +31,7 @@ from shardkit.checkpoint._state.misfits import Misfits, described
 from shardkit.checkpoint._state.names import (
     by_identity,
     device_of,
-    give_memory,
+    fill_memory,
     mesh_of,
     set_extra_state,
     state_of,
@@ -319,27 +319,22 @@ def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
 
 
 def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> None:
-    """Fill a tensor of the model, or this rank's piece of it."""
-    if not isinstance(target, ShardedTensor):
-        if target.is_meta:
-            new = torch.empty(target.shape, dtype=target.dtype, device=device)
-            source.copy_into(name, 0, new.view(-1))
-            give_memory(target, new)
-        elif target.is_contiguous():
-            source.copy_into(name, 0, target.detach().view(-1))
+    """Fill a tensor of the model, or this rank's piece of it; plain ones on meta go to `device`."""
+    start = 0
+    if isinstance(target, ShardedTensor):
+        spec, start = target.spec, target.spec.start
+        if spec.tensor_parallel is not None:
+            cut = spec.slice_full(source.whole(name))
+            target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
+            return
+        if spec.is_traced:
+            target.copy_values(source.whole(name).to(target.dtype))
+            return
+
+    def fill(memory: Tensor) -> None:
+        if memory.is_contiguous():
+            source.copy_into(name, start, memory.view(-1))
         else:
-            target.copy_(source.whole(name))
-        return
-    spec = target.spec
-    if spec.tensor_parallel is not None:
-        cut = spec.slice_full(source.whole(name))
-        target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
-    elif spec.is_traced:
-        target.copy_values(source.whole(name).to(target.dtype))
-    elif target.is_meta:
-        piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
-        source.copy_into(name, spec.start, piece)
-        target.replace_piece(piece)
-    else:
-        # The piece is a view of the shard, whose version tells who has gathered it before.
-        source.copy_into(name, spec.start, target.to_local())
+            memory.copy_(source.whole(name))
+
+    fill_memory(target, device, fill)

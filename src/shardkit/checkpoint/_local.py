@@ -46,7 +46,7 @@ from shardkit.checkpoint._state.model_and_optimizer import (
 )
 from shardkit.checkpoint._state.names import (
     by_identity,
-    give_memory,
+    fill_memory,
     mesh_of,
     set_extra_state,
     state_of,
@@ -333,16 +333,7 @@ def _is_group(group: Any) -> bool:
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
-    """Copy a piece into a tensor of the model, which gets memory if it is on meta."""
-    if isinstance(target, ShardedTensor):
-        if target.is_meta:
-            target.replace_piece(value.to(target.spec.device, target.dtype, copy=True))
-        else:
-            target.to_local().copy_(value)
-    elif target.is_meta:
-        give_memory(target, value.to(dtype=target.dtype, copy=True))
-    else:
-        target.copy_(value)
+    fill_memory(target, value.device, lambda memory: memory.copy_(value))
 
 
 def _optimizer_room(

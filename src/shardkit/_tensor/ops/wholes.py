@@ -188,10 +188,13 @@ class ShardedView(HostValues):
 
     @staticmethod
     def __new__(cls: type[Self], base: ShardedTensor, geometry: Tensor) -> Self:
-        like = base.local_piece
-        if geometry.dtype != like.dtype:
-            like = torch.empty(0, dtype=geometry.dtype, device=like.device)
-        self: Self = _compat.make_wrapper(cls, like, geometry.shape, geometry.stride())
+        self: Self = _compat.make_wrapper(
+            cls,
+            geometry.shape,
+            strides=geometry.stride(),
+            dtype=geometry.dtype,
+            device=base.local_piece.device,
+        )
         self.base = base
         self.geometry = geometry
         return self
