@@ -201,7 +201,7 @@ def _joined(reductions: Sequence[Reduction]) -> Reduction:
     send = torch.cat([r.send.view(axis.size, -1) for r in reductions], dim=1).view(-1)
     numel = send.numel() // axis.size
     num_rows = axis.size if sends_own(axis) else axis.size - 1
-    room = functools.partial(torch.empty, num_rows * numel, dtype=send.dtype)
+    room = functools.partial(send.new_empty, num_rows * numel)
     return dataclasses.replace(reductions[0], send=send, room=room, out_numel=numel)
 
 

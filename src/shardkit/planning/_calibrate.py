@@ -208,8 +208,8 @@ class _Sender:
         send = torch.zeros(nbytes // 4, device=device)
         chunks = self.mesh.backend.receive_chunks(axis)
         own = send.numel() // axis.size
-        receive = torch.empty(chunks * own, device=device) if chunks else None
-        job = Reduction(send, receive, own, send.dtype, 1.0, axis, None, None)
+        received = torch.empty(chunks * own, device=device)
+        job = Reduction(send, lambda: received, own, send.dtype, 1.0, axis, None, None)
         return self.streams.start_reduce([job], "calibration")
 
     def all_reduce(self, nbytes: int) -> None:
