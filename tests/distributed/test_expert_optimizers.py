@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
-from shardkit import CPUOffloadPolicy, Replicate, ShardedTensorError, auto_shard, fully_shard
+from shardkit import (
+    CPUOffloadPolicy,
+    OptimizerError,
+    Replicate,
+    ShardedTensorError,
+    auto_shard,
+    fully_shard,
+)
 from shardkit.checkpoint import load, save
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
@@ -160,11 +167,72 @@ def test_a_class_for_matrices_alone_refuses_stacks() -> None:
     _, model = make()
     before = [param.full_tensor() for param in model.parameters()]
     matrices, _ = halves(model)
-    with pytest.raises(ValueError, match="only supports 2D"):
+    with pytest.raises(ValueError, match="only supports 2D") as raised:
         MatrixOptimizer(matrices, torch.optim.Muon)
+    assert "stacks=True" in raised.value.__notes__[0]
+    plain = nn.Parameter(torch.zeros(2, 4, 4))
+    optimizer = MatrixOptimizer([*matrices, plain], torch.optim.Muon, stacks=True)
+    with pytest.raises(OptimizerError, match=r"shape \(2, 4, 4\) that is not sharded"):
+        optimizer.step()
     assert all(
         torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
     )
+
+
+class MuonOfMatrices:
+    """torch's Muon in one process, of each matrix by itself."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.parts = [[nn.Parameter(each) for each in self._split(p.detach())] for p in params]
+        self.inner = torch.optim.Muon([each for parts in self.parts for each in parts], lr=0.02)
+
+    @staticmethod
+    def _split(stack: Tensor) -> typing.Sequence[Tensor]:
+        return stack.view(-1, *stack.shape[-2:]).unbind()
+
+    def step(self) -> None:
+        for param, parts in zip(self.params, self.parts, strict=True):
+            assert param.grad is not None
+            for part, grad in zip(parts, self._split(param.grad), strict=True):
+                part.grad = grad.clone()
+        self.inner.step()
+
+
+def step_each_matrix(shapes: list[tuple[int, ...]], path: str) -> None:
+    plain, model = make(shapes[0])
+    wanted = MuonOfMatrices(halves(plain)[0])
+    optimizer = MatrixOptimizer(halves(model)[0], torch.optim.Muon, stacks=True, lr=0.02)
+    for step in range(2 * STEPS):
+        if step == STEPS:  # Another object, on another mesh, goes on.
+            save(path, model, optimizer)
+            _, model = make(shapes[1])
+            optimizer = MatrixOptimizer(halves(model)[0], torch.optim.Muon, stacks=True, lr=0.02)
+            load(path, model, optimizer)
+        loss_of(model, batches(step)[0]).backward()
+        # Muon computes in bf16: only equal gradients have equal updates.
+        for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+            param.grad = sharded.grad.full_tensor()
+        optimizer.step()
+        wanted.step()
+        model.zero_grad()
+        for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(sharded.full_tensor(), param)
+    stack = plain.blocks[0].experts.up
+    shown = optimizer.state[model.blocks[0].experts.up]["momentum_buffer"].full_tensor()
+    assert shown.shape == stack.shape
+    parts = next(each for p, each in zip(wanted.params, wanted.parts, strict=True) if p is stack)
+    for found, part in zip(shown, parts, strict=True):
+        assert torch.equal(found, wanted.inner.state[part]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), [(2, [(1, 2), (2, 1)]), (4, [(2, 2), (2, 2, 1)])], ids=["2", "2x2"]
+)
+def test_muon_steps_each_matrix_of_a_stack(
+    spawn: Spawn, ranks: int, shapes: list[tuple[int, ...]], tmp_path: typing.Any
+) -> None:
+    spawn(step_each_matrix, ranks, shapes, str(tmp_path / "checkpoint"))
 
 
 # --- offload, compression, copies -----------------------------------------------------------------
