@@ -228,7 +228,7 @@ def versions(session: nox.Session, torch: str) -> None:
 def streams(session: nox.Session) -> None:
     """Run the accelerator's path on a simulated device: streams, events, memory, without a card."""
     install(session, "test")
-    session.run("pytest", "-m", "streams", *session.posargs)
+    run_tests(session, "streams")
     # Cases of all backends, and others that were written for CPU ranks.
     session.run("pytest", "--simulated", "-m", NEED_NOTHING, *SIMULATED, *session.posargs)
 

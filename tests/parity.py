@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import itertools
 import math
 import typing
 
@@ -274,6 +275,17 @@ def on_meshes(
     if importlib.util.find_spec("torch_xla"):
         params += [pytest.param(("xla", s), id=f"xla-{s}", marks=XLA_MARKS) for s in xla]
     return pytest.mark.parametrize("run", params, indirect=True)
+
+
+def in_turns(
+    first: Iterable[object], second: Iterable[object], third: Sequence[object]
+) -> list[tuple[object, ...]]:
+    """Return each pair of the first two, with one of the third in turns: a parametrization.
+
+    Each of the third meets each of the first and of the second, where these are not fewer than it.
+    """
+    pairs = itertools.product(enumerate(first), enumerate(second))
+    return [(a, b, third[(i + j) % len(third)]) for (i, a), (j, b) in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,6 +61,7 @@ class RecordingHandle:
     """Work that is logged when it is waited for."""
 
     fence = None
+    was_copied = False
     is_of_host = True
 
     def __init__(
@@ -109,6 +110,8 @@ class RecordingStreams(CommStreams):
         outs, numel = [], 0
         for reduction in reductions:
             axis = reduction.shard_axis
+            if axis.size > 1:
+                reduction.room()
             own = reduction.send.view(axis.size, -1)[axis.rank]
             factor = axis.size * (reduction.replicate_axis.size if reduction.replicate_axis else 1)
             outs.append(own.to(reduction.out_dtype) * (factor * reduction.scale))

@@ -12,7 +12,10 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import faulthandler
+import functools
 import gc
+import inspect
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -52,6 +55,38 @@ _STACK_DUMP_TIMEOUT_S = 3.0
 # Caches of torch keep process groups that were destroyed, each with threads that wake 100 times a
 # second. A rank with more threads than this slows all others down.
 _MAX_THREADS = 100
+
+
+def on_ranks(
+    world_size: int | str, timeout_s: float = 60
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on every rank, each with the test's arguments.
+
+    Args:
+        world_size: Number of ranks, or the argument of the test that is this number or the shape
+            of a mesh over them.
+        timeout_s: Limit for the body, in seconds.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+
+        @functools.wraps(test)
+        def on_every_rank(*args: typing.Any, **given: typing.Any) -> None:
+            if not given:  # In a rank, which finds this function by its name.
+                test(*args)
+                return
+            spawn = given.pop("spawn")
+            ranks = given[world_size] if isinstance(world_size, str) else world_size
+            ranks = math.prod(ranks) if isinstance(ranks, tuple) else ranks
+            spawn(on_every_rank, ranks, *map(given.get, signature.parameters), timeout_s=timeout_s)
+
+        fixture = inspect.Parameter("spawn", inspect.Parameter.KEYWORD_ONLY)
+        parameters = (*signature.parameters.values(), fixture)
+        on_every_rank.__signature__ = signature.replace(parameters=parameters)
+        return on_every_rank
+
+    return decorate
 
 
 class WorkerError(Exception):

@@ -54,7 +54,7 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
         NCCL's flight recorder says of it.
 
     Raises:
-        StateError: There is no such run, and no verdict on one.
+        StateError: There is no such run, and no diagnosis of one.
     """
     running = [run for run in runs.running() if pid in (None, run.pid)]
     if running:
@@ -64,23 +64,23 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
             rounds = Rounds(connect(run.name, run.host, run.port, _CONNECT), run.world_size, _ASKER)
             diagnosis = rounds.ask()
         except dist.DistError as error:
-            verdict: str | None = f"Its store does not answer: {error}"
+            text: str | None = f"Its store does not answer: {error}"
             answers: Sequence[RankStatus] = []
         else:
-            verdict = None if diagnosis is None else diagnosis.text
+            text = None if diagnosis is None else diagnosis.text
             answers = rounds.statuses
     else:
         found = runs.last_diagnosis() if pid is None else None
         if found is None:
             msg = (
-                "no run of shardkit is on this host, and no verdict on an earlier one. A rank is "
+                "no run of shardkit is on this host, and no diagnosis of an earlier one. A rank is "
                 "found from its first mesh on, by its own user, with the same temporary folder."
             )
             raise StateError(msg)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["at"]))
-        title, verdict = f"The last verdict on this host, of {when}:", found["text"]
+        title, text = f"The last diagnosis on this host, of {when}:", found["text"]
         answers = [RankStatus.load(text) for text in found["answers"]]
-    lines = [title, verdict or "No rank waits.", ""]
+    lines = [title, text or "No rank waits.", ""]
     for answer in answers:
         lines += [describe_rank(answer), *(f"  {line}" for line in answer.engine)]
         if stacks and answer.stack:
@@ -273,7 +273,7 @@ def why_command(
 ) -> None:
     """Say why the ranks of a run on this host wait, and where each of them is.
 
-    It asks the ranks, also those that hang. If no run is there, it prints the last verdict.
+    It asks the ranks, also those that hang. If no run is there, it prints the last diagnosis.
     """
     print("\n".join(_or_exit(why, pid, stacks=not no_stacks)))
 

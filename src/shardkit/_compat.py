@@ -27,7 +27,7 @@ from torch.autograd import profiler as _autograd_profiler
 from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
 from torch.nn.utils import stateless
 from torch.optim import optimizer as _torch_optimizer
-from torch.utils import _foreach_utils, _python_dispatch
+from torch.utils import _foreach_utils, _python_dispatch, flop_counter
 
 from shardkit._errors import StateError
 
@@ -271,13 +271,8 @@ foreach_copy: Any = torch._foreach_copy_
 foreach_add: Any = torch._foreach_add_
 
 
-def make_wrapper(
-    cls: type[Tensor], local: Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
-) -> Any:
-    """Return a tensor of `cls` with a global `shape` and no memory of its own."""
-    return Tensor._make_wrapper_subclass(
-        cls, shape, strides=strides, dtype=local.dtype, device=local.device
-    )
+make_wrapper: Any = Tensor._make_wrapper_subclass
+"""Makes a tensor of a class with a shape, a dtype and a device, and no memory of its own."""
 
 
 def waited(tensor: Tensor) -> Tensor:
@@ -368,6 +363,11 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
+"""Functions that count operations of floating point, by operator. The public counter is a mode that
+counts all together; each operator's own are wanted here."""
 
 
 def group_named(name: str) -> Any:
@@ -672,6 +672,12 @@ def share_hooks(tensor: Tensor, hooks: Any) -> None:
     tensor._backward_hooks = hooks
 
 
+def has_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
+    """Whether users have post-accumulate-grad hooks on any of the parameters."""
+    # A list: a generator takes longer, for each bucket of a step.
+    return any([getattr(param, "_post_accumulate_grad_hooks", None) for param in params])  # noqa: C419
+
+
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -809,9 +815,6 @@ class StageState:
 
     At the end of a step it has each group of the state reduce, and then the state end a backward.
     Here the end does all of it.
-
-    Args:
-        finish_step: Bound method to be called at the end of a step.
     """
 
     def __init__(self, finish_step: Callable[[], None]) -> None:

@@ -38,12 +38,7 @@ _MAX_NAMED = 8
 
 
 def warn_user(message: str, *, is_first_rank: bool = True) -> None:
-    """Warn at the line of the user that led here, past those of shardkit and torch.
-
-    Args:
-        message: Text of the warning.
-        is_first_rank: Whether this rank is the one that warns, where several would say the same.
-    """
+    """Warn at the line of the user that led here, past those of shardkit and torch."""
     if not is_first_rank:
         return
     level = 2
@@ -152,12 +147,9 @@ def show_short() -> None:
 
 
 def shorten(error: BaseException) -> int:
-    """Leave frames of shardkit and torch out of an error, and causes that have no others.
+    """Leave frames of shardkit and torch out of an error; return how many.
 
     An error that is not shardkit's stays as it is.
-
-    Returns:
-        Number of frames that were left out.
     """
     if not isinstance(error, ShardkitError) or os.environ.get(_VARIABLE, "").lower() == "full":
         return 0

@@ -143,6 +143,7 @@ class StepObserver:
     Attributes:
         phase: Part of the step of now.
         under_way: Events that have begun and not ended, in the order of their beginnings.
+        position: Number of beginnings and ends so far.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class StepObserver:
         self.under_way: list[OpenEvent] = []
         self._sink = sink
         self._clock = clock
-        self._position = 0
+        self.position = 0
 
     def begin(
         self,
@@ -182,8 +183,8 @@ class StepObserver:
             found = self.under_way[at]
             if found.kind == kind and found.group == group:
                 del self.under_way[at]
-                self._position += 1
-                self._close(found, self._clock(found.stream), self._position)
+                self.position += 1
+                self._close(found, self._clock(found.stream), self.position)
                 return
 
     def tell(self, kind: Kind, name: str, *, group: int = -1, nbytes: int = 0) -> None:
@@ -210,10 +211,10 @@ class StepObserver:
         across: tuple[str, int],
         phase: Phase | None,
     ) -> OpenEvent:
-        self._position += 1
+        self.position += 1
         stream = _STREAMS.get(kind, "compute")
         now, phase = self._clock(stream), phase or self.phase
-        return OpenEvent(kind, name, group, stream, phase, nbytes, *across, now, self._position)
+        return OpenEvent(kind, name, group, stream, phase, nbytes, *across, now, self.position)
 
     def _close(self, opened: OpenEvent, end: float, closed: int) -> None:
         o = opened

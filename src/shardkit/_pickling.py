@@ -170,7 +170,7 @@ class SavedPiece(Tensor):
             boxes: Boxes of the piece that this rank writes.
             name: Name of the parameter, for errors.
         """
-        self: Self = _compat.make_wrapper(cls, piece, shape)
+        self: Self = _compat.make_wrapper(cls, shape, dtype=piece.dtype, device=piece.device)
         self.described = (piece, shape, boxes, name)
         return self
 

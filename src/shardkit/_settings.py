@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._policy import BackwardPrefetch
 
@@ -25,14 +25,6 @@ _RENAMED_OF_ROOT = {
     "backward_prefetch": "prefetch_in_backward",
 }
 """Names in files of earlier versions, and what they are now."""
-
-
-class PrefetchedGroup(Protocol):
-    """What another group prefetches: a `ParamGroup` of the same root."""
-
-    name: str
-    index: int
-    listener: Any
 
 
 @dataclass(slots=True)
@@ -85,7 +77,8 @@ class GroupSettings:
         comm_memory: Whether to take buffers from the allocator of the communication engine.
         separate_reduce: Whether to reduce on a process group of its own.
         max_send_buffers: Number of reductions under way at once, where waiting frees their memory.
-        next_in_forward: Groups to gather when forward enters; None: what came next last time.
+        next_in_forward: Groups (`ParamGroup`) to gather when forward enters; None: what came next
+            last time.
         next_in_backward: Groups to gather when backward enters.
         comm: Communication settings of the group.
     """
@@ -100,8 +93,8 @@ class GroupSettings:
     comm_memory: bool = False
     separate_reduce: bool = False
     max_send_buffers: int = 1
-    next_in_forward: Sequence[PrefetchedGroup] | None = None
-    next_in_backward: Sequence[PrefetchedGroup] | None = None
+    next_in_forward: Sequence[Any] | None = None
+    next_in_backward: Sequence[Any] | None = None
     comm: CommSettings = field(default_factory=CommSettings)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:

@@ -13,19 +13,7 @@ from shardkit._kinds import NotOfKindError, flag, seconds
 
 @dataclass(slots=True)
 class WatchSettings:
-    """Settings of this process; `set_watch` says what they mean.
-
-    Attributes:
-        ask_after_s: Seconds of a wait after which a rank asks the others where they are.
-        ask_unexpected_after_s: Seconds of a wait for a collective that the last steps did not
-            foretell, after which a rank asks.
-        answer_s: Seconds that a rank which asks waits for the answers of the others.
-        silent_after_s: Seconds without an answer after which a rank, of whose host nobody answers,
-            counts as lost.
-        timeout_s: Seconds after which torch ends a collective of a process group of shardkit's.
-        compare_values: Whether to compare samples of the parameters' values at the first forward.
-        check_gradients: Whether to note in each backward if this rank's own gradients are finite.
-    """
+    """Settings of this process; `set_watch` says what they mean."""
 
     ask_after_s: float = 10.0
     ask_unexpected_after_s: float = 2.0

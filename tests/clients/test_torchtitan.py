@@ -74,6 +74,14 @@ CASES = {
     "expert parallel, hybrid": experts(
         ranks=4, parallelism={"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}
     ),
+    "expert parallel, qwen3": dataclasses.replace(
+        experts(ranks=4, model="qwen3_moe", parallelism={"expert_parallel_degree": 4}),
+        # The gradients of the first step agree to 6e-8. In later ones bf16 rounds them elsewhere,
+        # and tokens near a tie go to other experts: FSDP2 differs from itself by 1.5e-4 where the
+        # first element of each tensor is larger by 2e-7.
+        tolerance=1.5e-4,
+        norm_tolerance=1e-3,
+    ),
     "expert and tensor parallel": experts(
         ranks=4, parallelism={"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
     ),

@@ -27,6 +27,7 @@ from reference import (
     shard,
 )
 from shardkit import MixedPrecisionPolicy
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -149,8 +150,9 @@ def test_a_parameter_frozen_and_thawed_between_steps(
     assert_within(found, grad=tolerance, parameter=tolerance)
 
 
-def thaw_gradually() -> Differences:
-    """Begin with the head alone; thaw one layer more every two steps and hand it the optimizer."""
+@on_ranks(2)
+def test_layers_thawed_one_after_another() -> None:
+    """Groups that were frozen when they were sharded are trained from then on."""
     case = CASES["mlp"]
     plain = case.make()
     for layer in plain.layers[:-1]:
@@ -174,15 +176,12 @@ def thaw_gradually() -> Differences:
             own.step()
             own.zero_grad()
     differences.note_parameters(model, plain)
-    return differences
+    assert_within([differences], grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
-def test_layers_thawed_one_after_another(spawn: Spawn) -> None:
-    """Groups that were frozen when they were sharded are trained from then on."""
-    assert_within(spawn(thaw_gradually, 2), grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
-
-
-def freeze_before_backward(frozen: str) -> Differences:
+@pytest.mark.parametrize("frozen", ["layers.0", "layers.1", "layers.2"])
+@on_ranks(2)
+def test_a_layer_frozen_between_forward_and_backward(frozen: str) -> None:
     """Freeze a part between a forward and its backward: it gets no gradient."""
     case = CASES["mlp"]
     plain = case.make()
@@ -197,12 +196,7 @@ def freeze_before_backward(frozen: str) -> Differences:
         for each in (model, plain):
             each.zero_grad()
             each.get_submodule(frozen).requires_grad_(requires_grad=True)
-    return differences
-
-
-@pytest.mark.parametrize("frozen", ["layers.0", "layers.1", "layers.2"])
-def test_a_layer_frozen_between_forward_and_backward(spawn: Spawn, frozen: str) -> None:
-    assert_within(spawn(freeze_before_backward, 2, frozen), grad=SGD_TOLERANCE)
+    assert_within([differences], grad=SGD_TOLERANCE)
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES, Case
+from parity import in_turns
 from reference import (
     OPTIMIZERS,
     Differences,
@@ -26,6 +27,7 @@ from reference import (
     shard,
 )
 from shardkit import MixedPrecisionPolicy, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,9 +118,10 @@ def train_autocast(name: str, around_the_loop: bool, reshard: bool | None) -> Di
     return differences
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, None])
-@pytest.mark.parametrize("around_the_loop", [False, True])
-@pytest.mark.parametrize("name", AUTOCAST_CASES)
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward", "around_the_loop"),
+    in_turns(AUTOCAST_CASES, [True, None], [False, True]),
+)
 def test_autocast_is_exact(
     spawn: Spawn, name: str, around_the_loop: bool, reshard_after_forward: bool | None
 ) -> None:
@@ -153,7 +156,8 @@ def test_autocast_with_a_policy_and_without(spawn: Spawn) -> None:
     assert spawn(autocast_dtypes, 2, in_fp16) == [[fp16, fp32, fp32, fp32]] * 2
 
 
-def train_autocast_with_a_policy() -> Differences:
+@on_ranks(2)
+def test_autocast_over_bf16_weights_is_exact() -> None:
     """The policy's bf16 weights need no cast by autocast; all else is as with autocast alone."""
     case = CASES["gpt"]
     plain = case.make()
@@ -177,11 +181,7 @@ def train_autocast_with_a_policy() -> Differences:
         optimizer.zero_grad()
     for loss, expected in losses:
         differences.note("loss", loss, expected)
-    return differences
-
-
-def test_autocast_over_bf16_weights_is_exact(spawn: Spawn) -> None:
-    assert_within(spawn(train_autocast_with_a_policy, 2), loss=0.0)
+    assert_within([differences], loss=0.0)
 
 
 # --- gradient scalers -----------------------------------------------------------------------------
@@ -244,7 +244,8 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(
     assert_within([entry[0] for entry in found], parameter=1e-6)
 
 
-def scale_accumulated() -> Differences:
+@on_ranks(2)
+def test_scaled_gradients_accumulate() -> None:
     """Scaled gradients of three micro-batches, unsynced but for the last."""
     case = CASES["mlp"]
     plain = case.make()
@@ -265,11 +266,7 @@ def scale_accumulated() -> Differences:
     scaler.update()
     reference.step()
     differences.note_parameters(model, plain)
-    return differences
-
-
-def test_scaled_gradients_accumulate(spawn: Spawn) -> None:
-    assert_within(spawn(scale_accumulated, 2), grad=1e-6, parameter=1e-6)
+    assert_within([differences], grad=1e-6, parameter=1e-6)
 
 
 class WithPlainHead(nn.Module):

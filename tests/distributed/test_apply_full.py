@@ -16,6 +16,7 @@ from shardkit import (
     ShardedTensor,
     apply_full,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -80,7 +81,8 @@ def seeded_on(mesh: tuple[int, ...], meta: bool) -> list[str]:
     return seeded(mesh, meta=meta)
 
 
-def stop_in_the_middle() -> None:
+@on_ranks(2)
+def test_an_exception_leaves_sharded_parameters() -> None:
     plain, model = plain_and_sharded("gpt", (2,))
 
     def fn(module: nn.Module) -> None:
@@ -93,7 +95,3 @@ def stop_in_the_middle() -> None:
     assert all(isinstance(param, ShardedTensor) for param in model.parameters())
     assert_full_values(model, plain)
     assert isinstance(model, FSDPModule)
-
-
-def test_an_exception_leaves_sharded_parameters(spawn: Spawn) -> None:
-    spawn(stop_in_the_middle, 2)

@@ -108,14 +108,14 @@ def check(by_rank: list[Differences]) -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-@on_meshes((1,), (2,), (2, 2), xla=())
+@on_meshes((2,), (2, 2), xla=())
 def test_training(run: Run, name: str) -> None:
     check(run(train_wrapped, name))
 
 
 @pytest.mark.parametrize("name", ["tied inside", "named"])
-@on_meshes((4,), xla=((4,),))
-def test_training_on_four_ranks(run: Run, name: str) -> None:
+@on_meshes((1,), (4,), xla=((4,),))
+def test_training_on_one_and_four_ranks(run: Run, name: str) -> None:
     check(run(train_wrapped, name))
 
 

@@ -18,6 +18,7 @@ from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
 from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, auto_shard, checkpoint_module
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,7 +144,8 @@ def test_two_ranks(spawn: Spawn) -> None:
 # --- what is there already, and mistakes ---------------------------------------------------------
 
 
-def take_dtensors() -> None:
+@on_ranks(4)
+def test_dtensors_are_taken_as_they_are() -> None:
     layout = Layout((2, 2))
     torch.manual_seed(3)
     plain = Model().double()
@@ -163,11 +165,12 @@ def take_dtensors() -> None:
     assert "<experts over ep=2>" in str(plan)
 
 
-def test_dtensors_are_taken_as_they_are(spawn: Spawn) -> None:
-    spawn(take_dtensors, 4)
-
-
-def keep_on_meta(shape: tuple[int, int], path: str) -> None:
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@on_ranks(4)
+def test_a_model_on_meta_is_filled_as_in_one_process(
+    shape: tuple[int, int], tmp_path: typing.Any
+) -> None:
+    path = str(tmp_path / "checkpoint")
     layout = Layout(shape)
     _, trained, _ = make(layout)
     save(path, trained)
@@ -194,14 +197,8 @@ def keep_on_meta(shape: tuple[int, int], path: str) -> None:
         assert torch.equal(loaded.full_tensor(), wanted.full_tensor())
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
-def test_a_model_on_meta_is_filled_as_in_one_process(
-    spawn: Spawn, shape: tuple[int, int], tmp_path: typing.Any
-) -> None:
-    spawn(keep_on_meta, 4, shape, str(tmp_path / "checkpoint"))
-
-
-def in_lower_precision() -> None:
+@on_ranks(4)
+def test_mixed_precision() -> None:
     plain, model, _ = make(Layout((2, 2), options=("fp32",)))
     seen = []
     model.blocks[0].experts.register_forward_pre_hook(
@@ -214,10 +211,6 @@ def in_lower_precision() -> None:
     assert 1e-12 < largest_difference(plain, model, grads=True) < 1e-5
 
 
-def test_mixed_precision(spawn: Spawn) -> None:
-    spawn(in_lower_precision, 4)
-
-
 def tie(model: typing.Any) -> None:
     """Share a stack between two blocks, and have one of them hold it under another name, too."""
     first, second = (block.experts for block in model.blocks)
@@ -225,7 +218,8 @@ def tie(model: typing.Any) -> None:
     first.register_parameter("also_up", first.up)
 
 
-def keep_ties() -> None:
+@on_ranks(4)
+def test_tied_experts_stay_tied() -> None:
     torch.manual_seed(3)
     plain: typing.Any = Model().double()
     tie(plain)
@@ -247,7 +241,8 @@ def keep_ties() -> None:
     assert largest_difference(plain, model, grads=False) < EXACT
 
 
-def keep_a_tie_with_what_is_not_named() -> None:
+@on_ranks(4)
+def test_a_module_that_is_not_named_stays_tied_to_experts() -> None:
     model: typing.Any = Model()
     tie(model)
     auto_shard(model, mesh_of(Layout((2, 2))), Block, experts={"blocks.0.experts": "ep"})
@@ -256,15 +251,8 @@ def keep_a_tie_with_what_is_not_named() -> None:
     assert len(model.blocks[1].experts.up.to_local()) < model.blocks[1].experts.up.numel() / 2
 
 
-def test_tied_experts_stay_tied(spawn: Spawn) -> None:
-    spawn(keep_ties, 4)
-
-
-def test_a_module_that_is_not_named_stays_tied_to_experts(spawn: Spawn) -> None:
-    spawn(keep_a_tie_with_what_is_not_named, 4)
-
-
-def keep_what_is_noted() -> None:
+@on_ranks(4)
+def test_gradients_hooks_and_attributes_go_along() -> None:
     model: typing.Any = Model()
     up: typing.Any = model.blocks[0].experts.up
     called = []
@@ -282,10 +270,6 @@ def keep_what_is_noted() -> None:
     own, _ = batches(0)
     loss_of(model.double(), own).backward()
     assert [each is up for each in called] == [True]
-
-
-def test_gradients_hooks_and_attributes_go_along(spawn: Spawn) -> None:
-    spawn(keep_what_is_noted, 4)
 
 
 class Half(torch.Tensor):
@@ -348,7 +332,8 @@ def test_mistakes_are_told_before_anything_is_changed(spawn_errors: Spawn, kind:
         assert text in error.message, error.message
 
 
-def hook_gradients() -> None:
+@on_ranks(4)
+def test_hooks_that_expect_whole_gradients_are_refused() -> None:
     model: typing.Any = Model()
     handle = model.blocks[1].experts.down.register_hook(lambda grad: grad / 2)
     before = dict(model.named_parameters())
@@ -359,7 +344,3 @@ def hook_gradients() -> None:
     assert not any(isinstance(param, (DTensor, ShardedTensor)) for param in before.values())
     handle.remove()
     auto_shard(model, mesh, Block, experts={Experts: "ep"})
-
-
-def test_hooks_that_expect_whole_gradients_are_refused(spawn: Spawn) -> None:
-    spawn(hook_gradients, 4)

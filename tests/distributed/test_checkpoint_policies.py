@@ -27,12 +27,12 @@ from reference import (
     train,
 )
 from shardkit import checkpoint, checkpoint_activations, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
 
     from parity import Run
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 
@@ -196,8 +196,13 @@ def test_statistics_are_written_once_and_dropout_repeats(run: Run, operators: st
 # --- torch's own wrappers -----------------------------------------------------------------------
 
 
-def train_wrapped(mesh_shape: tuple[int, ...], how: str, order: str, impl: str) -> Differences:
+@pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("how", ["wrapper", "apply"])
+@on_ranks(2)
+def test_torchs_wrapper_of_activation_checkpointing(how: str, order: str, impl: str) -> None:
     """Let torch's wrapper of FSDP1's users hold blocks."""
+    mesh_shape = (2,)
     case = CASES["gpt"]
     plain = case.make()
     model = copy.deepcopy(plain)
@@ -236,24 +241,13 @@ def train_wrapped(mesh_shape: tuple[int, ...], how: str, order: str, impl: str) 
     for name, value in model.state_dict().items():
         whole = value.full_tensor()
         differences.note("parameter", whole, plain.state_dict()[name], name)
-    return differences
+    assert_within([differences], loss=LOSS_TOLERANCE, parameter=SGD_TOLERANCE)
 
 
-@pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("how", ["wrapper", "apply"])
-def test_torchs_wrapper_of_activation_checkpointing(
-    spawn: Spawn, how: str, order: str, impl: str
-) -> None:
-    assert_within(
-        spawn(train_wrapped, 2, (2,), how, order, impl),
-        loss=LOSS_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
-
-
-def exchange_with_wrapped(folder: str) -> Differences:
+@on_ranks(2)
+def test_checkpoints_do_not_see_torchs_wrapper(tmp_path: pathlib.Path) -> None:
     """Save with torch's wrapper and load without, and the other way."""
+    folder = str(tmp_path)
     case = CASES["gpt"]
     differences = Differences()
     for saved_wrapped in (True, False):
@@ -270,8 +264,4 @@ def exchange_with_wrapped(folder: str) -> Differences:
         checkpoint.load(path, models[1])
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             differences.note("parameter", other.full_tensor(), one.full_tensor())
-    return differences
-
-
-def test_checkpoints_do_not_see_torchs_wrapper(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    assert_within(spawn(exchange_with_wrapped, 2, str(tmp_path)), parameter=0.0)
+    assert_within([differences], parameter=0.0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models import CASES
 from reference import Differences, assert_within, full, make_mesh, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -142,7 +143,9 @@ def test_gradients_have_the_dtype_of_the_parameters(spawn: Spawn) -> None:
     assert spawn(half_gradients, 2) == [[True, True]] * 2
 
 
-def curvature(use: str) -> Differences:
+@pytest.mark.parametrize("use", ["product", "penalty"])
+@on_ranks(2)
+def test_gradients_can_be_differentiated(use: str) -> None:
     """Differentiate gradients of parameters: a product with the Hessian, a penalty."""
     model, plain = models()
     differences = Differences()
@@ -161,12 +164,7 @@ def curvature(use: str) -> Differences:
         grads = torch.autograd.grad(loss, each, create_graph=True)
         (loss + sum(g.square().sum() for g in grads)).backward()
     differences.note_grads(model, plain)
-    return differences
-
-
-@pytest.mark.parametrize("use", ["product", "penalty"])
-def test_gradients_can_be_differentiated(spawn: Spawn, use: str) -> None:
-    assert_within(spawn(curvature, 2, use), grad=TOLERANCE)
+    assert_within([differences], grad=TOLERANCE)
 
 
 class Branches(nn.Module):

@@ -23,6 +23,7 @@ from reference import (
     shard,
 )
 from shardkit import MixedPrecisionPolicy, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -136,18 +137,15 @@ def test_layers_compiled_by_inductor_train_as_plain_ones(spawn: Spawn) -> None:
     )
 
 
-def train_whole_model() -> Differences:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_root_trains_as_a_plain_one() -> None:
+    """The graph breaks where a layer begins and ends."""
     plain = CASE.make()
     torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
     model = shard(CASE, copy.deepcopy(plain))
     model.compile(backend="aot_eager")
-    return compare_training(CASE, model, plain, steps=4)
-
-
-def test_a_compiled_root_trains_as_a_plain_one(spawn: Spawn) -> None:
-    """The graph breaks where a layer begins and ends."""
     assert_within(
-        spawn(train_whole_model, 2, timeout_s=TIMEOUT_S),
+        [compare_training(CASE, model, plain, steps=4)],
         loss=LOSS_TOLERANCE,
         grad=SGD_TOLERANCE,
         parameter=SGD_TOLERANCE,
@@ -230,7 +228,8 @@ def test_a_copy_of_compiled_layers_trains_by_itself(spawn: Spawn) -> None:
     )
 
 
-def compile_lonely_layer() -> Differences:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_compiled_root_of_one_group() -> None:
     """A compiled root that is one group, whose inputs require gradients."""
     plain = Block()
     case = Case(
@@ -242,19 +241,16 @@ def compile_lonely_layer() -> Differences:
     torch._dynamo.reset()  # noqa: SLF001 - torch's documented way
     model = fully_shard(copy.deepcopy(plain))
     model.compile(backend="aot_eager")
-    return compare_training(case, model, plain, steps=3)
-
-
-def test_a_compiled_root_of_one_group(spawn: Spawn) -> None:
     assert_within(
-        spawn(compile_lonely_layer, 2, timeout_s=TIMEOUT_S),
+        [compare_training(case, model, plain, steps=3)],
         loss=LOSS_TOLERANCE,
         grad=SGD_TOLERANCE,
         parameter=SGD_TOLERANCE,
     )
 
 
-def freeze_compiled() -> Differences:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_compiled_layers_frozen_and_thawed() -> None:
     """Freeze and thaw a part of compiled layers: the graph is not that of before."""
     plain = CASE.make()
     model = compiled_model(plain, "aot_eager", "sharded first", "module")
@@ -264,13 +260,4 @@ def freeze_compiled() -> Differences:
             for block in each.blocks:
                 block.fc1.requires_grad_(requires_grad=not frozen)
         differences |= compare_training(CASE, model, plain, steps=2)
-    return differences
-
-
-def test_compiled_layers_frozen_and_thawed(spawn: Spawn) -> None:
-    assert_within(
-        spawn(freeze_compiled, 2, timeout_s=TIMEOUT_S),
-        loss=LOSS_TOLERANCE,
-        grad=SGD_TOLERANCE,
-        parameter=SGD_TOLERANCE,
-    )
+    assert_within([differences], loss=LOSS_TOLERANCE, grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)

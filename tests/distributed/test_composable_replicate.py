@@ -24,6 +24,7 @@ from reference import (
     my_batch,
 )
 from shardkit import ShardedTensor, WrapError, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,13 +123,10 @@ def test_gradients_are_averaged_once(
     )
 
 
-def replicate_what_is_sharded() -> None:
+@on_ranks(2)
+def test_one_module_is_sharded_or_replicated() -> None:
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(fully_shard(nn.Linear(2, 2)))
     module = replicate(nn.Linear(2, 2))
     with pytest.raises(WrapError, match=r"replicate\(\) was called on this DDPLinear"):
         fully_shard(module)
-
-
-def test_one_module_is_sharded_or_replicated(spawn: Spawn) -> None:
-    spawn(replicate_what_is_sharded, 2)

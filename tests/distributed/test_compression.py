@@ -26,6 +26,7 @@ from reference import (
 )
 from shardkit import CheckpointError, CPUOffloadPolicy, MixedPrecisionPolicy, StateError
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients, fp16_compress
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -289,7 +290,8 @@ def test_gradients_in_16_bits(spawn: Spawn, mesh: tuple[int, ...]) -> None:
     assert all(differences["grad"] > 0 for differences in by_rank)
 
 
-def recover() -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_finite() -> None:
     """A gradient that is not finite stays so, and leaves nothing behind."""
     model: typing.Any = shardkit.fully_shard(Matrix(), make_mesh((2, 1)))
     compress_gradients(model, full_rank())
@@ -304,10 +306,6 @@ def recover() -> None:
     model(slopes(2, dist.get_rank())).backward()
     expected = (slopes(2, 0) + slopes(2, 1)) / 2
     assert torch.allclose(model.weight.grad.full_tensor(), expected, atol=1e-5)
-
-
-def test_gradients_that_are_not_finite(spawn: Spawn) -> None:
-    spawn(recover, 2)
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -408,7 +406,8 @@ def test_errors_are_loaded_on_any_mesh(
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     for options, text in (
         ({"rank": 0}, "rank must be an int above 0, or a function, got 0"),
         ({"start_after": -1}, "start_after must be at least 0, got -1"),
@@ -447,10 +446,6 @@ def refuse() -> None:
     model(my_batch(CASE, 0)[0])
     with pytest.raises(StateError, match="is inside of another sharded module"):
         compress_gradients(model.blocks[0], PowerSGD())
-
-
-def test_what_is_refused(spawn: Spawn) -> None:
-    spawn(refuse, 2)
 
 
 def copies() -> None:

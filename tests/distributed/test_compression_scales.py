@@ -17,6 +17,7 @@ from reference import (
 )
 from shardkit import MixedPrecisionPolicy, StateError
 from shardkit.compression import PowerSGD, compress_gradients
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +106,8 @@ def test_a_loss_scale_with_shards(spawn: Spawn) -> None:
     spawn(scaled_gradients, 4, (2, 2), options, (2,), 1)
 
 
-def scale_by_hand() -> None:
+@on_ranks(2)
+def test_a_loss_scale_that_is_a_number() -> None:
     model, hook = two_matrices((2, 1), groups=True)
     plain, _ = two_matrices((2, 1), groups=True)
     for step, scale in enumerate((1024.0, 1024, 1.0, 1.0)):
@@ -120,10 +122,6 @@ def scale_by_hand() -> None:
     for scale in (0.0, float("inf"), float("nan"), None):
         with pytest.raises(StateError, match="takes a GradScaler, or a finite number above 0, got"):
             hook.set_loss_scale(scale)
-
-
-def test_a_loss_scale_that_is_a_number(spawn: Spawn) -> None:
-    spawn(scale_by_hand, 2)
 
 
 def leave_unused(mesh: tuple[int, ...], groups: bool, users: Sequence[int]) -> None:
@@ -165,7 +163,8 @@ def test_errors_of_what_nobody_used_stay(
     spawn(leave_unused, 4, (2, 2), groups, users)
 
 
-def unused_in_the_first_of_two() -> None:
+@on_ranks(2)
+def test_errors_of_what_nobody_used_in_two_backwards() -> None:
     """Two backwards are settled together: what one of them used is used."""
     model, hook = two_matrices((2, 1), groups=False)
     model(*both_slopes(0)).backward()
@@ -179,14 +178,12 @@ def unused_in_the_first_of_two() -> None:
     assert torch.allclose(before, after, atol=1e-5)
 
 
-def test_errors_of_what_nobody_used_in_two_backwards(spawn: Spawn) -> None:
-    spawn(unused_in_the_first_of_two, 2)
-
-
 # --- autocast -------------------------------------------------------------------------------------
 
 
-def backward_in_autocast(with_hook: bool) -> None:
+@pytest.mark.parametrize("with_hook", [False, True])
+@on_ranks(2)
+def test_a_backward_inside_of_autocast(with_hook: bool) -> None:
     found = []
 
     def own(tensor: Tensor, pieces: typing.Any, axis: typing.Any, unit: float) -> None:
@@ -206,11 +203,6 @@ def backward_in_autocast(with_hook: bool) -> None:
         for grad, wanted in zip(*map(take_gradients, models), strict=True):
             assert torch.equal(grad, wanted)
     assert found == [False] * 3 * with_hook
-
-
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_a_backward_inside_of_autocast(spawn: Spawn, with_hook: bool) -> None:
-    spawn(backward_in_autocast, 2, with_hook)
 
 
 # --- dtypes on the wire ---------------------------------------------------------------------------
@@ -256,7 +248,8 @@ def test_what_is_not_compressed_travels_in_reduce_dtype(spawn: Spawn, dtype: tor
 # --- state ----------------------------------------------------------------------------------------
 
 
-def load_into_cold() -> None:
+@on_ranks(2)
+def test_factors_are_not_loaded_without_warm_start() -> None:
     model, hook = two_matrices((2, 1), groups=False)
     model(*both_slopes(0)).backward()
     saved = hook.state_dict()
@@ -271,7 +264,3 @@ def load_into_cold() -> None:
         grads.append(take_gradients(other))
         assert not cold.state_dict()["second_factors"]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_factors_are_not_loaded_without_warm_start(spawn: Spawn) -> None:
-    spawn(load_into_cold, 2)

@@ -26,6 +26,7 @@ from checkpoints import (
 )
 from shardkit import ShardedTensor
 from waiting import until
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +116,12 @@ def equal_models(name: str, mesh_shape: tuple[int, ...], folder: str) -> list[ty
     return [ours, theirs]
 
 
-def get_both(name: str, mesh_shape: tuple[int, ...], folder: str) -> None:
+@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (2,)), ("frozen", (2, 2))])
+@on_ranks("mesh_shape")
+def test_torch_gets_the_same_from_both(
+    tmp_path: Path, name: str, mesh_shape: tuple[int, ...]
+) -> None:
+    folder = str(tmp_path)
     ours, theirs = equal_models(name, mesh_shape, folder)
     for label, flags in OPTIONS.items():
         options = torch_functions.StateDictOptions(**flags)
@@ -134,13 +140,6 @@ def get_both(name: str, mesh_shape: tuple[int, ...], folder: str) -> None:
             assert_same(whole(optim), whole(their_optim))
 
 
-@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (2,)), ("frozen", (2, 2))])
-def test_torch_gets_the_same_from_both(
-    spawn: Spawn, tmp_path: Path, name: str, mesh_shape: tuple[int, ...]
-) -> None:
-    spawn(get_both, math.prod(mesh_shape), name, mesh_shape, str(tmp_path))
-
-
 SET_OPTIONS = {
     "sharded": {},
     "full": {"full_state_dict": True},
@@ -149,7 +148,9 @@ SET_OPTIONS = {
 }
 
 
-def set_full(name: str, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (3,)), ("tied", (2, 2))])
+@on_ranks("mesh_shape")
+def test_torch_sets_full_states(name: str, mesh_shape: tuple[int, ...]) -> None:
     case = CHECKPOINT_CASES[name]
     model, optimizer = make_sharded(case, mesh_shape)
     train_on_shares(case, model, optimizer, range(2))
@@ -168,11 +169,6 @@ def set_full(name: str, mesh_shape: tuple[int, ...]) -> None:
             kinds = {key: type(value) for key, value in optimizer.state[own].items()}
             state = other_optimizer.state[param]
             assert {key: type(value) for key, value in state.items()} == kinds
-
-
-@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (3,)), ("tied", (2, 2))])
-def test_torch_sets_full_states(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
-    spawn(set_full, math.prod(mesh_shape), name, mesh_shape)
 
 
 def most_received_at_once() -> int:

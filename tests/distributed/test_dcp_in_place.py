@@ -21,6 +21,7 @@ from checkpoints import (
 )
 from reference import make_mesh, shard
 from shardkit import ShardedTensor
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +34,10 @@ def outputs(case: typing.Any, model: torch.nn.Module) -> torch.Tensor:
         return case.loss(model, case.batch(torch.Generator().manual_seed(0)))
 
 
-def load_while_unsharded(folder: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["kept after a forward", "held by the user", "in a forward"])
+@on_ranks(2)
+def test_what_was_gathered_before_a_load_is_gathered_anew(tmp_path: Path, how: str) -> None:
+    folder = str(tmp_path)
     case = CHECKPOINT_CASES["gpt"]
     saved, _ = make_sharded(case, (2,))
     dcp.save({"model": saved.state_dict()}, checkpoint_id=folder)
@@ -56,13 +60,6 @@ def load_while_unsharded(folder: str, how: str) -> None:
         dcp.load(state, checkpoint_id=folder)
     assert torch.equal(outputs(case, model), expected)
     assert_same(whole(model.state_dict()), whole(saved.state_dict()))
-
-
-@pytest.mark.parametrize("how", ["kept after a forward", "held by the user", "in a forward"])
-def test_what_was_gathered_before_a_load_is_gathered_anew(
-    spawn: Spawn, tmp_path: Path, how: str
-) -> None:
-    spawn(load_while_unsharded, 2, str(tmp_path), how)
 
 
 def saved_later(folder: str, stager: str, mesh_shape: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from parity import Ranks, Run, compare_training, on_meshes
 from reference import LOSS_TOLERANCE, Differences, assert_within, make_mesh, shard
 from shardkit import FSDPModule, MixedPrecisionPolicy, StateError, fully_shard
 from shardkit._params.gradients import predivide_factor_for
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -90,8 +91,10 @@ def test_the_divide_factor_says_how_much_is_divided_in_all(spawn: Spawn) -> None
     assert spawn(with_both_factors, 2) == [pytest.approx(2 * 2 * 3 / 5, rel=1e-6)] * 2
 
 
-def accumulate() -> Differences:
+@on_ranks(4)
+def test_with_accumulated_gradients_and_partial_sums() -> None:
     """Micro-batches that are not synced, then ones that are summed over the shard axis only."""
+    # A power of two changes no bit.
     case = CASES["mlp"]
     torch.manual_seed(0)
     plain = case.make()
@@ -108,22 +111,14 @@ def accumulate() -> Differences:
             expected = grads
         else:
             differences.note_all("grad", grads, expected)
-    return differences
+    assert_within([differences], grad=0.0)
 
 
-def test_with_accumulated_gradients_and_partial_sums(spawn: Spawn) -> None:
-    # A power of two changes no bit.
-    assert_within(spawn(accumulate, 4), grad=0.0)
-
-
-def refuse() -> None:
+@on_ranks(1)
+def test_factors_that_cannot_be() -> None:
     model: typing.Any = fully_shard(nn.Linear(2, 2), make_mesh((1,)))
     for factor in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(StateError, match=r"divided by .* first. Pass a finite number above 0"):
             model.set_gradient_predivide_factor(factor)
     with pytest.raises(StateError, match="must be a number, 'auto' or None, got 'root'"):
         model.set_gradient_predivide_factor("root")
-
-
-def test_factors_that_cannot_be(spawn: Spawn) -> None:
-    spawn(refuse, 1)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -60,7 +61,9 @@ class Columns(nn.Module):
         return whole * typing.cast("DTensor", self.scale).to_local()
 
 
-def train(case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(4)
+def test_training_equals_one_process(case: str) -> None:
     shape, names, dims = CASES[case]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
@@ -104,11 +107,6 @@ def train(case: str) -> None:
         assert (typing.cast("typing.Any", param).full_tensor() - wanted).abs().max() < EXACT
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_one_process(spawn: Spawn, case: str) -> None:
-    spawn(train, 4, case)
-
-
 class Experts(nn.Module):
     """A layer on one mesh, and rows on another one, of which a rank holds those of its place."""
 
@@ -136,7 +134,9 @@ EXPERTS = {
 }
 
 
-def train_experts(case: str) -> None:
+@pytest.mark.parametrize("case", EXPERTS)
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own(case: str) -> None:
     dense, sparse = (
         init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in EXPERTS[case]
     )
@@ -181,11 +181,6 @@ def train_experts(case: str) -> None:
     for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert (typing.cast("typing.Any", param).full_tensor() - wanted).abs().max() < EXACT
     model.check_replicas()
-
-
-@pytest.mark.parametrize("case", EXPERTS)
-def test_experts_on_a_mesh_of_their_own(spawn: Spawn, case: str) -> None:
-    spawn(train_experts, 4, case)
 
 
 def mistake(kind: str) -> None:

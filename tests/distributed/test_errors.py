@@ -15,6 +15,7 @@ import shardkit
 from models import CASES, GPT, MLP
 from reference import global_batch, my_batch, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +130,21 @@ def test_without_a_process_group_the_error_names_torchrun() -> None:
     assert type(model) is nn.Linear
 
 
-def refused_by_a_late_parameter() -> None:
+def model_facts(model: nn.Module) -> list[object]:
+    """Return what a failing call must not change: identities, classes, hooks, values."""
+    return [
+        [
+            (name, id(p), type(p), p.data_ptr(), p.requires_grad)
+            for name, p in model.named_parameters()
+        ],
+        [(name, type(module)) for name, module in model.named_modules()],
+        [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],  # noqa: SLF001
+        model.head.weight is model.tokens.weight,
+    ]
+
+
+@on_ranks(2)
+def test_a_failing_call_leaves_the_module_unchanged() -> None:
     """Fail at the last of the parameters, after shared ones and an optimizer that knows them."""
     model = GPT()
     model.late = nn.Parameter(torch.ones(3))
@@ -154,23 +169,6 @@ def refused_by_a_late_parameter() -> None:
     shard(CASES["gpt"], model)
     CASES["gpt"].loss(model, my_batch(CASES["gpt"], 0)).backward()
     assert all(isinstance(parameter.grad, ShardedTensor) for parameter in model.parameters())
-
-
-def model_facts(model: nn.Module) -> list[object]:
-    """Return what a failing call must not change: identities, classes, hooks, values."""
-    return [
-        [
-            (name, id(p), type(p), p.data_ptr(), p.requires_grad)
-            for name, p in model.named_parameters()
-        ],
-        [(name, type(module)) for name, module in model.named_modules()],
-        [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],  # noqa: SLF001
-        model.head.weight is model.tokens.weight,
-    ]
-
-
-def test_a_failing_call_leaves_the_module_unchanged(spawn: Spawn) -> None:
-    spawn(refused_by_a_late_parameter, 2)
 
 
 # --- ranks that disagree ------------------------------------------------------------------------

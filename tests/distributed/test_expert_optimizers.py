@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
-from shardkit import CPUOffloadPolicy, Replicate, ShardedTensorError, auto_shard, fully_shard
+from shardkit import (
+    CPUOffloadPolicy,
+    OptimizerError,
+    Replicate,
+    ShardedTensorError,
+    auto_shard,
+    fully_shard,
+)
 from shardkit.checkpoint import load, save
 from shardkit.compression import PowerSGD, bf16_compress, compress_gradients
 from shardkit.optim import LocalOptimizer, MatrixOptimizer
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -124,7 +132,10 @@ OPTIMIZERS: dict[str, Callable[..., list[typing.Any]]] = {
 }
 
 
-def step_and_resume(kind: str, path: str) -> None:
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(4)
+def test_each_optimizer_steps_as_in_one_process(kind: str, tmp_path: typing.Any) -> None:
+    path = str(tmp_path / "checkpoint")
     plain, model = make()
     optimizers = [
         OPTIMIZERS[kind](plain, is_sharded=False),
@@ -141,14 +152,8 @@ def step_and_resume(kind: str, path: str) -> None:
     assert largest_difference(plain, resumed) < 10 * EXACT
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_each_optimizer_steps_as_in_one_process(
-    spawn: Spawn, kind: str, tmp_path: typing.Any
-) -> None:
-    spawn(step_and_resume, 4, kind, str(tmp_path / "checkpoint"))
-
-
-def owners_are_spread() -> None:
+@on_ranks(4)
+def test_stacks_belong_to_several_ranks() -> None:
     _, model = make()
     matrices, _ = halves(model)
     optimizer = MatrixOptimizer(matrices, StackedMuon)
@@ -157,23 +162,77 @@ def owners_are_spread() -> None:
     assert len({optimizer.owner_of(p) for b in model.blocks for p in b.experts.parameters()}) > 1
 
 
-def test_stacks_belong_to_several_ranks(spawn: Spawn) -> None:
-    spawn(owners_are_spread, 4)
-
-
-def refuse_stacks() -> None:
+@on_ranks(4)
+def test_a_class_for_matrices_alone_refuses_stacks() -> None:
     _, model = make()
     before = [param.full_tensor() for param in model.parameters()]
     matrices, _ = halves(model)
-    with pytest.raises(ValueError, match="only supports 2D"):
+    with pytest.raises(ValueError, match="only supports 2D") as raised:
         MatrixOptimizer(matrices, torch.optim.Muon)
+    assert "stacks=True" in raised.value.__notes__[0]
+    plain = nn.Parameter(torch.zeros(2, 4, 4))
+    optimizer = MatrixOptimizer([*matrices, plain], torch.optim.Muon, stacks=True)
+    with pytest.raises(OptimizerError, match=r"shape \(2, 4, 4\) that is not sharded"):
+        optimizer.step()
     assert all(
         torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
     )
 
 
-def test_a_class_for_matrices_alone_refuses_stacks(spawn: Spawn) -> None:
-    spawn(refuse_stacks, 4)
+class MuonOfMatrices:
+    """torch's Muon in one process, of each matrix by itself."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.parts = [[nn.Parameter(each) for each in self._split(p.detach())] for p in params]
+        self.inner = torch.optim.Muon([each for parts in self.parts for each in parts], lr=0.02)
+
+    @staticmethod
+    def _split(stack: Tensor) -> typing.Sequence[Tensor]:
+        return stack.view(-1, *stack.shape[-2:]).unbind()
+
+    def step(self) -> None:
+        for param, parts in zip(self.params, self.parts, strict=True):
+            assert param.grad is not None
+            for part, grad in zip(parts, self._split(param.grad), strict=True):
+                part.grad = grad.clone()
+        self.inner.step()
+
+
+def step_each_matrix(shapes: list[tuple[int, ...]], path: str) -> None:
+    plain, model = make(shapes[0])
+    wanted = MuonOfMatrices(halves(plain)[0])
+    optimizer = MatrixOptimizer(halves(model)[0], torch.optim.Muon, stacks=True, lr=0.02)
+    for step in range(2 * STEPS):
+        if step == STEPS:  # Another object, on another mesh, goes on.
+            save(path, model, optimizer)
+            _, model = make(shapes[1])
+            optimizer = MatrixOptimizer(halves(model)[0], torch.optim.Muon, stacks=True, lr=0.02)
+            load(path, model, optimizer)
+        loss_of(model, batches(step)[0]).backward()
+        # Muon computes in bf16: only equal gradients have equal updates.
+        for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+            param.grad = sharded.grad.full_tensor()
+        optimizer.step()
+        wanted.step()
+        model.zero_grad()
+        for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(sharded.full_tensor(), param)
+    stack = plain.blocks[0].experts.up
+    shown = optimizer.state[model.blocks[0].experts.up]["momentum_buffer"].full_tensor()
+    assert shown.shape == stack.shape
+    parts = next(each for p, each in zip(wanted.params, wanted.parts, strict=True) if p is stack)
+    for found, part in zip(shown, parts, strict=True):
+        assert torch.equal(found, wanted.inner.state[part]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), [(2, [(1, 2), (2, 1)]), (4, [(2, 2), (2, 2, 1)])], ids=["2", "2x2"]
+)
+def test_muon_steps_each_matrix_of_a_stack(
+    spawn: Spawn, ranks: int, shapes: list[tuple[int, ...]], tmp_path: typing.Any
+) -> None:
+    spawn(step_each_matrix, ranks, shapes, str(tmp_path / "checkpoint"))
 
 
 # --- offload, compression, copies -----------------------------------------------------------------
@@ -190,7 +249,9 @@ def test_offload(spawn: Spawn) -> None:
     spawn(offload, 4)
 
 
-def compress(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["bf16", "PowerSGD"])
+@on_ranks(4)
+def test_compression(kind: str) -> None:
     plain, model = make((2, 1, 2))
     hook: typing.Any = PowerSGD(64, start_after=1) if kind == "PowerSGD" else bf16_compress
     compress_gradients(model, hook)
@@ -208,11 +269,6 @@ def compress(kind: str) -> None:
             each.zero_grad()
     # Of full rank nothing is left out; 8 bits of mantissa.
     assert 0 < worst < (1e-5 if kind == "PowerSGD" else 2e-2), worst
-
-
-@pytest.mark.parametrize("kind", ["bf16", "PowerSGD"])
-def test_compression(spawn: Spawn, kind: str) -> None:
-    spawn(compress, 4, kind)
 
 
 def copies() -> None:
@@ -236,7 +292,9 @@ def test_deep_copies_train_and_pickles_are_refused(spawn: Spawn) -> None:
     spawn(copies, 4)
 
 
-def pickle_whole_vectors(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["model", "state dict"])
+@on_ranks(2)
+def test_groups_of_two_meshes_are_pickled(kind: str) -> None:
     """Without experts a group of two meshes is pickled, since no DTensor is in it."""
     torch.manual_seed(3)
     plain = Model().double()
@@ -258,15 +316,12 @@ def pickle_whole_vectors(kind: str) -> None:
     assert largest_difference(plain, copied) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["model", "state dict"])
-def test_groups_of_two_meshes_are_pickled(spawn: Spawn, kind: str) -> None:
-    spawn(pickle_whole_vectors, 2, kind)
-
-
 # --- experts that are plain parameters ------------------------------------------------------------
 
 
-def step_plain_experts(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["AdamW foreach", "local SGD", "Adagrad", "matrices"])
+@on_ranks(4)
+def test_optimizers_step_plain_experts(kind: str) -> None:
     torch.manual_seed(3)
     plain = Model().double()
     model: typing.Any = copy.deepcopy(plain)
@@ -291,8 +346,3 @@ def step_plain_experts(kind: str) -> None:
     for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
         part = wanted[own] if ".experts." in name else wanted
         assert (found.full_tensor() - part).abs().max() < EXACT, name
-
-
-@pytest.mark.parametrize("kind", ["AdamW foreach", "local SGD", "Adagrad", "matrices"])
-def test_optimizers_step_plain_experts(spawn: Spawn, kind: str) -> None:
-    spawn(step_plain_experts, 4, kind)

@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from workers import Spawn
 
 pytestmark = pytest.mark.helpers
 
@@ -127,7 +127,9 @@ def total_norm(model: nn.Module, pp: DeviceMesh) -> Tensor:
     return squares.sqrt()
 
 
-def train(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (1, 2, 2, 2)], ids=["pp, dp, tp", "dp, cp, tp"])
+@on_ranks(8, timeout_s=600)
+def test_four_axes_equal_one_process(shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
     _, dp, cp, _ = shape
     torch.manual_seed(0)
@@ -163,8 +165,3 @@ def train(shape: tuple[int, ...]) -> None:
         found: typing.Any = param
         assert (found.full_tensor() - whole).abs().max() < EXACT, name
     model.check_replicas()
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (1, 2, 2, 2)], ids=["pp, dp, tp", "dp, cp, tp"])
-def test_four_axes_equal_one_process(spawn: Spawn, shape: tuple[int, ...]) -> None:
-    spawn(train, 8, shape, timeout_s=600)

@@ -20,16 +20,12 @@ from reference import full, make_mesh, my_batch, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import FullFile, load_full, save_full
 from shardkit.checkpoint._files import disk
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
 
 # --- there and back -------------------------------------------------------------------------------
-
-
-def there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, folder: str) -> None:
-    with small_buffers():
-        check_there_and_back(name, mesh_shape, kind, folder)
 
 
 @contextlib.contextmanager
@@ -98,13 +94,19 @@ def check_there_and_back(name: str, mesh_shape: tuple[int, ...], kind: str, fold
     ],
     ids=str,
 )
+@on_ranks("mesh_shape")
 def test_there_and_back(
-    spawn: Spawn, tmp_path: pathlib.Path, name: str, mesh_shape: tuple[int, ...], kind: str
+    tmp_path: pathlib.Path, name: str, mesh_shape: tuple[int, ...], kind: str
 ) -> None:
-    spawn(there_and_back, torch.Size(mesh_shape).numel(), name, mesh_shape, kind, str(tmp_path))
+    folder = str(tmp_path)
+    with small_buffers():
+        check_there_and_back(name, mesh_shape, kind, folder)
 
 
-def tensor_parallel(mesh_shape: tuple[int, ...], folder: str) -> None:
+@on_ranks(4)
+def test_tensor_parallel_models(tmp_path: pathlib.Path) -> None:
+    mesh_shape = (2, 2)
+    folder = str(tmp_path)
     plain, model = parallel_models.make("gpt", mesh_shape)
     state = draw(plain.state_dict())
     load_full(write(state, "nested.pt", folder), model)
@@ -116,15 +118,6 @@ def tensor_parallel(mesh_shape: tuple[int, ...], folder: str) -> None:
         loaded = load(path)
         assert loaded.keys() == state.keys()
         assert all(torch.equal(loaded[key], value) for key, value in state.items())
-
-
-def test_tensor_parallel_models(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(tensor_parallel, 4, (2, 2), str(tmp_path))
-
-
-def convert(folder: str) -> None:
-    with small_buffers():
-        check_conversion(folder)
 
 
 def check_conversion(folder: str) -> None:
@@ -146,11 +139,16 @@ def check_conversion(folder: str) -> None:
     assert all(torch.equal(loaded[n], v) and loaded[n].dtype == v.dtype for n, v in half.items())
 
 
-def test_dtypes_are_converted(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(convert, 2, str(tmp_path))
+@on_ranks(2)
+def test_dtypes_are_converted(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
+    with small_buffers():
+        check_conversion(folder)
 
 
-def load_while_kept(folder: str) -> None:
+@on_ranks(2)
+def test_gathered_groups_notice(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
     case = CASES["mlp"]
     plain = case.make()
     state = draw(plain.state_dict())
@@ -162,10 +160,6 @@ def load_while_kept(folder: str) -> None:
     load_full(write(state, "nested.pt", folder), model)
     plain.load_state_dict(state)
     assert torch.equal(case.loss(model, batch), case.loss(plain, batch))
-
-
-def test_gathered_groups_notice(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(load_while_kept, 2, str(tmp_path))
 
 
 class Odd(nn.Module):
@@ -189,7 +183,9 @@ class Odd(nn.Module):
         self.notes = state["notes"]
 
 
-def load_odd(folder: str) -> None:
+@on_ranks(2)
+def test_what_is_not_sharded(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
     plain = Odd()
     plain.notes = [1, "two"]
     state = plain.state_dict()
@@ -212,12 +208,13 @@ def load_odd(folder: str) -> None:
     assert torch.load(saved)["_extra_state"] == {"notes": [1, "two"]}
 
 
-def test_what_is_not_sharded(spawn: Spawn, tmp_path: pathlib.Path) -> None:
-    spawn(load_odd, 2, str(tmp_path))
-
-
-def load_from_first(name: str, mesh_shape: tuple[int, ...], folder: str) -> None:
+@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (3,)), ("conv", (2, 2))], ids=str)
+@on_ranks("mesh_shape")
+def test_only_the_first_rank_needs_the_file(
+    tmp_path: pathlib.Path, name: str, mesh_shape: tuple[int, ...]
+) -> None:
     """The file is where only rank 0 finds it."""
+    folder = str(tmp_path)
     case = CASES[name]
     state = draw(case.make().state_dict())
     path = pathlib.Path(folder)
@@ -236,25 +233,14 @@ def load_from_first(name: str, mesh_shape: tuple[int, ...], folder: str) -> None
         assert done == total > 0
 
 
-def load_from_first_with_tensor_parallelism(folder: str) -> None:
+@on_ranks(4)
+def test_only_the_first_rank_of_tensor_parallelism_needs_the_file(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path)
     plain, model = parallel_models.make("gpt", (2, 2))
     state = draw(plain.state_dict())
     path = write(state, "nested.pt", folder)
     load_full(path if dist.get_rank() == 0 else "elsewhere", model, broadcast_from_rank0=True)
     assert_holds(model, state)
-
-
-@pytest.mark.parametrize(("name", "mesh_shape"), [("gpt", (3,)), ("conv", (2, 2))], ids=str)
-def test_only_the_first_rank_needs_the_file(
-    spawn: Spawn, tmp_path: pathlib.Path, name: str, mesh_shape: tuple[int, ...]
-) -> None:
-    spawn(load_from_first, torch.Size(mesh_shape).numel(), name, mesh_shape, str(tmp_path))
-
-
-def test_only_the_first_rank_of_tensor_parallelism_needs_the_file(
-    spawn: Spawn, tmp_path: pathlib.Path
-) -> None:
-    spawn(load_from_first_with_tensor_parallelism, 4, str(tmp_path))
 
 
 def load_what_fails(folder: str, how: str) -> None:

@@ -18,6 +18,7 @@ from reference import make_mesh, my_batch, shard
 from shardkit import fully_shard
 from shardkit.checkpoint import load_full, set_model_state_dict
 from shardkit.checkpoint._files import disk
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -26,7 +27,15 @@ if typing.TYPE_CHECKING:
 pytestmark = pytest.mark.helpers
 
 
-def load_from_memory(name: str, mesh_shape: tuple[int, ...], device: str, others: object) -> None:
+@pytest.mark.parametrize("others", [None, {}, "all"], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"), [("gpt", (2,)), ("conv", (2, 2)), ("tied", (2,))], ids=str
+)
+@on_ranks("mesh_shape")
+def test_values_are_those_of_the_state_dict(
+    name: str, mesh_shape: tuple[int, ...], device: str, others: object
+) -> None:
     case = CASES[name]
     state = draw(case.make().state_dict())
     with torch.device(device):
@@ -47,18 +56,8 @@ def load_from_memory(name: str, mesh_shape: tuple[int, ...], device: str, others
     case.loss(model, my_batch(case, 0)).backward()
 
 
-@pytest.mark.parametrize("others", [None, {}, "all"], ids=str)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    ("name", "mesh_shape"), [("gpt", (2,)), ("conv", (2, 2)), ("tied", (2,))], ids=str
-)
-def test_values_are_those_of_the_state_dict(
-    spawn: Spawn, name: str, mesh_shape: tuple[int, ...], device: str, others: object
-) -> None:
-    spawn(load_from_memory, torch.Size(mesh_shape).numel(), name, mesh_shape, device, others)
-
-
-def load_strided_and_converted() -> None:
+@on_ranks(2)
+def test_tensors_that_are_not_contiguous() -> None:
     """Columns first, and in another dtype."""
     torch.manual_seed(0)
     weight = torch.randn(6, 5, dtype=torch.float64).t()
@@ -67,10 +66,6 @@ def load_strided_and_converted() -> None:
     mine = {"weight": weight} if dist.get_rank() == 0 else None
     load_full(mine, model, broadcast_from_rank0=True)
     assert torch.equal(model.weight.full_tensor(), weight.float())
-
-
-def test_tensors_that_are_not_contiguous(spawn: Spawn) -> None:
-    spawn(load_strided_and_converted, 2)
 
 
 def load_wrong(kind: str) -> None:
@@ -90,7 +85,7 @@ def load_wrong(kind: str) -> None:
         ("none", "the first rank must have it"),
         ("sharded", "'weight' in the state dict is a ShardedTensor"),
         ("missing", "missing in the file: 'bias'"),
-        ("shape", "of another shape: 'weight'"),
+        ("shape", "another shape or kind: 'weight'"),
     ],
 )
 def test_all_ranks_say_what_is_wrong(spawn_errors: Spawn, kind: str, message: str) -> None:

@@ -21,6 +21,7 @@ from shardkit import (
     fully_shard,
     summon_full_params,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,17 +95,15 @@ def test_modules_hold_plain_whole_parameters_inside_and_the_sharded_ones_after(
     spawn(show_and_hide, world_size(mesh), name, mesh)
 
 
-def show_with_options() -> None:
+@on_ranks(2)
+def test_values_are_those_of_the_shard_and_not_casts() -> None:
     show_and_hide("gpt", (2,), mp_policy=BF16)
     show_and_hide("gpt", (2,), offload_policy=CPUOffloadPolicy())
     show_and_hide("gpt", (2,), reshard_after_forward=False)
 
 
-def test_values_are_those_of_the_shard_and_not_casts(spawn: Spawn) -> None:
-    spawn(show_with_options, 2)
-
-
-def show_several_dtypes() -> None:
+@on_ranks(2)
+def test_buckets_of_several_dtypes() -> None:
     torch.manual_seed(0)
     plain = Parameters()
     for i, dtype in enumerate((torch.bfloat16, torch.float64, torch.complex64, torch.int32)):
@@ -116,11 +115,8 @@ def show_several_dtypes() -> None:
         assert_same(model, plain)
 
 
-def test_buckets_of_several_dtypes(spawn: Spawn) -> None:
-    spawn(show_several_dtypes, 2)
-
-
-def attributes_stay() -> None:
+@on_ranks(2)
+def test_attributes_of_parameters_are_there() -> None:
     _, model = plain_and_sharded("mlp", (2,))
     model.layers[0].weight.note = "mine"
     with summon_full_params(model):
@@ -128,11 +124,8 @@ def attributes_stay() -> None:
         assert not hasattr(model.layers[1].weight, "note")
 
 
-def test_attributes_of_parameters_are_there(spawn: Spawn) -> None:
-    spawn(attributes_stay, 2)
-
-
-def show_some() -> None:
+@on_ranks(2)
+def test_modules_inside_and_modules_that_are_not_sharded() -> None:
     plain, model = plain_and_sharded("gpt", (2,))
     with summon_full_params(model, recurse=False):
         assert type(model.positions) is nn.Parameter
@@ -158,11 +151,9 @@ def show_some() -> None:
         assert all(type(param) is nn.Parameter for param in layers.parameters())
 
 
-def test_modules_inside_and_modules_that_are_not_sharded(spawn: Spawn) -> None:
-    spawn(show_some, 2)
-
-
-def show_on_rank_0(mesh: tuple[int, ...]) -> None:
+@on_all_meshes
+@on_ranks("mesh")
+def test_only_rank_0_gets_them(mesh: tuple[int, ...]) -> None:
     plain, model = plain_and_sharded("gpt", mesh)
     with summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
         if dist.get_rank() == 0:
@@ -171,11 +162,6 @@ def show_on_rank_0(mesh: tuple[int, ...]) -> None:
         else:
             assert all(isinstance(param, ShardedTensor) for param in model.parameters())
     assert_full_values(model, plain)
-
-
-@on_all_meshes
-def test_only_rank_0_gets_them(spawn: Spawn, mesh: tuple[int, ...]) -> None:
-    spawn(show_on_rank_0, world_size(mesh), mesh)
 
 
 # --- writing back ---------------------------------------------------------------------------------
@@ -211,7 +197,8 @@ def test_what_was_written_is_kept_with_other_options(spawn: Spawn) -> None:
     spawn(write, 2, "gpt", (2,), {"reshard_after_forward": False})
 
 
-def gathered_before() -> None:
+@on_ranks(2)
+def test_the_next_forward_uses_what_was_written() -> None:
     """What was gathered from the old values is not used again."""
     plain, model = plain_and_sharded("mlp", (2,))
     x = torch.ones(2, 7)
@@ -225,10 +212,6 @@ def gathered_before() -> None:
         for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             param.copy_(wanted)
     assert torch.equal(model(x), plain(x))
-
-
-def test_the_next_forward_uses_what_was_written(spawn: Spawn) -> None:
-    spawn(gathered_before, 2)
 
 
 def each_its_own(mesh: tuple[int, ...]) -> list[Tensor]:
@@ -260,7 +243,8 @@ def test_without_writeback_nothing_is_kept(spawn: Spawn) -> None:
     spawn(leave_as_it_was, 2, (2,))
 
 
-def replace() -> None:
+@on_ranks(2)
+def test_parameters_that_were_replaced_are_taken_up_or_refused() -> None:
     plain, model = plain_and_sharded("gpt", (2,))
     before = model.tokens.weight
     new = torch.randn(before.shape)
@@ -279,11 +263,9 @@ def replace() -> None:
     assert_full_values(model, plain)  # And the sharded ones are shown.
 
 
-def test_parameters_that_were_replaced_are_taken_up_or_refused(spawn: Spawn) -> None:
-    spawn(replace, 2)
-
-
-def gradients(mesh: tuple[int, ...]) -> None:
+@on_all_meshes
+@on_ranks("mesh")
+def test_gradients_are_shown_and_written_back(mesh: tuple[int, ...]) -> None:
     plain, model = plain_and_sharded("unused", mesh)
     case = CASES["unused"]
     batch = my_batch(case, 0)
@@ -307,15 +289,13 @@ def gradients(mesh: tuple[int, ...]) -> None:
     assert torch.equal(model.layers[1].weight.grad.full_tensor(), 2 * expected["layers.1.weight"])
 
 
-@on_all_meshes
-def test_gradients_are_shown_and_written_back(spawn: Spawn, mesh: tuple[int, ...]) -> None:
-    spawn(gradients, world_size(mesh), mesh)
-
-
 # --- tensor parallelism ---------------------------------------------------------------------------
 
 
-def tensor_parallel(name: str, mesh: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@on_ranks(4)
+def test_parameters_that_tensor_parallelism_splits_are_whole(name: str) -> None:
+    mesh = (2, 2)
     plain, model = parallel_models.make(name, mesh)
     with summon_full_params(model), torch.no_grad():
         assert_same(model, plain)
@@ -326,11 +306,6 @@ def tensor_parallel(name: str, mesh: tuple[int, ...]) -> None:
     (x, y), *_ = parallel_models.batches_of(name, mesh, 1)[0]
     assert torch.allclose(model(x), plain(x), atol=1e-4)
     parallel_models.CASES[name].case.loss(model, (x, y)).backward()
-
-
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
-def test_parameters_that_tensor_parallelism_splits_are_whole(spawn: Spawn, name: str) -> None:
-    spawn(tensor_parallel, 4, name, (2, 2))
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -366,7 +341,8 @@ class AskInBackward(torch.autograd.Function):
         return grads[0], None
 
 
-def refuse_in_steps() -> None:
+@on_ranks(2)
+def test_it_is_refused_in_a_step_and_steps_are_refused_in_it() -> None:
     mesh = make_mesh((2,))
     model: typing.Any = Nosy()
     fully_shard(model.linear, mesh)
@@ -408,11 +384,8 @@ def refuse_in_steps() -> None:
     assert isinstance(model.linear.weight.grad, ShardedTensor)
 
 
-def test_it_is_refused_in_a_step_and_steps_are_refused_in_it(spawn: Spawn) -> None:
-    spawn(refuse_in_steps, 2)
-
-
-def before_the_first_forward() -> None:
+@on_ranks(2)
+def test_a_first_forward_is_refused_in_it() -> None:
     model = fully_shard(nn.Linear(4, 4), make_mesh((2,)))
     for _ in range(2):
         with (
@@ -423,17 +396,14 @@ def before_the_first_forward() -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_first_forward_is_refused_in_it(spawn: Spawn) -> None:
-    spawn(before_the_first_forward, 2)
-
-
 def fail_inside(model: typing.Any) -> None:
     with summon_full_params(model), torch.no_grad():
         model.layers[0].weight.zero_()
         raise ZeroDivisionError
 
 
-def refuse_others() -> None:
+@on_ranks(2)
+def test_other_errors() -> None:
     plain, model = plain_and_sharded("mlp", (2,))
     with (
         pytest.raises(StateError, match="rank0_only=True with writeback=True would keep"),
@@ -457,11 +427,8 @@ def refuse_others() -> None:
         pass
 
 
-def test_other_errors(spawn: Spawn) -> None:
-    spawn(refuse_others, 2)
-
-
-def nested() -> None:
+@on_ranks(2)
+def test_with_blocks_inside_of_others() -> None:
     plain, model = plain_and_sharded("gpt", (2,))
     with summon_full_params(model), torch.no_grad():
         with summon_full_params(model.blocks[0]):
@@ -483,7 +450,3 @@ def nested() -> None:
     ):
         pass
     assert all(isinstance(param, ShardedTensor) for param in model.parameters())
-
-
-def test_with_blocks_inside_of_others(spawn: Spawn) -> None:
-    spawn(nested, 2)

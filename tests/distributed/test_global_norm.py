@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import fully_shard
-
-if typing.TYPE_CHECKING:
-    from workers import Spawn
+from workers import on_ranks
 
 MAX_NORM = 0.5
 
@@ -32,7 +30,9 @@ def make() -> tuple[typing.Any, nn.Module]:
     return sharded, plain
 
 
-def as_an_fsdp2_script_does(foreach: bool | None) -> None:
+@pytest.mark.parametrize("foreach", [None, True, False])
+@on_ranks(2)
+def test_fsdp2_scripts_find_full_tensor(foreach: bool | None) -> None:
     sharded, plain = make()
     wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     total = nn.utils.get_total_norm([p.grad for p in sharded.parameters()], foreach=foreach)
@@ -54,12 +54,8 @@ def as_an_fsdp2_script_does(foreach: bool | None) -> None:
     assert total.item() == pytest.approx(dist.get_world_size() * wanted.item() ** 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_fsdp2_scripts_find_full_tensor(spawn: Spawn, foreach: bool | None) -> None:
-    spawn(as_an_fsdp2_script_does, 2, foreach)
-
-
-def behave_as_a_plain_tensor() -> None:
+@on_ranks(2)
+def test_it_behaves_as_a_plain_tensor() -> None:
     sharded, _ = make()
     norm: typing.Any = nn.utils.clip_grad_norm_(sharded.parameters(), 1e9)
     plain = norm.full_tensor()
@@ -98,7 +94,3 @@ def behave_as_a_plain_tensor() -> None:
     norm.div_(2)
     dist.all_reduce(norm)
     assert norm.item() == pytest.approx(number)
-
-
-def test_it_behaves_as_a_plain_tensor(spawn: Spawn) -> None:
-    spawn(behave_as_a_plain_tensor, 2)

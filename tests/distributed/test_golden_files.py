@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardkit import FSDPModule, MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
 from shardkit import checkpoint as shardkit_checkpoint
 from shardkit._module.hooks import ModuleState, get_state
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -96,30 +97,11 @@ def load_pickled_model() -> Tensor:
     return gradient.full_tensor()
 
 
-def load_state_dicts() -> None:
-    model = make()
-    optimizer = make_optimizer(model)
-    states = torch.load(own_file("states"), weights_only=True)
-    model.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
-    check_model(model)
-    check_optimizer(optimizer)
-
-
 def load_checkpoint() -> None:
     model = make()
     optimizer = make_optimizer(model)
     extra = shardkit_checkpoint.load(GOLDEN / "checkpoint", model, optimizer)
     assert extra == {"step": 3}
-    check_model(model)
-    check_optimizer(optimizer)
-
-
-def load_local() -> None:
-    model = make()
-    optimizer = make_optimizer(model)
-    state = torch.load(own_file("local"), weights_only=True)
-    shardkit_checkpoint.load_local_state_dict(model, state, optimizer)
     check_model(model)
     check_optimizer(optimizer)
 
@@ -136,8 +118,15 @@ def test_a_pickled_model_loads_and_trains(spawn: Spawn) -> None:
     assert torch.equal(*gradients)
 
 
-def test_state_dicts_load(spawn: Spawn) -> None:
-    spawn(load_state_dicts, 2)
+@on_ranks(2)
+def test_state_dicts_load() -> None:
+    model = make()
+    optimizer = make_optimizer(model)
+    states = torch.load(own_file("states"), weights_only=True)
+    model.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    check_model(model)
+    check_optimizer(optimizer)
 
 
 def test_a_checkpoint_loads_on_two_ranks(spawn: Spawn) -> None:
@@ -148,8 +137,14 @@ def test_a_checkpoint_loads_on_three_ranks(spawn: Spawn) -> None:
     spawn(load_checkpoint, 3)
 
 
-def test_files_of_single_ranks_load(spawn: Spawn) -> None:
-    spawn(load_local, 2)
+@on_ranks(2)
+def test_files_of_single_ranks_load() -> None:
+    model = make()
+    optimizer = make_optimizer(model)
+    state = torch.load(own_file("local"), weights_only=True)
+    shardkit_checkpoint.load_local_state_dict(model, state, optimizer)
+    check_model(model)
+    check_optimizer(optimizer)
 
 
 def test_whole_tensors_load(spawn: Spawn) -> None:

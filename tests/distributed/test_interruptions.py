@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import CASES, MLP, Case, regression_batch, squared_error
-from parity import compare_training
+from parity import compare_training, in_turns
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
@@ -22,6 +22,7 @@ from reference import (
     shard,
 )
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -150,9 +151,10 @@ def train_interrupted(
     return compare_training(FRAGILE, model, plain, steps=4)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("exception", EXCEPTIONS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "reshard_after_forward", "exception"),
+    in_turns(PLACES, [True, False, None], list(EXCEPTIONS)),
+)
 def test_training_goes_on_after_an_exception_anywhere(
     spawn: Spawn, place: str, exception: str, reshard_after_forward: bool | None
 ) -> None:
@@ -235,7 +237,8 @@ def test_asking_for_parameters_after_an_exception_frees_memory(spawn: Spawn) -> 
         assert after == 0
 
 
-def raise_in_a_hook() -> None:
+@on_ranks(2)
+def test_a_hook_that_raised_is_not_called_again() -> None:
     """Several small groups travel together, and the hook of the first one raises."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     plain = copy.deepcopy(model)
@@ -262,7 +265,3 @@ def raise_in_a_hook() -> None:
     assert len(calls) == num_calls
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
-
-
-def test_a_hook_that_raised_is_not_called_again(spawn: Spawn) -> None:
-    spawn(raise_in_a_hook, 2)

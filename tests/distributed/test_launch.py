@@ -72,7 +72,7 @@ def test_the_first_failing_rank_comes_last(tmp_path: pathlib.Path) -> None:
     assert list(kept.glob("*/attempt_0/1/error.json"))
 
 
-def test_a_verdict_comes_last_where_ranks_part(tmp_path: pathlib.Path) -> None:
+def test_a_diagnosis_comes_last_where_ranks_part(tmp_path: pathlib.Path) -> None:
     found = launch(tmp_path / "x", "--install", what="part")
     assert found.returncode == 1
     last = found.stderr.split("shardkit launch: ")[-1]

@@ -30,6 +30,7 @@ from shardkit import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -247,7 +248,10 @@ class Encoder(nn.Module):
         return x
 
 
-def use_methods(method: str, how: str) -> Differences:
+@pytest.mark.parametrize("how", ["made", "copied"])
+@pytest.mark.parametrize("method", ["encode", "generate"])
+@on_ranks(2)
+def test_registered_methods_gather_as_forward_does(method: str, how: str) -> None:
     torch.manual_seed(5)
     reference = Encoder()
     model = copy.deepcopy(reference)
@@ -270,16 +274,11 @@ def use_methods(method: str, how: str) -> Differences:
         expected.square().mean().backward()
         differences.note_grads(model, reference)
     assert model.memory_stats()["unsharded_nbytes"] == 0
-    return differences
+    assert_within([differences], loss=TOLERANCE, grad=5e-6)
 
 
-@pytest.mark.parametrize("how", ["made", "copied"])
-@pytest.mark.parametrize("method", ["encode", "generate"])
-def test_registered_methods_gather_as_forward_does(spawn: Spawn, method: str, how: str) -> None:
-    assert_within(spawn(use_methods, 2, method, how), loss=TOLERANCE, grad=5e-6)
-
-
-def call_itself() -> Differences:
+@on_ranks(2)
+def test_a_root_may_call_itself() -> None:
     torch.manual_seed(5)
     reference = Encoder()
     model = fully_shard(copy.deepcopy(reference), make_mesh((dist.get_world_size(),)))
@@ -290,11 +289,7 @@ def call_itself() -> Differences:
         for m in (model, reference):
             m(x, depth=2).square().mean().backward()
         differences.note_grads(model, reference)
-    return differences
-
-
-def test_a_root_may_call_itself(spawn: Spawn) -> None:
-    assert_within(spawn(call_itself, 2), grad=5e-6)
+    assert_within([differences], grad=5e-6)
 
 
 # --- several roots ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from models import CASES
 from reference import make_mesh, shard
 from shardkit import MixedPrecisionPolicy, ShardedTensor, checkpoint
 from shardkit.optim import LocalOptimizer
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -168,7 +169,8 @@ def test_torchs_state_dicts(spawn: Spawn, tmp_path: pathlib.Path, kinds: tuple[s
         assert others == pytest.approx(losses, rel=1e-5)
 
 
-def round_trip_of_whole_states() -> None:
+@on_ranks(2)
+def test_whole_states() -> None:
     """Gather whole state, by shardkit and by torch, and put it into a fresh optimizer."""
     model, optimizer = make("gpt", (2,), "local", 0, torch.float32)
     train_on_shares(CASES["gpt"], model, optimizer, range(2))
@@ -183,10 +185,6 @@ def round_trip_of_whole_states() -> None:
     numbered = checkpoint.gather_optimizer_state(model, optimizer, layout="ids", rank0_only=False)
     plain = CASES["gpt"].make()
     torch.optim.AdamW(plain.parameters(), lr=1e-2).load_state_dict(numbered)
-
-
-def test_whole_states(spawn: Spawn) -> None:
-    spawn(round_trip_of_whole_states, 2)
 
 
 def hold_state_once() -> tuple[int, int]:

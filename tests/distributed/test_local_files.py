@@ -158,6 +158,10 @@ def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for e
     elif how == "one element":
         name = next(iter(state["model"]))
         state["model"][name] = torch.ones(1)
+    elif how == "other kind":
+        name = next(iter(state["model"]))
+        state["model"][name] = state["model"][name].to(torch.complex64)
+        state["shard_metadata"]["model"][name]["dtype"] = "complex64"
     elif how == "junk groups":
         state |= {"optimizer": {}, "param_groups": [1]}
         state["shard_metadata"]["optimizer"] = {}
@@ -185,6 +189,7 @@ def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for e
         ("foreign on one", "[rank 1] the state dict is not what shardkit.checkpoint.local_state_d"),
         ("newer", "has version 2 of the format"),
         ("one element", "not what is said of it: 'layers.0.weight'"),
+        ("other kind", "another shape or kind: 'layers.0.weight': expected shape"),
         ("junk groups", "its parameter groups are no groups"),
         ("other save", "the ranks have state dicts of different saves"),
         ("no optimizer", "no state of an optimizer was saved"),

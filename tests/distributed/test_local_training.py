@@ -17,6 +17,7 @@ from models import CASES, Case
 from reference import full_parameters, make_mesh, my_batch, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor
 from shardkit.optim import LocalOptimizer
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -93,7 +94,7 @@ def train_case(name: str, mesh_shape: tuple[int, ...], options: dict[str, typing
     return sum(tensor.numel() > 1 for group in inner.param_groups for tensor in group["params"])
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_models(spawn: Spawn, name: str, mesh_shape: tuple[int, ...]) -> None:
     size = 1
@@ -123,7 +124,10 @@ def test_one_rank(spawn: Spawn) -> None:
     spawn(train_case, 1, "gpt", (1,), {})
 
 
-def train_tensor_parallel(name: str, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (1, 2, 2)], ids=str)
+@on_ranks(4)
+def test_parts_of_tensor_parallelism(mesh_shape: tuple[int, ...]) -> None:
+    name = "gpt"
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -139,11 +143,6 @@ def train_tensor_parallel(name: str, mesh_shape: tuple[int, ...]) -> None:
     assert_equal(models, optimizers)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 4), (1, 2, 2)], ids=str)
-def test_parts_of_tensor_parallelism(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
-    spawn(train_tensor_parallel, 4, "gpt", mesh_shape)
-
-
 # --- groups and what changes between steps ------------------------------------------------------
 
 
@@ -155,7 +154,8 @@ def in_groups(model: nn.Module) -> list[dict[str, typing.Any]]:
     ]
 
 
-def train_with_everything() -> None:
+@on_ranks(2)
+def test_groups_schedulers_clipping() -> None:
     models = two_models("gpt", (2,))
     optimizers = [direct(in_groups(models[0])), local(in_groups(models[1]))]
     schedulers = [
@@ -175,11 +175,8 @@ def train_with_everything() -> None:
     assert_equal(models, optimizers)
 
 
-def test_groups_schedulers_clipping(spawn: Spawn) -> None:
-    spawn(train_with_everything, 2)
-
-
-def accumulate() -> None:
+@on_ranks(2)
+def test_accumulation_and_gradients_set_to_zero() -> None:
     models = two_models("gpt", (2,))
     optimizers = [direct(models[0].parameters()), local(models[1].parameters())]
     case = CASES["gpt"]
@@ -191,10 +188,6 @@ def accumulate() -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
     assert_equal(models, optimizers)
-
-
-def test_accumulation_and_gradients_set_to_zero(spawn: Spawn) -> None:
-    spawn(accumulate, 2)
 
 
 def drop_gradients(_: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -218,7 +211,8 @@ def test_parameters_without_gradients_are_skipped(spawn: Spawn) -> None:
     assert spawn(skip, 3) == [2] * 3  # Different parameters have made different steps.
 
 
-def add_groups() -> None:
+@on_ranks(2)
+def test_a_group_added_later() -> None:
     models = two_models("mlp", (2,))
     firsts = [list(model.layers[0].parameters()) for model in models]
     optimizers = [direct(firsts[0]), local(firsts[1])]
@@ -229,11 +223,8 @@ def add_groups() -> None:
     assert_equal(models, optimizers)
 
 
-def test_a_group_added_later(spawn: Spawn) -> None:
-    spawn(add_groups, 2)
-
-
-def older_than_sharding() -> None:
+@on_ranks(2)
+def test_an_optimizer_older_than_sharding() -> None:
     """Make optimizers of plain models, step them, then shard."""
     case = CASES["gpt"]
     torch.manual_seed(0)
@@ -249,11 +240,8 @@ def older_than_sharding() -> None:
     assert_equal(models, optimizers)
 
 
-def test_an_optimizer_older_than_sharding(spawn: Spawn) -> None:
-    spawn(older_than_sharding, 2)
-
-
-def ignore_some() -> None:
+@on_ranks(2)
+def test_plain_parameters_beside_sharded_ones() -> None:
     case = CASES["gpt"]
     torch.manual_seed(0)
     model = case.make()
@@ -272,14 +260,11 @@ def ignore_some() -> None:
     assert_equal(models, optimizers)
 
 
-def test_plain_parameters_beside_sharded_ones(spawn: Spawn) -> None:
-    spawn(ignore_some, 2)
-
-
 # --- copies and state ---------------------------------------------------------------------------
 
 
-def copy_and_train() -> None:
+@on_ranks(2)
+def test_copies_and_pickles() -> None:
     models = two_models("gpt", (2,))
     optimizer = local(models[0].parameters())
     train_both(CASES["gpt"], models[:1], [optimizer], range(2))
@@ -292,11 +277,8 @@ def copy_and_train() -> None:
     assert leaves(again.state_dict()).keys() == leaves(other.state_dict()).keys()
 
 
-def test_copies_and_pickles(spawn: Spawn) -> None:
-    spawn(copy_and_train, 2)
-
-
-def exchange_states() -> None:
+@on_ranks(3)
+def test_states_are_two_way() -> None:
     """Each loads what the other saved, between steps and before the first one."""
     case, models = CASES["gpt"], two_models("gpt", (3,))
     optimizers = [direct(in_groups(models[0])), local(in_groups(models[1]))]
@@ -314,11 +296,8 @@ def exchange_states() -> None:
     assert_equal(models, fresh)
 
 
-def test_states_are_two_way(spawn: Spawn) -> None:
-    spawn(exchange_states, 3)
-
-
-def write_state() -> None:
+@on_ranks(2)
+def test_what_is_written_to_the_state_counts() -> None:
     models = two_models("gpt", (2,))
     optimizers = [direct(models[0].parameters()), local(models[1].parameters())]
     train_both(CASES["gpt"], models, optimizers, range(2))
@@ -329,10 +308,6 @@ def write_state() -> None:
                 entries["exp_avg_sq"] = entries["exp_avg_sq"] * 4  # Another tensor
     train_both(CASES["gpt"], models, optimizers, range(2, 4))
     assert_equal(models, optimizers)
-
-
-def test_what_is_written_to_the_state_counts(spawn: Spawn) -> None:
-    spawn(write_state, 2)
 
 
 def scale() -> None:

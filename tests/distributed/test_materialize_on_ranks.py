@@ -25,6 +25,7 @@ from reference import (
     train,
 )
 from shardkit import MixedPrecisionPolicy, StateError, fully_shard, materialize
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -89,7 +90,8 @@ def test_other_seeds_are_noticed(spawn_errors: Spawn) -> None:
         assert "ranks hold different values: parameter '0.weight'" in error.message
 
 
-def mixed_list_group() -> None:
+@on_ranks(2)
+def test_lists_and_frozen_parameters() -> None:
     """Frozen, in two dtypes, in a list with mixed precision."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3), nn.Linear(3, 2))
@@ -108,11 +110,8 @@ def mixed_list_group() -> None:
     assert model[1].bias.grad is not None
 
 
-def test_lists_and_frozen_parameters(spawn: Spawn) -> None:
-    spawn(mixed_list_group, 2)
-
-
-def tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_whole_while_they_are_initialized() -> None:
     plain, model = parallel_models.make("gpt", (2, 2))
     values = [param.detach().clone() for param in plain.parameters()]
     model.to("meta")
@@ -131,10 +130,6 @@ def tensor_parallel() -> None:
     materialize(model, fill)
     for param, expected in zip(model.parameters(), values, strict=True):
         assert torch.equal(typing.cast("typing.Any", param).full_tensor(), expected)
-
-
-def test_tensor_parallel_parameters_are_whole_while_they_are_initialized(spawn: Spawn) -> None:
-    spawn(tensor_parallel, 4)
 
 
 class Parent(nn.Module):
@@ -161,7 +156,16 @@ class Parent(nn.Module):
         return self.norm(self.first(x) + self.second(x))
 
 
-def with_parents(mesh_shape: tuple[int, ...], make: typing.Callable[[], nn.Module]) -> None:
+def make_transformer() -> nn.Module:
+    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("make", [Parent, make_transformer])
+@on_ranks("mesh_shape")
+def test_parents_write_what_modules_inside_hold(
+    mesh_shape: tuple[int, ...], make: typing.Callable[[], nn.Module]
+) -> None:
     torch.manual_seed(3)
     plain = make()
     with torch.device("meta"):
@@ -177,18 +181,6 @@ def with_parents(mesh_shape: tuple[int, ...], make: typing.Callable[[], nn.Modul
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
-def make_transformer() -> nn.Module:
-    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-
-
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("make", [Parent, make_transformer])
-def test_parents_write_what_modules_inside_hold(
-    spawn: Spawn, mesh_shape: tuple[int, ...], make: typing.Callable[[], nn.Module]
-) -> None:
-    spawn(with_parents, torch.Size(mesh_shape).numel(), mesh_shape, make)
-
-
 class Bad(nn.Linear):
     """Fails to initialize itself."""
 
@@ -198,7 +190,9 @@ class Bad(nn.Linear):
             raise ValueError(msg)
 
 
-def after_a_failure(one_group: bool) -> None:
+@pytest.mark.parametrize("one_group", [False, True])
+@on_ranks(2)
+def test_a_second_call_after_a_failure(one_group: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Bad(3, 3), nn.Linear(3, 3))
     mesh = make_mesh((2,))
@@ -221,8 +215,3 @@ def after_a_failure(one_group: bool) -> None:
             assert whole.eq(2).all(), name
     assert not any(found["0.weight"].eq(2).flatten().tolist())
     model(torch.ones(1, 3)).sum().backward()
-
-
-@pytest.mark.parametrize("one_group", [False, True])
-def test_a_second_call_after_a_failure(spawn: Spawn, one_group: bool) -> None:
-    spawn(after_a_failure, 2, one_group)

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 import shardkit.checkpoint
 from reference import Differences, assert_within, make_mesh
 from shardkit import ShardedTensor, fully_shard, init_device_mesh
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -196,7 +197,8 @@ def test_what_is_taken_out_is_freed(spawn: Spawn, mesh_shape: tuple[int, ...], p
     assert all(all(freed) for _, freed in found)
 
 
-def take_out_for_a_while() -> Differences:
+@on_ranks(2)
+def test_what_is_taken_out_may_come_back() -> None:
     """As where features are wanted: the head goes, runs alone, and comes back."""
     torch.manual_seed(0)
     plain, mesh = Classifier().double(), make_mesh((2,))
@@ -220,14 +222,11 @@ def take_out_for_a_while() -> Differences:
         note_step(differences, model, plain, (), step + 1)
         for each in (model, plain):
             each.zero_grad()
-    return differences
+    assert_within([differences], grad=TOLERANCE, features=TOLERANCE)
 
 
-def test_what_is_taken_out_may_come_back(spawn: Spawn) -> None:
-    assert_within(spawn(take_out_for_a_while, 2), grad=TOLERANCE, features=TOLERANCE)
-
-
-def prefetch_a_new_head() -> None:
+@on_ranks(2)
+def test_a_new_head_may_be_prefetched() -> None:
     mesh = make_mesh((2,))
     model = Classifier()
     fully_shard(model.body, mesh)
@@ -238,10 +237,6 @@ def prefetch_a_new_head() -> None:
     model.set_modules_to_backward_prefetch([model.head])
     model(ids_of(0, 1)).sum().backward()
     assert model.head.weight.grad is not None
-
-
-def test_a_new_head_may_be_prefetched(spawn: Spawn) -> None:
-    spawn(prefetch_a_new_head, 2)
 
 
 # --- adapters -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import NonFiniteGradientError, set_watch
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -70,10 +71,7 @@ def test_finite_gradients_pass(spawn: Spawn, check: bool) -> None:
     assert spawn(spoil, 2, None, (2,), check, True) == [None, None]
 
 
-def check_before_a_forward() -> None:
+@on_ranks(2)
+def test_before_the_first_forward_there_is_nothing_to_check() -> None:
     case = CASES["mlp"]
     shard(case, case.make(), make_mesh((2,))).check_gradients()
-
-
-def test_before_the_first_forward_there_is_nothing_to_check(spawn: Spawn) -> None:
-    spawn(check_before_a_forward, 2)

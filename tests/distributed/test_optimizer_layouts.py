@@ -23,6 +23,7 @@ from shardkit.checkpoint import (
     rekey_optimizer_state,
     scatter_optimizer_state,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +161,8 @@ def test_with_offloaded_shards(spawn: Spawn) -> None:
     spawn(to_and_from_plain, 2, "mlp", (2,), "adamw", "ids", options)
 
 
-def on_rank_0() -> None:
+@on_ranks(2)
+def test_other_ranks_get_nothing() -> None:
     case = CASES["mlp"]
     model = shard(case, case.make(), make_mesh((2,)))
     by = OPTIMIZERS["adamw"](model.parameters())
@@ -172,10 +174,6 @@ def on_rank_0() -> None:
             keys = list(range(6)) if layout == "ids" else [n for n, _ in model.named_parameters()]
             assert list(state["state"]) == keys
             assert state["param_groups"][0]["params"] == keys
-
-
-def test_other_ranks_get_nothing(spawn: Spawn) -> None:
-    spawn(on_rank_0, 2)
 
 
 # --- FSDP1 ----------------------------------------------------------------------------------------
@@ -282,7 +280,8 @@ def test_names_and_numbers_are_those_of_fsdp1(spawn: Spawn) -> None:
 # --- fairscale ------------------------------------------------------------------------------------
 
 
-def fairscale_layout() -> None:
+@on_ranks(2)
+def test_the_layout_of_fairscale() -> None:
     """fairscale numbers each wrapper's parameters one after the other: leftovers of the root first.
 
     ``param_id_map`` and ``uncollected_local_ids`` are what it has besides.
@@ -306,10 +305,6 @@ def fairscale_layout() -> None:
     assert_close(gathered, plain_by.state_dict())
     with pytest.raises(CheckpointError, match=r"parameters of numbers without a name: \[2, 3,"):
         rekey_optimizer_state(theirs, model, by, layout="names", names=order[:2])
-
-
-def test_the_layout_of_fairscale(spawn: Spawn) -> None:
-    spawn(fairscale_layout, 2)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import CASES, Parameters
+from parity import in_turns
 from reference import (
     Differences,
     assert_within,
@@ -21,6 +22,7 @@ from reference import (
     whole_and_sharded,
 )
 from shardkit import ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable
@@ -163,9 +165,11 @@ def norm_and_clip(
 CLIPPING_TOLERANCES = {"norm": 2e-5, "grad": 1e-6}
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("norm_type", "foreach", "mesh_shape"),
+    in_turns([1.0, 2.0, math.inf], [None, True, False], [(4,), (2, 2)]),
+    ids=str,
+)
 def test_clipping_by_norm_is_that_of_whole_gradients(
     spawn: Spawn, mesh_shape: tuple[int, ...], norm_type: float, foreach: bool | None
 ) -> None:
@@ -178,7 +182,8 @@ def test_a_norm_below_the_limit_leaves_gradients_as_they_are(spawn: Spawn) -> No
     assert_within(found, norm=CLIPPING_TOLERANCES["norm"], grad=0.0)
 
 
-def clip_values() -> Differences:
+@on_ranks(4)
+def test_clipping_by_value_is_exact() -> None:
     plain, sharded = whole_and_sharded((4,))
     slopes = plain.draw_slopes(torch.Generator())
     for model in (sharded, plain):
@@ -186,14 +191,12 @@ def clip_values() -> Differences:
         nn.utils.clip_grad_value_(model.parameters(), 0.5)
     differences = Differences()
     differences.note_grads(sharded, plain)
-    return differences
+    assert_within([differences], grad=0.0)
 
 
-def test_clipping_by_value_is_exact(spawn: Spawn) -> None:
-    assert_within(spawn(clip_values, 4), grad=0.0)
-
-
-def clip_with_an_ignored_parameter(foreach: bool | None) -> Differences:
+@pytest.mark.parametrize("foreach", [None, True, False])
+@on_ranks(2)
+def test_clipping_counts_ordinary_gradients_once(foreach: bool | None) -> None:
     """Clip gradients of which one is an ordinary tensor."""
     plain, sharded = Parameters(), Parameters()
     sharded.load_state_dict(plain.state_dict())
@@ -207,12 +210,7 @@ def clip_with_an_ignored_parameter(foreach: bool | None) -> Differences:
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0, foreach=foreach))
     differences.note("norm", *norms)
     differences.note_grads(sharded, plain)
-    return differences
-
-
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_clipping_counts_ordinary_gradients_once(spawn: Spawn, foreach: bool | None) -> None:
-    assert_within(spawn(clip_with_an_ignored_parameter, 2, foreach), **CLIPPING_TOLERANCES)
+    assert_within([differences], **CLIPPING_TOLERANCES)
 
 
 def refuse_non_finite_norm(norm_type: float, position: int) -> None:
@@ -281,7 +279,9 @@ class MixedDtypes(nn.Module):
         return self.second(torch.tanh(self.first(x)).double())
 
 
-def clip_both(order: float) -> Differences:
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+@on_ranks(2)
+def test_a_module_clips_gradients_of_several_dtypes(order: float) -> None:
     torch.manual_seed(0)
     plain = MixedDtypes()
     sharded: typing.Any = fully_shard(copy.deepcopy(plain))
@@ -294,15 +294,18 @@ def clip_both(order: float) -> Differences:
     expected = torch.stack(norms).norm(order)
     scale = min(1.0, 0.5 / (expected.item() + 1e-6))
     gradients = zip(plain.parameters(), sharded.parameters(), strict=True)
-    return {
-        "norm": (found.double() - expected).abs().item(),
-        "gradient": max((a.grad * scale - b.grad.full_tensor()).abs().max() for a, b in gradients),
-    }
-
-
-@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
-def test_a_module_clips_gradients_of_several_dtypes(spawn: Spawn, order: float) -> None:
-    assert_within(spawn(clip_both, 2, order), norm=1e-5, gradient=1e-6)
+    assert_within(
+        [
+            {
+                "norm": (found.double() - expected).abs().item(),
+                "gradient": max(
+                    (a.grad * scale - b.grad.full_tensor()).abs().max() for a, b in gradients
+                ),
+            }
+        ],
+        norm=1e-5,
+        gradient=1e-6,
+    )
 
 
 def clip_what_is_not_finite() -> tuple[str, float]:
@@ -367,8 +370,24 @@ def test_an_optimizer_may_have_state_before_its_parameters_are_sharded(
     assert_within(found, grad=0.0, parameter=0.0)
 
 
-def load_plain_state(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(2)
+def test_numbers_stay_plain() -> None:
+    """State of a parameter without dimensions looks like a number, and the other way round."""
+    model = fully_shard(Parameters({"scale": (), "matrix": (3, 5)}), make_mesh((2,)))
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(model.draw_slopes(torch.Generator())).backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    state = optimizer.state[model.scale]
+    assert type(state["mu_product"]) is type(state["step"]) is Tensor
+    assert isinstance(state["exp_avg"], ShardedTensor)
+
+
+@on_ranks(2)
+def test_whole_state_may_be_loaded() -> None:
     """Load the state dict of a plain optimizer between two steps of the sharded one."""
+    mesh_shape = (2,)
     plain, sharded = whole_and_sharded(mesh_shape)
     models = (plain, sharded)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
@@ -388,28 +407,7 @@ def load_plain_state(mesh_shape: tuple[int, ...]) -> Differences:
             optimizer.zero_grad()
     differences.note_parameters(sharded, plain)
     check_state_is_sharded(optimizers[1])
-    return differences
-
-
-def load_numbers() -> None:
-    """State of a parameter without dimensions looks like a number, and the other way round."""
-    model = fully_shard(Parameters({"scale": (), "matrix": (3, 5)}), make_mesh((2,)))
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        model(model.draw_slopes(torch.Generator())).backward()
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-    state = optimizer.state[model.scale]
-    assert type(state["mu_product"]) is type(state["step"]) is Tensor
-    assert isinstance(state["exp_avg"], ShardedTensor)
-
-
-def test_numbers_stay_plain(spawn: Spawn) -> None:
-    spawn(load_numbers, 2)
-
-
-def test_whole_state_may_be_loaded(spawn: Spawn) -> None:
-    assert_within(spawn(load_plain_state, 2, (2,)), grad=0.0, parameter=0.0)
+    assert_within([differences], grad=0.0, parameter=0.0)
 
 
 # --- closures -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models import CASES, Parameters
 from reference import Differences, assert_within, full_parameters, make_mesh
 from shardkit import ShardedTensor, checkpoint, fully_shard, materialize
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -83,8 +84,10 @@ def test_a_step_right_after_fully_shard_finds_its_state(spawn: Spawn, world_size
     assert_within(found, parameter=EXACT)
 
 
-def shard_layer_by_layer() -> Differences:
+@on_ranks(2)
+def test_what_is_sharded_later_is_cut_later() -> None:
     """Shard one layer, train, then the rest: the optimizer is looked at again."""
+    # Equal gradients of two ranks are summed and halved, which is exact.
     case = CASES["mlp"]
     plain = case.make()
     sharded = copy.deepcopy(plain)
@@ -109,12 +112,7 @@ def shard_layer_by_layer() -> Differences:
     train(2)
     differences = Differences()
     differences.note_parameters(sharded, plain)
-    return differences
-
-
-def test_what_is_sharded_later_is_cut_later(spawn: Spawn) -> None:
-    # Equal gradients of two ranks are summed and halved, which is exact.
-    assert_within(spawn(shard_layer_by_layer, 2), parameter=EXACT)
+    assert_within([differences], parameter=EXACT)
 
 
 class Slots(torch.optim.Optimizer):
@@ -139,7 +137,8 @@ class Slots(torch.optim.Optimizer):
             param.sub_(second * (state["table"].sum() / state["count"]))
 
 
-def step_slots() -> Differences:
+@on_ranks(2)
+def test_state_in_lists_is_cut_and_numbers_stay() -> None:
     models, optimizers = start(Slots)
     generator = torch.Generator()
     step(models, optimizers, generator)
@@ -150,17 +149,15 @@ def step_slots() -> Differences:
         assert isinstance(state["slots"][1]["second"], ShardedTensor)
         # That of the parameter without dimensions, too: the others tell that it is a number.
         assert type(state["count"]) is type(state["table"]) is Tensor, param
-    return compared(models)
-
-
-def test_state_in_lists_is_cut_and_numbers_stay(spawn: Spawn) -> None:
-    assert_within(spawn(step_slots, 2), parameter=EXACT)
+    assert_within([compared(models)], parameter=EXACT)
 
 
 # --- copies, settings ---------------------------------------------------------------------------
 
 
-def copy_both(when: str) -> Differences:
+@pytest.mark.parametrize("when", ["before", "uncut", "after"])
+@on_ranks(2)
+def test_a_deep_copy_of_model_and_optimizer_goes_on(when: str) -> None:
     """Go on with deep copies of the model and its optimizer."""
     models, optimizers = start(lambda params: torch.optim.AdamW(params, lr=1e-2))
     generator = torch.Generator()
@@ -180,12 +177,7 @@ def copy_both(when: str) -> Differences:
         differences = Differences()
         differences.note_all("original", full_parameters(original), kept)
         assert differences == {"original": 0.0}
-    return compared(models)
-
-
-@pytest.mark.parametrize("when", ["before", "uncut", "after"])
-def test_a_deep_copy_of_model_and_optimizer_goes_on(spawn: Spawn, when: str) -> None:
-    assert_within(spawn(copy_both, 2, when), parameter=EXACT)
+    assert_within([compared(models)], parameter=EXACT)
 
 
 SETTINGS: dict[str, tuple[str, dict[str, typing.Any]]] = {
@@ -227,7 +219,8 @@ def test_settings_do_what_they_do_on_whole_parameters(
     assert_within(found, parameter=tolerance)
 
 
-def step_with_overflow() -> Differences:
+@on_ranks(2)
+def test_a_fused_optimizer_of_a_gradient_scaler() -> None:
     """A fused optimizer unscales by itself, and skips a step: here the second one."""
     models, optimizers = start(lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
     generator = torch.Generator()
@@ -243,11 +236,7 @@ def step_with_overflow() -> Differences:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    return compared(models)
-
-
-def test_a_fused_optimizer_of_a_gradient_scaler(spawn: Spawn) -> None:
-    assert_within(spawn(step_with_overflow, 2), parameter=1e-6)
+    assert_within([compared(models)], parameter=1e-6)
 
 
 # --- sparse gradients ---------------------------------------------------------------------------
@@ -263,7 +252,8 @@ class Embedded(nn.Module):
         return self.head(self.table(x))
 
 
-def step_sparse() -> Differences:
+@on_ranks(2)
+def test_sparse_adam_trains_ignored_parameters() -> None:
     """SparseAdam trains what is ignored, beside an optimizer of what is sharded."""
     plain = Embedded()
     sharded = copy.deepcopy(plain)
@@ -281,11 +271,7 @@ def step_sparse() -> Differences:
             optimizer.zero_grad()
     differences = Differences()
     differences.note_parameters(sharded, plain)
-    return differences
-
-
-def test_sparse_adam_trains_ignored_parameters(spawn: Spawn) -> None:
-    assert_within(spawn(step_sparse, 2), parameter=EXACT)
+    assert_within([differences], parameter=EXACT)
 
 
 # --- checkpoints --------------------------------------------------------------------------------

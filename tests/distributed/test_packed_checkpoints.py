@@ -38,6 +38,7 @@ from shardkit import (
     register_parts,
     summon_full_params,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +116,10 @@ def test_checkpoints_load_on_other_numbers_of_ranks(
         assert torch.equal(found, expected)
 
 
-def exchange_full_state_dicts(kind: str) -> None:
+# Not "8 bit": torch looks for an attribute by the name of each key, unsharded as well.
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@on_ranks(2)
+def test_full_state_dicts_go_from_model_to_model(kind: str) -> None:
     options = StateDictOptions(full_state_dict=True)
     first, second = sharded(kind, seed=1), sharded(kind, seed=2)
     whole = get_model_state_dict(first, options=options)
@@ -124,13 +128,8 @@ def exchange_full_state_dicts(kind: str) -> None:
     assert torch.equal(output(first), output(second))
 
 
-# Not "8 bit": torch looks for an attribute by the name of each key, unsharded as well.
-@pytest.mark.parametrize("kind", KINDS[:-1])
-def test_full_state_dicts_go_from_model_to_model(spawn: Spawn, kind: str) -> None:
-    spawn(exchange_full_state_dicts, 2, kind)
-
-
-def load_unsharded() -> None:
+@on_ranks(2)
+def test_state_dicts_go_from_unsharded_models_and_back() -> None:
     """What an unsharded model has under the same name is of the weight's class."""
     model, plain = sharded("wrapper", seed=1), make("wrapper", seed=2)
     model.load_state_dict(plain.state_dict())
@@ -139,10 +138,6 @@ def load_unsharded() -> None:
     third = make("wrapper", seed=3)
     third.load_state_dict(back, assign=True)
     assert torch.equal(output(third), output(plain))
-
-
-def test_state_dicts_go_from_unsharded_models_and_back(spawn: Spawn) -> None:
-    spawn(load_unsharded, 2)
 
 
 def test_a_weight_of_other_parts_is_refused_by_name() -> None:
@@ -267,13 +262,10 @@ def test_a_whole_weight_that_was_replaced_by_a_plain_one_is_refused() -> None:
     assert torch.equal(output(model), expected)
 
 
-def refuse_tensor_parallel() -> None:
+@on_ranks(1)
+def test_a_quantized_weight_split_by_tensor_parallelism_is_refused() -> None:
     with pytest.raises(WrapError, match=r"'weight' is a DTensor over a Nibbles"):
         fully_shard(tensor_parallel())
-
-
-def test_a_quantized_weight_split_by_tensor_parallelism_is_refused(spawn: Spawn) -> None:
-    spawn(refuse_tensor_parallel, 1)
 
 
 @pytest.mark.parametrize("given", [Tensor, nn.Parameter, int, "Nibbles"])

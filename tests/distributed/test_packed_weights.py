@@ -24,6 +24,7 @@ from shardkit import (
     fully_shard,
     summon_full_params,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -177,7 +178,9 @@ def test_between_steps_a_weight_is_its_bytes(kind: str) -> None:
     assert f"packed={type(LAYERS[kind](torch.ones(8, 8)).weight).__name__}(" in repr(weight)
 
 
-def use_whole(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_whole_weights_are_of_their_class_and_copies_are_their_own(kind: str) -> None:
     case = quantized_case(kind)
     plain, model = case.make(), case.make()
     shard(case, model)
@@ -200,12 +203,8 @@ def use_whole(kind: str) -> None:
     assert twin.blocks[1].base.weight.local_piece.data_ptr() != mine.local_piece.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_weights_are_of_their_class_and_copies_are_their_own(spawn: Spawn, kind: str) -> None:
-    spawn(use_whole, 2, kind)
-
-
-def copy_after_use() -> None:
+@on_ranks(2)
+def test_a_copy_of_a_used_model_is_independent() -> None:
     """The layers of the copy keep nothing that belongs to the first model."""
     case = quantized_case("8 bit")
     model = shard(case, case.make())
@@ -217,10 +216,6 @@ def copy_after_use() -> None:
             block.base.weight.zero_()
     assert torch.equal(twin(x), expected)
     assert not torch.equal(model(x), expected)
-
-
-def test_a_copy_of_a_used_model_is_independent(spawn: Spawn) -> None:
-    spawn(copy_after_use, 2)
 
 
 def test_parts_that_leak_raise_with_the_name_of_the_weight() -> None:

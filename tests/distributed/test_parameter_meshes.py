@@ -31,6 +31,7 @@ from shardkit._tensor.ops.reductions import part_sums
 from shardkit.backends import gloo
 from shardkit.checkpoint import get_model_state_dict, load, load_full, save, save_full
 from step_traffic import counted, total
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
@@ -218,15 +219,14 @@ def test_two_ranks(spawn: Spawn, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("reshard", [False, 2])
-def test_resharding_makes_no_difference(spawn: Spawn, reshard: bool | int) -> None:
-    spawn(resharding, 4, reshard)
-
-
-def resharding(reshard: bool | int) -> None:
+@on_ranks(4)
+def test_resharding_makes_no_difference(reshard: bool | int) -> None:
     compare_training(Layout((1, 2, 2), small=True), reshard_after_forward=reshard)
 
 
-def accumulating(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]], ids=str)
+@on_ranks(4)
+def test_gradients_accumulate(layout: Layout) -> None:
     plain, model = make(layout)
     for step in range(3):
         own, whole = batches(step)
@@ -238,12 +238,8 @@ def accumulating(layout: Layout) -> None:
     assert largest_difference(plain, model, layout, grads=True) < EXACT
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]], ids=str)
-def test_gradients_accumulate(spawn: Spawn, layout: Layout) -> None:
-    spawn(accumulating, 4, layout)
-
-
-def in_lower_precision() -> None:
+@on_ranks(4)
+def test_mixed_precision() -> None:
     layout = Layout((1, 2, 2), small=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     plain, model = make(layout, mp_policy=policy)
@@ -256,11 +252,8 @@ def in_lower_precision() -> None:
     assert 1e-12 < largest_difference(plain, model, layout, grads=True) < 1e-5
 
 
-def test_mixed_precision(spawn: Spawn) -> None:
-    spawn(in_lower_precision, 4)
-
-
-def count_collectives() -> None:
+@on_ranks(4)
+def test_each_bucket_is_one_collective_and_nothing_stays() -> None:
     layout = Layout((1, 2, 2), small=True)
     _, model = make(layout)
     for step in range(2):
@@ -282,11 +275,8 @@ def count_collectives() -> None:
     assert whole == 2 * (2 * WIDTH + WIDTH * NUM_EXPERTS)
 
 
-def test_each_bucket_is_one_collective_and_nothing_stays(spawn: Spawn) -> None:
-    spawn(count_collectives, 4)
-
-
-def count_exchanges() -> None:
+@on_ranks(4)
+def test_small_buckets_on_a_mesh_travel_together() -> None:
     plain, model = make(Layout((1, 2, 2)))
     own, whole = batches(0)
     loss_of(model, own).backward()
@@ -298,10 +288,6 @@ def count_exchanges() -> None:
     assert sizes == [4, 2, 4], sizes
     loss_of(plain, whole).backward()
     assert largest_difference(plain, model, Layout((1, 2, 2)), grads=True) < EXACT
-
-
-def test_small_buckets_on_a_mesh_travel_together(spawn: Spawn) -> None:
-    spawn(count_exchanges, 4)
 
 
 def train_where_one_expert_differs() -> None:
@@ -324,7 +310,8 @@ def test_ranks_of_other_meshes_learn_what_differs(spawn_errors: Spawn) -> None:
         assert "parameter 'blocks.0.experts.up' was not the same" in error.message
 
 
-def plan_and_count() -> None:
+@on_ranks(4)
+def test_a_plan_knows_the_meshes() -> None:
     layout = Layout((1, 2, 2), small=True)
     torch.manual_seed(3)
     model = Model().double()
@@ -345,11 +332,8 @@ def plan_and_count() -> None:
     assert memory["shard_nbytes"] == plan.memory.shard_nbytes
 
 
-def test_a_plan_knows_the_meshes(spawn: Spawn) -> None:
-    spawn(plan_and_count, 4)
-
-
-def by_hand_and_copied() -> None:
+@on_ranks(4)
+def test_unshard_and_deep_copies() -> None:
     layout = Layout((1, 2, 2), small=True)
     plain, model = make(layout)
     block, wanted = model.blocks[0], plain.blocks[0]
@@ -372,10 +356,6 @@ def by_hand_and_copied() -> None:
     assert abs(norms[0].item() - norms[1].item()) < EXACT
 
 
-def test_unshard_and_deep_copies(spawn: Spawn) -> None:
-    spawn(by_hand_and_copied, 4)
-
-
 # --- experts without a token ----------------------------------------------------------------------
 
 
@@ -392,7 +372,27 @@ class Choices(nn.Module):
         return self.scale * sum(outputs, inputs.sum())
 
 
-def use_some() -> None:
+def check_norms(model: typing.Any, place: int) -> None:
+    """Compare norms with those of all gradients of both places, which are not equally many."""
+    mine = [p.grad.full_tensor() for p in model.experts.parameters() if p.grad is not None]
+    of_places: list[typing.Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_places, (place, mine))
+    by_place = dict(of_places)
+    wholes = [model.scale.grad.full_tensor(), *by_place[0], *by_place[1]]
+    for order in (2.0, 1.0, 3.0, math.inf, -math.inf):
+        wanted = nn.utils.get_total_norm(wholes, order)
+        for params in (list(model.parameters()), list(model.parameters())[::-1]):
+            grads = [param.grad for param in params if param.grad is not None]
+            found = nn.utils.get_total_norm(grads, order)
+            assert abs(found.item() - wanted.item()) < EXACT, order
+    before = model.scale.grad.full_tensor()
+    norm = model.clip_grad_norm_(0.5)
+    assert abs(norm.item() - nn.utils.get_total_norm(wholes).item()) < EXACT
+    assert torch.allclose(model.scale.grad.full_tensor(), before * 0.5 / (norm.item() + 1e-6))
+
+
+@on_ranks(4)
+def test_an_expert_without_a_token_keeps_its_gradient() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     torch.manual_seed(rank % 2)  # Other experts on the other rank of `ep`.
@@ -416,30 +416,8 @@ def use_some() -> None:
     check_norms(model, place)
 
 
-def check_norms(model: typing.Any, place: int) -> None:
-    """Compare norms with those of all gradients of both places, which are not equally many."""
-    mine = [p.grad.full_tensor() for p in model.experts.parameters() if p.grad is not None]
-    of_places: list[typing.Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_places, (place, mine))
-    by_place = dict(of_places)
-    wholes = [model.scale.grad.full_tensor(), *by_place[0], *by_place[1]]
-    for order in (2.0, 1.0, 3.0, math.inf, -math.inf):
-        wanted = nn.utils.get_total_norm(wholes, order)
-        for params in (list(model.parameters()), list(model.parameters())[::-1]):
-            grads = [param.grad for param in params if param.grad is not None]
-            found = nn.utils.get_total_norm(grads, order)
-            assert abs(found.item() - wanted.item()) < EXACT, order
-    before = model.scale.grad.full_tensor()
-    norm = model.clip_grad_norm_(0.5)
-    assert abs(norm.item() - nn.utils.get_total_norm(wholes).item()) < EXACT
-    assert torch.allclose(model.scale.grad.full_tensor(), before * 0.5 / (norm.item() + 1e-6))
-
-
-def test_an_expert_without_a_token_keeps_its_gradient(spawn: Spawn) -> None:
-    spawn(use_some, 4)
-
-
-def use_those_of_one_place() -> None:
+@on_ranks(4)
+def test_a_norm_counts_experts_also_where_none_was_used() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     model: typing.Any = Choices(3).double()
@@ -450,12 +428,33 @@ def use_those_of_one_place() -> None:
     check_norms(model, rank % 2)
 
 
-def test_a_norm_counts_experts_also_where_none_was_used(spawn: Spawn) -> None:
-    spawn(use_those_of_one_place, 4)
+@on_ranks(4)
+def test_what_is_frozen_on_a_part_of_the_ranks_is_saved_once(tmp_path: typing.Any) -> None:
+    """Shard what is not trained over two ranks only, so that its gathers stay on a host."""
+    path = str(tmp_path / "checkpoint")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "rank"))
+    torch.manual_seed(0)
+    plain: typing.Any = Choices(3)
+    plain.experts.requires_grad_(requires_grad=False)
+    model = copy.deepcopy(plain)
+    fully_shard([*model.experts], mesh=mesh["rank"])
+    fully_shard(model)
+    model(torch.ones(2, WIDTH), [0, 1, 2]).backward()
+    assert torch.isfinite(model.clip_grad_norm_(1.0))
+    save(path, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load(path, model)
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), wanted)
 
 
-def call_apart(kind: str, path: str) -> None:
+@pytest.mark.parametrize("kind", ["norms", "copies", "save", "save_full"])
+@on_ranks(4)
+def test_experts_with_a_call_of_their_own_are_parts(kind: str, tmp_path: typing.Any) -> None:
     """Shard experts by a call of their own, and then the model around them."""
+    path = str(tmp_path / "checkpoint")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     torch.manual_seed(rank % 2)
@@ -478,39 +477,6 @@ def call_apart(kind: str, path: str) -> None:
         check_norms(model, rank % 2)
 
 
-def save_frozen(path: str) -> None:
-    """Shard what is not trained over two ranks only, so that its gathers stay on a host."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "rank"))
-    torch.manual_seed(0)
-    plain: typing.Any = Choices(3)
-    plain.experts.requires_grad_(requires_grad=False)
-    model = copy.deepcopy(plain)
-    fully_shard([*model.experts], mesh=mesh["rank"])
-    fully_shard(model)
-    model(torch.ones(2, WIDTH), [0, 1, 2]).backward()
-    assert torch.isfinite(model.clip_grad_norm_(1.0))
-    save(path, model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    load(path, model)
-    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found.full_tensor(), wanted)
-
-
-def test_what_is_frozen_on_a_part_of_the_ranks_is_saved_once(
-    spawn: Spawn, tmp_path: typing.Any
-) -> None:
-    spawn(save_frozen, 4, str(tmp_path / "checkpoint"))
-
-
-@pytest.mark.parametrize("kind", ["norms", "copies", "save", "save_full"])
-def test_experts_with_a_call_of_their_own_are_parts(
-    spawn: Spawn, kind: str, tmp_path: typing.Any
-) -> None:
-    spawn(call_apart, 4, kind, str(tmp_path / "checkpoint"))
-
-
 class Nested(nn.Module):
     """Experts in a block in a model: each on more ranks than what is in it."""
 
@@ -524,7 +490,12 @@ class Nested(nn.Module):
         return self.bias.sum() * outputs
 
 
-def nest(used: dict[int, list[int]]) -> None:
+NESTED_USES = [{rank: [0, 1] for rank in range(4)}, {0: [0], 1: [0, 1], 2: [1], 3: []}]
+
+
+@pytest.mark.parametrize("used", NESTED_USES, ids=str)
+@on_ranks(4)
+def test_parts_of_parts_count_on_all_ranks(used: dict[int, list[int]]) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("all", "block", "experts"))
     torch.manual_seed(rank)
@@ -557,16 +528,10 @@ def nest(used: dict[int, list[int]]) -> None:
         assert torch.allclose(param.grad.full_tensor(), before * factor, rtol=EXACT)
 
 
-NESTED_USES = [{rank: [0, 1] for rank in range(4)}, {0: [0], 1: [0, 1], 2: [1], 3: []}]
-
-
-@pytest.mark.parametrize("used", NESTED_USES, ids=str)
-def test_parts_of_parts_count_on_all_ranks(spawn: Spawn, used: dict[int, list[int]]) -> None:
-    spawn(nest, 4, used)
-
-
-def unfreeze(path: str) -> None:
+@on_ranks(4)
+def test_experts_that_are_unfrozen_become_parts(tmp_path: typing.Any) -> None:
     """Train experts that were frozen when the model around them was sharded."""
+    path = str(tmp_path / "checkpoint")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     torch.manual_seed(rank % 2)
@@ -584,10 +549,6 @@ def unfreeze(path: str) -> None:
         save(path, model)
 
 
-def test_experts_that_are_unfrozen_become_parts(spawn: Spawn, tmp_path: typing.Any) -> None:
-    spawn(unfreeze, 4, str(tmp_path / "checkpoint"))
-
-
 def copied(names: tuple[str, str], seed: int, *, frozen: bool = False) -> typing.Any:
     """Shard experts over the second axis, and the model around them over both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -600,8 +561,13 @@ def copied(names: tuple[str, str], seed: int, *, frozen: bool = False) -> typing
     return model
 
 
-def drift_apart(path: str, frozen: bool, full: bool) -> None:
+@pytest.mark.parametrize(("frozen", "full"), [(False, False), (False, True), (True, False)])
+@on_ranks(4)
+def test_copies_count_once_and_files_have_the_first(
+    frozen: bool, full: bool, tmp_path: typing.Any
+) -> None:
     """Train copies by data of their own, as where averages over copies come once in many steps."""
+    path = str(tmp_path / "file")
     replica = dist.get_rank() // 2
     model = copied(("replicate", "shard"), 0, frozen=frozen)
     plain = Choices(2).double()
@@ -638,28 +604,21 @@ def drift_apart(path: str, frozen: bool, full: bool) -> None:
         assert torch.equal(param, first)
 
 
-@pytest.mark.parametrize(("frozen", "full"), [(False, False), (False, True), (True, False)])
-def test_copies_count_once_and_files_have_the_first(
-    spawn: Spawn, frozen: bool, full: bool, tmp_path: typing.Any
+@pytest.mark.parametrize(("names", "seeds"), [(("replicate", "shard"), 2), (("dp", "shard"), 1)])
+@on_ranks(4)
+def test_copies_have_equal_values_and_an_axis_of_replicas(
+    names: tuple[str, str], seeds: int, tmp_path: typing.Any
 ) -> None:
-    spawn(drift_apart, 4, str(tmp_path / "file"), frozen, full)
-
-
-def take_for_parts(names: tuple[str, str], path: str, seeds: int) -> None:
+    path = str(tmp_path / "checkpoint")
     model = copied(names, dist.get_rank() // 2 if seeds > 1 else 0)
     with pytest.raises(CheckpointError, match="the other ranks hold others in its place"):
         save(path, model)
 
 
-@pytest.mark.parametrize(("names", "seeds"), [(("replicate", "shard"), 2), (("dp", "shard"), 1)])
-def test_copies_have_equal_values_and_an_axis_of_replicas(
-    spawn: Spawn, names: tuple[str, str], seeds: int, tmp_path: typing.Any
-) -> None:
-    spawn(take_for_parts, 4, names, str(tmp_path / "checkpoint"), seeds)
-
-
-def name_by_rank(path: str) -> None:
+@on_ranks(4)
+def test_experts_with_names_of_their_own_are_not_saved(tmp_path: typing.Any) -> None:
     """Give experts names of their own on each rank of `ep`."""
+    path = str(tmp_path / "checkpoint")
     place = dist.get_rank() % 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     model: typing.Any = Choices(1)
@@ -670,10 +629,6 @@ def name_by_rank(path: str) -> None:
         with pytest.raises(error, match=r"of the mesh of ranks \[0, 1, 2, 3\]: the other"):
             write(path, model)
     assert not pathlib.Path(path).exists()
-
-
-def test_experts_with_names_of_their_own_are_not_saved(spawn: Spawn, tmp_path: typing.Any) -> None:
-    spawn(name_by_rank, 4, str(tmp_path / "checkpoint"))
 
 
 def pickle_experts() -> None:
@@ -775,7 +730,12 @@ def step_of(layout: Layout) -> tuple[Model, typing.Any, torch.optim.Optimizer]:
     return plain, model, optimizer
 
 
-def save_and_load(shape: tuple[int, int, int], path: str) -> None:
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 4, 1), (2, 1, 2)], ids=str)
+@on_ranks(4)
+def test_checkpoints_of_experts_are_elastic(
+    shape: tuple[int, int, int], tmp_path: typing.Any
+) -> None:
+    path = str(tmp_path / "checkpoint")
     plain, model, optimizer = step_of(Layout((1, 1, 4), experts="dtensor", small=True))
     own, whole = batches(0)
     other = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -796,13 +756,6 @@ def save_and_load(shape: tuple[int, int, int], path: str) -> None:
         loss_of(each, batch).backward()
         stepped.step()
     assert largest_difference(plain, loaded, layout, grads=False) < EXACT
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 4, 1), (2, 1, 2)], ids=str)
-def test_checkpoints_of_experts_are_elastic(
-    spawn: Spawn, shape: tuple[int, int, int], tmp_path: typing.Any
-) -> None:
-    spawn(save_and_load, 4, shape, str(tmp_path / "checkpoint"))
 
 
 def save_plain_experts(path: str, kind: str) -> None:

@@ -24,6 +24,7 @@ from reference import (
     train,
 )
 from shardkit import fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -236,7 +237,9 @@ def test_parameters_after_a_forward_are_those_with_gradients(
     assert_within([differences for differences, _ in results], norm=1e-12, grad=1e-12)
 
 
-def frozen_between(by: str) -> Differences:
+@pytest.mark.parametrize("by", ["kept", "asked", "shown"])
+@on_ranks(2)
+def test_parameters_are_frozen_after_a_forward(by: str) -> None:
     """A forward without a backward, perhaps for a log; then the root's layer is frozen."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
@@ -256,9 +259,4 @@ def frozen_between(by: str) -> Differences:
     differences = Differences()
     differences.note_grads(model, plain)
     assert [param.requires_grad for param in params] == [True, True, False, False]
-    return differences
-
-
-@pytest.mark.parametrize("by", ["kept", "asked", "shown"])
-def test_parameters_are_frozen_after_a_forward(spawn: Spawn, by: str) -> None:
-    assert_within(spawn(frozen_between, 2, by), grad=1e-12)
+    assert_within([differences], grad=1e-12)

@@ -15,6 +15,7 @@ import shardkit
 from models import regression_batch
 from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within
 from shardkit import ShardedTensor, checkpoint, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -157,18 +158,14 @@ def test_each_stage_has_its_own_norm(spawn: Spawn) -> None:
     assert found[0] != found[2]
 
 
-def train_in_uneven_groups() -> None:
-    # A group that rank 0 is not in: from now on the ranks are in different numbers of groups.
+@on_ranks(3)
+def test_ranks_may_be_in_different_numbers_of_groups() -> None:
     dist.new_group([1, 2])
     model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
     for layer in model:
         fully_shard(layer, reshard_after_forward=3)
     fully_shard(model)
     model(torch.ones(2, 7)).sum().backward()
-
-
-def test_ranks_may_be_in_different_numbers_of_groups(spawn: Spawn) -> None:
-    spawn(train_in_uneven_groups, 3)
 
 
 # --- stages that torch.export has cut -------------------------------------------------------------

@@ -16,6 +16,7 @@ from models import Case
 from parity import compare_training
 from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
 from shardkit import ShardedTensor, WrapError, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from models import Batch
@@ -122,14 +123,11 @@ ROOT = Case(
 )
 
 
-def train_the_root() -> Differences:
+@on_ranks(2)
+def test_a_recurrent_root() -> None:
     plain = ROOT.make()
-    return compare_training(ROOT, fully_shard(copy.deepcopy(plain)), plain, steps=5)
-
-
-def test_a_recurrent_root(spawn: Spawn) -> None:
     assert_within(
-        spawn(train_the_root, 2),
+        [compare_training(ROOT, fully_shard(copy.deepcopy(plain)), plain, steps=5)],
         loss=LOSS_TOLERANCE,
         grad=10 * SGD_TOLERANCE,
         parameter=SGD_TOLERANCE,

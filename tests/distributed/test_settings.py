@@ -19,6 +19,7 @@ from shardkit import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +148,7 @@ def test_settings_leave_the_numbers_as_they_are(run: Run, setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "custom_collectives"])
-@on_meshes((2,), (2, 2), xla=())  # To save time.
+@on_meshes((2, 2), xla=())  # To save time.
 def test_settings_leave_the_numbers_of_gpt_as_they_are(run: Run, setting: str) -> None:
     check(run(train_with_setting, setting, "gpt"))
 
@@ -261,7 +262,8 @@ def test_a_backward_that_is_not_the_last_is_finished_by_it(run: Run, is_last: li
 # --- frozen reads -------------------------------------------------------------------------------
 
 
-def embedding_idle_in_backward() -> Differences:
+@on_ranks(2)
+def test_an_embedding_need_not_be_gathered_in_backward() -> None:
     torch.manual_seed(1)
     reference = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4))
     model = copy.deepcopy(reference)
@@ -279,11 +281,7 @@ def embedding_idle_in_backward() -> Differences:
         model(parts[dist.get_rank()]).square().mean().backward()
         reference(torch.cat(parts)).square().mean().backward()
         differences.note_grads(model, reference)
-    return differences
-
-
-def test_an_embedding_need_not_be_gathered_in_backward(spawn: Spawn) -> None:
-    assert_within(spawn(embedding_idle_in_backward, 2), grad=TOLERANCE)
+    assert_within([differences], grad=TOLERANCE)
 
 
 # --- sums that wait for an all-reduce -----------------------------------------------------------
@@ -301,7 +299,8 @@ class Either(nn.Module):
         return self.second(self.first(x) if both else x)
 
 
-def late_all_reduce() -> Differences:
+@on_ranks(4)
+def test_sums_that_wait_are_reduced_although_nobody_uses_the_group() -> None:
     """The group that has sums waiting is not used by the micro-batch that all-reduces."""
     torch.manual_seed(2)
     reference = Either()
@@ -320,11 +319,7 @@ def late_all_reduce() -> Differences:
         differences.note_grads(model, reference)
         model.zero_grad()
         reference.zero_grad()
-    return differences
-
-
-def test_sums_that_wait_are_reduced_although_nobody_uses_the_group(spawn: Spawn) -> None:
-    assert_within(spawn(late_all_reduce, 4), grad=1e-5)
+    assert_within([differences], grad=1e-5)
 
 
 def sum_in_bf16(mesh_shape: tuple[int, int]) -> float:

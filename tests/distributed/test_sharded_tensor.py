@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models import PARAMETER_SHAPES
 from reference import whole_and_sharded
 from shardkit import ShardedTensor
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -122,7 +123,8 @@ def test_parameters_without_elements_are_sharded_and_trained(
     )
 
 
-def unshard_and_reshard() -> None:
+@on_ranks(2)
+def test_unshard_and_reshard_by_hand() -> None:
     plain, sharded = whole_and_sharded((2,))
     for _ in range(2):
         handle = sharded.unshard(async_op=True)
@@ -137,11 +139,8 @@ def unshard_and_reshard() -> None:
         sharded.reshard()
 
 
-def test_unshard_and_reshard_by_hand(spawn: Spawn) -> None:
-    spawn(unshard_and_reshard, 2)
-
-
-def copies_are_independent() -> None:
+@on_ranks(2)
+def test_copies_are_independent_and_detached_tensors_share_memory() -> None:
     plain, sharded = whole_and_sharded((2,))
     original = sharded.matrix
     with torch.no_grad():
@@ -160,10 +159,6 @@ def copies_are_independent() -> None:
         )  # A plain tensor of the global shape: every rank takes its piece.
         assert torch.equal(original.full_tensor(), plain.matrix)
         assert original.detach().to_local().data_ptr() == original.to_local().data_ptr()
-
-
-def test_copies_are_independent_and_detached_tensors_share_memory(spawn: Spawn) -> None:
-    spawn(copies_are_independent, 2)
 
 
 def convert_module_dtype(mesh_shape: tuple[int, ...]) -> None:

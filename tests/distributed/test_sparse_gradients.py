@@ -14,6 +14,7 @@ from models import CASES, SEQUENCE, VOCABULARY, Case, cross_entropy, token_batch
 from parity import compare_training
 from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, my_batch, shard
 from shardkit import StateError, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +87,9 @@ def test_a_sparse_gradient_is_refused_when_it_comes(
             assert text in error.message
 
 
-def train_after_the_refusal(reshard_after_forward: bool | None) -> Differences:
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@on_ranks(2)
+def test_training_goes_on_after_a_refused_gradient(reshard_after_forward: bool | None) -> None:
     """No parameter has a gradient of the refused step; training goes on with dense ones."""
     plain = Sparse(sparse=False)
     model = shard(SPARSE, copy.deepcopy(plain), reshard_after_forward=reshard_after_forward)
@@ -104,15 +107,8 @@ def train_after_the_refusal(reshard_after_forward: bool | None) -> Differences:
     model.sparse = False
     for parameter in parameters:
         parameter.grad = None
-    return compare_training(SPARSE, model, plain)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_training_goes_on_after_a_refused_gradient(
-    spawn: Spawn, reshard_after_forward: bool | None
-) -> None:
     assert_within(
-        spawn(train_after_the_refusal, 2, reshard_after_forward),
+        [compare_training(SPARSE, model, plain)],
         loss=LOSS_TOLERANCE,
         grad=SGD_TOLERANCE,
         parameter=SGD_TOLERANCE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import typing
 
 import pytest
@@ -31,6 +30,7 @@ from shardkit.checkpoint import (
 )
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.model_and_optimizer import optimizer_template, put_optimizer_state
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -47,7 +47,12 @@ def is_plain(state: dict[str, typing.Any]) -> bool:
     return all(not isinstance(leaf, ShardedTensor) for leaf in state.values())
 
 
-def full_round(name: str, mesh_shape: tuple[int, ...], how: str) -> None:
+@pytest.mark.parametrize("how", ["every rank has it", "rank 0 sends", "a flat one"])
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (2, 2)), ("frozen", (2,)), ("unused", (3,))]
+)
+@on_ranks("mesh_shape")
+def test_full_state_round(name: str, mesh_shape: tuple[int, ...], how: str) -> None:
     """A full state dict of one model goes into another of other values."""
     case, model, optimizer = trained(name, mesh_shape)
     cpu_offload = how == "rank 0 sends"
@@ -82,14 +87,6 @@ def full_round(name: str, mesh_shape: tuple[int, ...], how: str) -> None:
         assert_same(state, whole(optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("how", ["every rank has it", "rank 0 sends", "a flat one"])
-@pytest.mark.parametrize(
-    ("name", "mesh_shape"), [("gpt", (2,)), ("tiny", (2, 2)), ("frozen", (2,)), ("unused", (3,))]
-)
-def test_full_state_round(spawn: Spawn, name: str, mesh_shape: tuple[int, ...], how: str) -> None:
-    spawn(full_round, math.prod(mesh_shape), name, mesh_shape, how)
-
-
 def infos_of(state: dict[str, typing.Any]) -> dict[str, typing.Any]:
     return {
         name: {
@@ -100,7 +97,9 @@ def infos_of(state: dict[str, typing.Any]) -> dict[str, typing.Any]:
     }
 
 
-def fill_template(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt", "tiny", "unused"])
+@on_ranks(2)
+def test_a_template_is_filled_without_a_step(name: str) -> None:
     case, model, optimizer = trained(name, (2,))
     saved = get_optimizer_state_dict(model, optimizer)
     other, other_optimizer = make_sharded(case, (2,), seed=7)
@@ -125,12 +124,8 @@ def fill_template(name: str) -> None:
     assert train_on_shares(case, other, other_optimizer, range(2, 4)) == losses
 
 
-@pytest.mark.parametrize("name", ["gpt", "tiny", "unused"])
-def test_a_template_is_filled_without_a_step(spawn: Spawn, name: str) -> None:
-    spawn(fill_template, 2, name)
-
-
-def meta_from_rank_0() -> None:
+@on_ranks(2)
+def test_rank_0_fills_a_model_on_meta() -> None:
     case, model, _ = trained("tiny", (2,))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
@@ -144,10 +139,6 @@ def meta_from_rank_0() -> None:
     assert_same(whole(empty.state_dict()), whole(model.state_dict()))
     batch = case.batch(torch.Generator().manual_seed(0))
     assert torch.equal(case.loss(empty, batch), case.loss(model, batch))
-
-
-def test_rank_0_fills_a_model_on_meta(spawn: Spawn) -> None:
-    spawn(meta_from_rank_0, 2)
 
 
 def other_shape(from_rank_0: bool) -> None:
@@ -232,7 +223,21 @@ def test_what_is_saved_under_another_name_outlives_the_step(spawn: Spawn, way: s
         assert all(found), found
 
 
-def set_with_empty_dicts(mesh_shape: tuple[int, ...], parts: str, whose: str) -> None:
+@pytest.mark.helpers
+@pytest.mark.parametrize(
+    ("mesh_shape", "parts", "whose"),
+    [
+        ((2,), "both", "torch"),
+        ((2, 2), "both", "torch"),
+        ((2,), "optimizer", "torch"),
+        ((2,), "both", "shardkit"),
+    ],
+    ids=str,
+)
+@on_ranks("mesh_shape")
+def test_other_ranks_than_0_may_have_nothing(
+    mesh_shape: tuple[int, ...], parts: str, whose: str
+) -> None:
     """Rank 0 alone has the state; what the others pass is not looked at."""
     from torch.distributed.checkpoint import state_dict as of_torch
 
@@ -257,20 +262,3 @@ def set_with_empty_dicts(mesh_shape: tuple[int, ...], parts: str, whose: str) ->
     wanted, found = whole_state(model, optimizer), whole_state(other, other_optimizer)
     assert_same(found["model"], before if parts == "optimizer" else wanted["model"])
     assert_same(found["optimizers"], wanted["optimizers"])
-
-
-@pytest.mark.helpers
-@pytest.mark.parametrize(
-    ("mesh_shape", "parts", "whose"),
-    [
-        ((2,), "both", "torch"),
-        ((2, 2), "both", "torch"),
-        ((2,), "optimizer", "torch"),
-        ((2,), "both", "shardkit"),
-    ],
-    ids=str,
-)
-def test_other_ranks_than_0_may_have_nothing(
-    spawn: Spawn, mesh_shape: tuple[int, ...], parts: str, whose: str
-) -> None:
-    spawn(set_with_empty_dicts, math.prod(mesh_shape), mesh_shape, parts, whose)

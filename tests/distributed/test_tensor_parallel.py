@@ -24,6 +24,7 @@ from shardkit import (
     fully_shard,
     init_device_mesh,
 )
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +109,9 @@ def test_resharding_makes_no_difference(spawn: Spawn, reshard_after_forward: boo
     assert_close(spawn(train_with, RANKS, "gpt", (2, 2), options))
 
 
-def train_accumulating(mesh_shape: tuple[int, ...]) -> Differences:
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 1, 2)], ids=str)
+@on_ranks(RANKS)
+def test_gradients_accumulate(mesh_shape: tuple[int, ...]) -> None:
     plain, model = make("gpt", mesh_shape)
     case = CASES["gpt"].case
     mine, whole = batches_of("gpt", mesh_shape, 3)
@@ -118,12 +121,7 @@ def train_accumulating(mesh_shape: tuple[int, ...]) -> Differences:
         case.loss(plain, every).backward()
     differences = Differences()
     differences.note_grads(model, plain)
-    return differences
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 1, 2)], ids=str)
-def test_gradients_accumulate(spawn: Spawn, mesh_shape: tuple[int, ...]) -> None:
-    assert_within(spawn(train_accumulating, RANKS, mesh_shape), grad=TOLERANCE)
+    assert_within([differences], grad=TOLERANCE)
 
 
 def train_frozen(mesh_shape: tuple[int, ...]) -> Differences:
@@ -185,8 +183,11 @@ def test_activation_checkpointing_makes_no_difference(spawn: Spawn, use_reentran
     assert_close(spawn(train_checkpointed, RANKS, (2, 2), use_reentrant))
 
 
-def train_in_float64(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(RANKS)
+def test_mixed_precision_computes_and_reduces_in_the_asked_dtypes() -> None:
     """Parameters are fp32, all else is fp64: sums differ in the last place of fp64 only."""
+    # One rounding to fp32, of gradients below 1.
+    mesh_shape = (2, 2)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.float64, reduce_dtype=torch.float64, cast_forward_inputs=False
     )
@@ -200,18 +201,15 @@ def train_in_float64(mesh_shape: tuple[int, ...]) -> Differences:
         loss.backward()
     grads, expected = full_grads(model), full_grads(plain)
     differences.note_all("grad", grads, {name: g.float() for name, g in expected.items()})
-    return differences
-
-
-def test_mixed_precision_computes_and_reduces_in_the_asked_dtypes(spawn: Spawn) -> None:
-    # One rounding to fp32, of gradients below 1.
-    assert_within(spawn(train_in_float64, RANKS, (2, 2)), grad=6e-8)
+    assert_within([differences], grad=6e-8)
 
 
 # --- what modules see ---------------------------------------------------------------------------
 
 
-def look_into_forward(mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@on_ranks(RANKS)
+def test_modules_see_dtensors_and_users_see_sharded_tensors(mesh_shape: tuple[int, ...]) -> None:
     model, dp = parallelize("mlp", MLP(), mesh_shape)
     tp = model.up.weight.device_mesh
     before = dict(model.named_parameters())
@@ -254,13 +252,6 @@ def look_into_forward(mesh_shape: tuple[int, ...]) -> None:
         assert repr(freed) == "FreedDTensor('up.weight', shape=(12, 7))"
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_modules_see_dtensors_and_users_see_sharded_tensors(
-    spawn: Spawn, mesh_shape: tuple[int, ...]
-) -> None:
-    spawn(look_into_forward, RANKS, mesh_shape)
-
-
 # --- state dicts and copies ---------------------------------------------------------------------
 
 
@@ -294,8 +285,10 @@ def test_a_converted_model_trains_on(spawn: Spawn, mesh_shape: tuple[int, ...]) 
     assert_within(found, loss=1e-12, grad=1e-12, norm=1e-12, parameter=1e-11)
 
 
-def keep_gradients(mesh_shape: tuple[int, ...]) -> Differences:
+@on_ranks(RANKS)
+def test_gradients_from_before_are_kept() -> None:
     """Gradients that were there before fully_shard are sharded with their parameters."""
+    mesh_shape = (2, 2)
     plain = MLP()
     model, dp = parallelize("mlp", plain, mesh_shape)
     x = torch.randn(4, WIDTHS[0])
@@ -304,11 +297,7 @@ def keep_gradients(mesh_shape: tuple[int, ...]) -> Differences:
     fully_shard(model, dp)
     differences = Differences()
     differences.note_grads(model, plain)
-    return differences
-
-
-def test_gradients_from_before_are_kept(spawn: Spawn) -> None:
-    assert_within(spawn(keep_gradients, RANKS, (2, 2)), grad=TOLERANCE)
+    assert_within([differences], grad=TOLERANCE)
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -396,7 +385,8 @@ def test_an_optimizer_made_before_is_told_that_dtensors_were_replaced(
         assert "Make the optimizer" in error.message
 
 
-def refuse_after_replacing() -> None:
+@on_ranks(RANKS)
+def test_a_refusal_leaves_dtensors_in_place() -> None:
     """The second parameter cannot be exchanged: the first is put back."""
     dp, tp = make_meshes((2, 2))
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -409,10 +399,6 @@ def refuse_after_replacing() -> None:
     assert type(model[0].weight) is DTensor
     assert model[0](torch.randn(2, 4)).isfinite().all()
     del reference
-
-
-def test_a_refusal_leaves_dtensors_in_place(spawn: Spawn) -> None:
-    spawn(refuse_after_replacing, RANKS)
 
 
 def compare_different_models() -> None:

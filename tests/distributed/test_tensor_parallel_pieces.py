@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from reference import Differences, assert_within
 from shardkit import FlatShard, ShardedTensor, ShardedTensorError, fully_shard, install
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +90,9 @@ def pairs_of(plain: nn.Module, model: nn.Module) -> list[tuple[str, Tensor, Tens
     return [(name, p.detach(), sharded[name].detach()) for name, p in plain.named_parameters()]
 
 
-def describe_spread(mesh_shape: tuple[int, ...], num_inner: int) -> None:
+@on_every_spread
+@on_ranks(RANKS)
+def test_pieces_and_full_tensors(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     plain, model = spread(mesh_shape, num_inner)
     num_outer = len(mesh_shape) - num_inner
     coordinate = []
@@ -129,11 +132,6 @@ def describe_spread(mesh_shape: tuple[int, ...], num_inner: int) -> None:
         ]
         expected += replicas * math.prod(copies) * math.prod(shape)
     assert total == expected
-
-
-@on_every_spread
-def test_pieces_and_full_tensors(spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int) -> None:
-    spawn(describe_spread, RANKS, mesh_shape, num_inner)
 
 
 def joint_mesh_of_any_order() -> tuple[tuple[int, ...], list[int]]:
@@ -266,7 +264,11 @@ INITS: tuple[Callable[[Tensor], object], ...] = (
 )
 
 
-def fill_spread(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
+@on_every_spread
+@on_ranks(RANKS)
+def test_initialization_draws_the_numbers_of_a_plain_model(
+    mesh_shape: tuple[int, ...], num_inner: int
+) -> None:
     plain, model = spread(mesh_shape, num_inner)
     differences = Differences()
     for init in INITS:
@@ -275,14 +277,7 @@ def fill_spread(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
             for _, param in sorted(m.named_parameters()):
                 init(param)
         differences.note_parameters(model, plain)
-    return differences
-
-
-@on_every_spread
-def test_initialization_draws_the_numbers_of_a_plain_model(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
-) -> None:
-    assert_within(spawn(fill_spread, RANKS, mesh_shape, num_inner), parameter=0.0)
+    assert_within([differences], parameter=0.0)
 
 
 @torch.no_grad()
@@ -307,7 +302,9 @@ def test_views_are_written_where_they_are(
     assert_within(spawn(write_into_views, RANKS, mesh_shape, num_inner), parameter=0.0)
 
 
-def differentiate(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
+@on_every_spread
+@on_ranks(RANKS)
+def test_full_tensor_is_differentiable(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     plain, model = spread(mesh_shape, num_inner)
     differences = Differences()
     for p in plain.parameters():
@@ -315,17 +312,14 @@ def differentiate(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
     for p in model.parameters():
         p.full_tensor().square().sum().backward()
     differences.note_grads(model, plain)
-    return differences
+    assert_within([differences], grad=0.0)
 
 
 @on_every_spread
-def test_full_tensor_is_differentiable(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
+@on_ranks(RANKS)
+def test_state_dicts_of_whole_tensors_can_be_loaded(
+    mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:
-    assert_within(spawn(differentiate, RANKS, mesh_shape, num_inner), grad=0.0)
-
-
-def load_plain(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
     _, model = spread(mesh_shape, num_inner)
     other = Spread()
     state = model.state_dict()
@@ -343,17 +337,14 @@ def load_plain(mesh_shape: tuple[int, ...], num_inner: int) -> Differences:
             differences.note(
                 "copy", param.detach().full_tensor(), 2 * getattr(other, name).detach()
             )
-    return differences
+    assert_within([differences], parameter=0.0, copy=0.0)
 
 
 @on_every_spread
-def test_state_dicts_of_whole_tensors_can_be_loaded(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
+@on_ranks(RANKS)
+def test_distribute_tensor_spreads_the_values_of_the_first_rank(
+    mesh_shape: tuple[int, ...], num_inner: int
 ) -> None:
-    assert_within(spawn(load_plain, RANKS, mesh_shape, num_inner), parameter=0.0, copy=0.0)
-
-
-def distribute(mesh_shape: tuple[int, ...], num_inner: int) -> None:
     """Have each rank offer values of its own."""
     _, model = spread(mesh_shape, num_inner)
     shifted = TorchDeviceMesh("cpu", [(rank + 1) % RANKS for rank in range(RANKS)])
@@ -375,10 +366,3 @@ def distribute(mesh_shape: tuple[int, ...], num_inner: int) -> None:
                 assert cut(offered, same, sharded.placements).shape == param.shape
             with pytest.raises(ShardedTensorError, match="distribute_tensor got device_mesh="):
                 cut(offered, shifted, sharded.placements)
-
-
-@on_every_spread
-def test_distribute_tensor_spreads_the_values_of_the_first_rank(
-    spawn: Spawn, mesh_shape: tuple[int, ...], num_inner: int
-) -> None:
-    spawn(distribute, RANKS, mesh_shape, num_inner)

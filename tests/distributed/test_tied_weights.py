@@ -13,13 +13,13 @@ from models import CASES, MLP, VOCABULARY, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
 from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within
 from shardkit import ShardedTensor, WrapError, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     import workers
     from parity import Run
-    from workers import Spawn
 
 Errors = typing.Callable[..., "list[workers.Raised | None]"]
 
@@ -118,7 +118,8 @@ def test_a_weight_tied_across_groups_is_refused_by_both_names(
             assert text in error.message
 
 
-def go_on_after_the_refusal() -> Differences:
+@on_ranks(2)
+def test_a_refusal_leaves_both_modules_as_they_were() -> None:
     """The refused module is as it was, so the caller may do it right after all."""
     plain = Inner()
     model = copy.deepcopy(plain)
@@ -131,12 +132,8 @@ def go_on_after_the_refusal() -> Differences:
     assert type(other) is nn.Linear
     assert isinstance(other.weight, ShardedTensor)
     fully_shard(model)
-    return compare_training(INNER, model, plain, steps=3)
-
-
-def test_a_refusal_leaves_both_modules_as_they_were(spawn: Spawn) -> None:
     assert_within(
-        spawn(go_on_after_the_refusal, 2),
+        [compare_training(INNER, model, plain, steps=3)],
         loss=LOSS_TOLERANCE,
         grad=SGD_TOLERANCE,
         parameter=SGD_TOLERANCE,

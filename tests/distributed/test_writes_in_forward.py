@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference import Differences, assert_within, full_parameters, make_mesh
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedTensor, fully_shard
+from workers import on_ranks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn
@@ -395,7 +396,8 @@ class Recomputed(Model):
         return self.last(x)
 
 
-def train_recomputed() -> Differences:
+@on_ranks(2)
+def test_writes_of_a_forward_that_runs_again_are_kept() -> None:
     """A forward that runs again writes again, as in plain training."""
     torch.manual_seed(0)
     plain = Recomputed(Clamped(4, 4)).double()
@@ -408,8 +410,4 @@ def train_recomputed() -> Differences:
         for each in (plain, model):
             each(x).square().sum().backward()
         differences.note_parameters(model, plain)
-    return differences
-
-
-def test_writes_of_a_forward_that_runs_again_are_kept(spawn: Spawn) -> None:
-    assert_within(spawn(train_recomputed, 2), parameter=TOLERANCE)
+    assert_within([differences], parameter=TOLERANCE)

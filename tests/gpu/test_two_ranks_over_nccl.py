@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_ends_the_other() -> None:
 
 
 def test_why_reads_the_flight_recorder(tmp_path: pathlib.Path) -> None:
-    """After the fact: the verdict that the ranks left behind."""
+    """After the fact: the diagnosis that the ranks left behind."""
     start_pair(parting_cases.__file__, "evaluate", "1", "late", "cuda", TMPDIR=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "shardkit", "why"],

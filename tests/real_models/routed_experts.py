@@ -21,7 +21,11 @@ if typing.TYPE_CHECKING:
 
 NUM_EXPERTS = 8
 
-CLASSES = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts"}
+CLASSES = {
+    "deepseek_v3": "DeepseekV3Experts",
+    "mixtral": "MixtralExperts",
+    "qwen3_moe": "Qwen3MoeExperts",
+}
 """Class of the modules that hold stacked experts, by model."""
 
 
@@ -33,6 +37,24 @@ def make(name: str) -> typing.Any:
     options = {**DECODER, **GROUPED_QUERIES, "num_hidden_layers": 2, "num_experts_per_tok": 2}
     if name == "mixtral":
         config: typing.Any = transformers.MixtralConfig(**options, num_local_experts=NUM_EXPERTS)
+    elif name == "deepseek_v3":  # Its first layer has no experts, the second one a shared one.
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+        # Its router sums over tokens: no other order of them is exact in fp32.
+        modeling.torch = _Fp64()  # type: ignore[assignment]
+        options["num_key_value_heads"] = options["num_attention_heads"]
+        latent = {"q_lora_rank": 16, "kv_lora_rank": 16}
+        heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        config = transformers.DeepseekV3Config(
+            **options,
+            **latent,
+            **heads,
+            n_routed_experts=NUM_EXPERTS,
+            moe_intermediate_size=16,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+        )
     else:
         config = transformers.Qwen3MoeConfig(
             **options, head_dim=8, num_experts=NUM_EXPERTS, moe_intermediate_size=16
@@ -45,6 +67,13 @@ def make(name: str) -> typing.Any:
             if param_name.endswith("gate.weight"):
                 nn.init.normal_(param, std=1.0)
     return model
+
+
+class _Fp64:
+    """torch for a module of transformers that computes in fp32 whatever its weights are."""
+
+    def __getattr__(self, name: str) -> typing.Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
 
 
 # --- tokens that travel ---------------------------------------------------------------------------

@@ -133,6 +133,7 @@ def compare_training(layout: Layout) -> None:
 
 LAYOUTS = [
     Layout("qwen3_moe", (1, 2, 2)),
+    Layout("deepseek_v3", (1, 2, 2)),
     Layout("mixtral", (2, 1, 2), recomputes=True),
     Layout("mixtral", (1, 1, 4), keeps_routers=True),
     Layout("mixtral", (1, 1, 2), tp=2),

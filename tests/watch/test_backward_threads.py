@@ -13,7 +13,7 @@ import torch
 from parting_cases import SMALL, Run
 
 from shardkit import _compat, set_watch
-from shardkit.backends.watch.channel import is_main_thread
+from shardkit.backends.watch.history import is_main_thread
 from shardkit.backends.watch.status import is_in_backward, main_frame
 
 if typing.TYPE_CHECKING:

@@ -32,5 +32,5 @@ def hear_late() -> float:
     return total.item()
 
 
-def test_a_late_verdict_leaves_the_next_world_alone(spawn: Spawn) -> None:
+def test_a_late_diagnosis_leaves_the_next_world_alone(spawn: Spawn) -> None:
     assert spawn(hear_late, 2) == [2.0, 2.0]

@@ -72,14 +72,14 @@ def test_a_run_is_asked_from_another_process(waiting_ranks: list[subprocess.Pope
     assert all(rank.poll() is None for rank in waiting_ranks), "the ranks go on"
 
 
-def test_without_a_run_the_last_verdict_is_read(folder: Path) -> None:
+def test_without_a_run_the_last_diagnosis_is_read(folder: Path) -> None:
     for number in range(30):
         answer = RankStatus(0, place=CodePlace("train.py", 7, "train"), stack="the stack\n")
-        runs.keep_diagnosis(f"run{number}", f"verdict {number}", [answer])
-        os.utime(folder / f"run{number}.verdict", (number, number))
+        runs.keep_diagnosis(f"run{number}", f"diagnosis {number}", [answer])
+        os.utime(folder / f"run{number}.diagnosis", (number, number))
     assert len([*folder.iterdir()]) <= 21
     found = _cli.why(None, stacks=True)
-    assert found[1] == "verdict 29"
+    assert found[1] == "diagnosis 29"
     assert "the stack" in found
     assert _cli.why(None, stacks=False) == found[:4]
 

@@ -36,10 +36,6 @@ class RankFacts:
     """What a rank says of itself and its machine.
 
     Attributes:
-        rank: Number of the rank in the group.
-        local_rank: Number of the rank on its host.
-        local_world_size: Number of ranks on its host.
-        host: Name of the host.
         python: Version. So are `torch`, `shardkit`, and `torch_xla`, which may be missing.
         build: Kind of torch's build: ``"cpu"``, ``"cuda 13.0"``, ``"rocm 6.4"``.
         backends: Names of torch's backends that are there.

@@ -40,14 +40,7 @@ _ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
 def measure_collectives(
     place: LaunchPlace, store: Any, device_type: str | None, *, timeout_s: float
 ) -> Iterator[Timing]:
-    """Time collectives; after one that failed, the others are left out. Collective.
-
-    Args:
-        place: The place of this rank.
-        store: A store by which ranks meet, for this alone.
-        device_type: Type of the device with the tensors; None: the host.
-        timeout_s: Limit of one collective in seconds.
-    """
+    """Time collectives over a store for this alone; what comes after a failure is left out."""
     device = _device(place, device_type)
     try:
         dist.init_process_group(
@@ -223,13 +216,7 @@ class Machine:
 
 
 def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
-    """Return what a machine says.
-
-    Args:
-        machine: The machine that is asked.
-        place: The place of this rank.
-        port: The port where this rank answers others.
-    """
+    """Return what a machine says of a rank that answers others at a port."""
     host = machine.host_name()
     return RankFacts(
         rank=place.rank,

@@ -29,15 +29,10 @@ _ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,si
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """A finding of one rank.
+    """A finding that a rank may get; `_words` are put into its texts.
 
     Attributes:
-        check: The finding's name.
-        level: Level of the finding.
-        applies: A function that tells whether the rank gets it.
-        what: The text, in which `_words` are put.
-        remedy: The same of what to do.
-        alone: The level where there is one host only.
+        alone: Level where there is one host only.
         is_of_host: Whether the first rank of a host speaks for the others.
         names_rank: Whether the finding names the rank beside its host.
     """

@@ -42,14 +42,7 @@ _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "podman", 
 
 
 class Answerer:
-    """Answers other ranks, in threads, until it is closed: the time, or that bytes have come.
-
-    Args:
-        machine: The machine whose clock is told.
-
-    Attributes:
-        port: Port, on all interfaces.
-    """
+    """Answers other ranks, on all interfaces, until it is closed: the time, or that bytes came."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -183,18 +176,11 @@ _connect: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
 class NoStoreError(Exception):
-    """A rank cannot get to where ranks meet.
+    """A rank cannot get to where ranks meet; `finding` says why."""
 
-    Args:
-        where: The rank. This and the others are those of a `Finding`.
-        check: Name of the check.
-        what: The fault.
-        remedy: The way to mend it.
-    """
-
-    def __init__(self, where: str, check: str, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.finding = Finding(check=check, level="error", where=where, what=what, remedy=remedy)
+    def __init__(self, where: str, **words: str) -> None:
+        self.finding = Finding(level="error", where=where, **words)
+        super().__init__(self.finding.what)
 
 
 def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
@@ -225,9 +211,10 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
     if not machine.addresses_of(place.master_addr):
         raise NoStoreError(
             host,
-            "master-unknown",
-            f"MASTER_ADDR {place.master_addr!r} resolves to no address",
-            "give the address of rank 0's host, or a name that all hosts know (getent hosts NAME)",
+            check="master-unknown",
+            what=f"MASTER_ADDR {place.master_addr!r} resolves to no address",
+            remedy="give the address of rank 0's host, or a name that all hosts know (getent hosts "
+            "NAME)",
         )
     if not place.hosts_store:
         _wait_for_master(machine, place, timeout_s, host)
@@ -242,9 +229,9 @@ def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
     except (dist.DistError, RuntimeError) as error:
         raise NoStoreError(
             host,
-            "master-port",
-            f"the port of {where} cannot be opened: {str(error).splitlines()[0]}",
-            "another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
+            check="master-port",
+            what=f"the port of {where} cannot be opened: {str(error).splitlines()[0]}",
+            remedy="another process has it (ss -tlnp), or MASTER_ADDR is not an address of "
             "rank 0's host: choose another MASTER_PORT, or mend MASTER_ADDR",
         ) from error
     return _prefixed(_PREFIX, store)
@@ -263,10 +250,10 @@ def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, hos
                 continue
             raise NoStoreError(
                 host,
-                "master-unreachable",
-                f"MASTER_ADDR {place.master_addr}, port {place.master_port} (MASTER_PORT) "
+                check="master-unreachable",
+                what=f"MASTER_ADDR {place.master_addr}, port {place.master_port} (MASTER_PORT) "
                 f"could not be reached in {timeout_s:.0f} s: {error}",
-                "is rank 0 there, and is its MASTER_ADDR the same? If so, a firewall is "
+                remedy="is rank 0 there, and is its MASTER_ADDR the same? If so, a firewall is "
                 "in between: open this port and those that the system chooses, between all "
                 "hosts",
             ) from error
@@ -275,13 +262,13 @@ def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, hos
 
 
 class Session:
-    """A rank's part in a checkup.
+    """A rank's part in a checkup, each step of which waits for ranks for some seconds.
 
     Args:
         machine: Machine of the rank.
-        place: Place of the rank in the group.
+        place: Place of the rank.
         store: Store by which ranks meet.
-        timeout_s: Time in seconds that a step waits for ranks.
+        timeout_s: Limit of a step.
         device: Device type of timed collectives; None: the accelerator, if all ranks have one.
         times_collectives: Whether collectives are timed.
     """
@@ -307,10 +294,7 @@ class Session:
         self.checkup = Checkup(place.world_size, where, is_alone=place.is_alone)
 
     def run(self) -> Checkup | None:
-        """Do all steps.
-
-        Returns:
-            The findings, on rank 0; None on the others.
+        """Do all steps; return what is known, on rank 0.
 
         Raises:
             NoStoreError: Rank 0 does not answer.
@@ -437,22 +421,18 @@ class Session:
             where = f"rank {self._place.rank} on {host}"
             raise NoStoreError(
                 where,
-                "rank-0-silent",
-                f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
-                "look at the output of rank 0",
+                check="rank-0-silent",
+                what=f"rank 0 did not answer in {timeout_s:.0f} s, or has ended",
+                remedy="look at the output of rank 0",
             ) from error
         return word
 
 
 @contextmanager
 def limited(seconds: float, expired: Callable[[], None]) -> Iterator[None]:
-    """End this process after some time, whatever it is doing.
+    """End this process after some time, whatever it is doing, by a last call and exit status 1.
 
     A backend may wait in a place where no error reaches it.
-
-    Args:
-        seconds: Limit in seconds.
-        expired: Function that is called then, before the process ends with 1.
     """
 
     def end() -> None:

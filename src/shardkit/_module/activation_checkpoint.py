@@ -149,10 +149,6 @@ class CheckpointedForward:
     """Stands in for a module's forward.
 
     An object rather than a closure, so that deep copies and pickles of the module get their own.
-
-    Args:
-        module: The module whose forward it is.
-        saved: The operators whose outputs are kept.
     """
 
     def __init__(self, module: nn.Module, saved: SavedOperators | None) -> None:
@@ -186,12 +182,7 @@ class CheckpointedForward:
 
 
 class _Repeat:
-    """One forward and its repetition, which leaves buffers (running statistics) as they are.
-
-    Args:
-        module: The module whose forward it is.
-        forward: The function that is run.
-    """
+    """One forward and its repetition, which leaves buffers (running statistics) as they are."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
@@ -218,14 +209,7 @@ class _Repeat:
 
 
 class _TracedRepeat:
-    """The same on a backend that traces.
-
-    Args:
-        module: The module whose forward it is.
-        forward: The function that is run.
-        region: The region that traces it.
-        saved: The operators whose outputs are kept.
-    """
+    """The same on a backend that traces."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardkit._module.hooks import ModuleState
     from shardkit._runtime.group import ParamGroup
     from shardkit._runtime.runtime import Runtime
-    from shardkit.backends.base import StepGraph
+    from shardkit.backends.graphs import StreamGraph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,10 +93,6 @@ class _Modes(NamedTuple):
 
 class _Inputs:
     """The tensors that a graph reads, at fixed addresses.
-
-    Args:
-        step: Name of the step.
-        given: Arguments of its first call.
 
     Raises:
         StateError: A tensor cannot be copied to.
@@ -216,12 +212,7 @@ _piece_of: Callable[[Any], Any] = operator.attrgetter("param.local_piece")
 
 
 class _Frozen:
-    """What a captured step has read on the host.
-
-    Args:
-        step: Name of the step.
-        roots: States of the roots.
-    """
+    """What a captured step has read on the host."""
 
     def __init__(self, step: str, roots: Sequence[ModuleState]) -> None:
         self._step = step
@@ -342,13 +333,7 @@ def _same(then: Any, now: Any) -> bool:
 
 @dataclass(slots=True)
 class _Gradient:
-    """What a graph leaves in ``.grad``.
-
-    Attributes:
-        param: Sharded parameter.
-        name: Name of it.
-        grad: Gradient, at a fixed address; None: the step leaves none.
-    """
+    """What a graph leaves in ``.grad``, at a fixed address; None: nothing."""
 
     param: nn.Parameter
     name: str
@@ -356,12 +341,7 @@ class _Gradient:
 
 
 class _Gradients:
-    """Gradients of all parameters before and after a step.
-
-    Args:
-        step: Name of the step.
-        groups: Groups of the parameters.
-    """
+    """Gradients of all parameters before and after a step."""
 
     def __init__(self, step: str, groups: Iterable[ParamGroup]) -> None:
         self._step = step
@@ -478,7 +458,7 @@ class CapturedStep(Generic[P, R]):
         _refuse(self._name, groups)
         self._device = groups[0].mesh.backend.device
         axes = dict.fromkeys(axis for group in groups for axis in group.axes)
-        self._graph: StepGraph = groups[0].mesh.backend.new_graph(list(axes))
+        self._graph: StreamGraph = groups[0].mesh.backend.new_graph(list(axes))
         self._gradients = _Gradients(self._name, groups)
         self._inputs: _Inputs | None = None
         self._runtimes: list[Runtime] = []

@@ -82,10 +82,7 @@ def checked_reshard(
 ) -> bool | int | None:
     """Return `reshard_after_forward` with the numbers that mean True and False replaced.
 
-    Args:
-        value: Argument of `fully_shard`.
-        mesh: Mesh of the call.
-        others: Meshes of single parameters. What is whole on each rank is not resharded.
+    Of other meshes of parameters, what is whole on each rank is not resharded.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -114,15 +111,7 @@ def checked_reshard(
 
 
 class _Held(NamedTuple):
-    """One place of a parameter.
-
-    Attributes:
-        root: The module that was given.
-        name: The name from there.
-        module: The module in `root` that holds it.
-        attribute: The name in that module.
-        param: The parameter.
-    """
+    """One place of a parameter; the name is that from the module that was given."""
 
     root: nn.Module
     name: str

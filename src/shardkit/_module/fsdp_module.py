@@ -42,10 +42,7 @@ Written = tuple[dict[str, Any], "ParamGroup | None", "MixedPrecisionPolicy", dic
 def deep_copy(state: ModuleState, original: type[nn.Module], memo: dict[int, Any]) -> Any:
     """Return an independent copy of a module, of the class it had before it was sharded.
 
-    Args:
-        state: The state of the module.
-        original: The class.
-        memo: The memo of `copy.deepcopy`. With a module of a list come the others.
+    With a module of a list come the others.
     """
     result: Any = new_module(original)
     memo[id(state.module)] = result

@@ -139,13 +139,10 @@ class ModuleState:
 
     @_compat.unseen_by_transforms
     def make_runtime(self) -> Runtime | None:
-        """Make this module the root of all sharded modules in it.
+        """Make this module the root of all sharded modules in it; None if none has a parameter.
 
         Modules of a list share a group, so those outside of it belong to the same runtime. A
         forward of one of them is a root's, too.
-
-        Returns:
-            The runtime; None if no module in it has a parameter.
         """
         roots = _with_lists(self.module)
         states = [s for m in _modules_in(roots) if (s := get_state(m)) is not None]
@@ -324,8 +321,7 @@ class ModuleState:
                 found[id(tensor)] = tensor
             return tensor
 
-        map_tensors(note, args)
-        map_tensors(note, kwargs)
+        _map_inputs(note, args, kwargs)
         if not found:
             return args, kwargs
         watched = runtime.watch_inputs(record, list(found.values()))
@@ -508,4 +504,4 @@ class _Caster:
 
 
 def _map_inputs(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return map_tensors(fn, args), map_tensors(fn, kwargs)
+    return map_tensors(fn, args), map_tensors(fn, kwargs) if kwargs else kwargs

@@ -109,10 +109,6 @@ class Emptied:
 class NotedConversion:
     """What a conversion applies to each tensor; notes buffers that get memory by it.
 
-    Args:
-        module: The module that is converted.
-        fn: The function, as `nn.Module._apply` gets it.
-
     Attributes:
         fn: The function that is applied in its place.
     """

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 class SpmdMesh(NamedTuple):
-    """The mesh of DTensors that are replicated over some of its axes, and sharded there.
-
-    Attributes:
-        mesh: Mesh of torch, with names.
-        dims: FSDP2's ``DataParallelMeshDims``, which names these axes.
-    """
+    """The mesh of DTensors, and FSDP2's names of the axes over which they are sharded here."""
 
     mesh: Any
     dims: Any
@@ -45,16 +40,7 @@ def place_params(
     *,
     spmd: SpmdMesh | None = None,
 ) -> list[DeviceMesh]:
-    """Set the mesh of each parameter, where it is not that of the call.
-
-    Args:
-        found: Parameters of the group.
-        fn: Function of the user; None: all lie on the mesh of the call.
-        mesh: Mesh of the call.
-        spmd: Mesh of the DTensors, where `mesh` is made of axes of it.
-
-    Returns:
-        The meshes besides `mesh`.
+    """Set the mesh of each parameter, where it is not that of the call; return the others.
 
     Raises:
         WrapError: What the function returned is none of what it may return. A parameter is no
@@ -90,10 +76,6 @@ def mark_parts(groups: Sequence[ParamGroup], mesh: DeviceMesh) -> None:
 
     Along axes of replicas, by their names, ranks whose values are equal hold copies: code of the
     user's own averages over them.
-
-    Args:
-        groups: Groups in a module.
-        mesh: Mesh of the call on that module.
 
     Cost: see `hold_equal_values`, where a group lacks an axis of replicas that `mesh` has.
     """
@@ -152,10 +134,6 @@ def replicated(mesh: DeviceMesh) -> DeviceMesh:
 
 def data_parallel_mesh(mesh: Any, dims: Any) -> DeviceMesh:
     """Return the mesh to shard over, of a mesh on which parameters are DTensors.
-
-    Args:
-        mesh: Mesh of torch, with names.
-        dims: FSDP2's ``DataParallelMeshDims``.
 
     Raises:
         MeshError: The mesh has no names, or not these.

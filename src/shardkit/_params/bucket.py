@@ -245,7 +245,7 @@ class Bucket:
     @property
     def was_replaced(self) -> bool:
         """Whether a parameter has another piece than it was given, as after ``.to(dtype)``."""
-        return not all(map(self.store.has_piece_of, range(len(self.entries))))
+        return not self.store.has_all_pieces()
 
     @property
     def is_uniform(self) -> bool:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
     from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
-    from shardkit.backends.base import AxisComm, CommStreams, Event
+    from shardkit.backends.base import AxisComm, CommStreams
+    from shardkit.backends.device import Event
 
 
 # --- places in a bucket ---------------------------------------------------------------------------
@@ -158,9 +159,8 @@ class GradientBuffer(Protocol):
     def flat(self) -> Tensor:
         """1-D, what is sent, once `complete`."""
 
-    @property
-    def received(self) -> Tensor | None:
-        """1-D, room for what other ranks send, once `complete`; None: nothing is received."""
+    def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
+        """Return memory for what other ranks send, 1-D."""
 
     @property
     def written(self) -> Collection[int]:
@@ -177,7 +177,7 @@ class GradientBuffer(Protocol):
         """Copy several gradients, or add them to what is there."""
 
     def complete(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Make ready to send: zeros where nothing was written, room for what comes."""
+        """Make ready to send: zeros where nothing was written."""
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Give the send memory back; what was started is done at `fence`."""
@@ -197,7 +197,6 @@ class SendBuffer:
 
     Attributes:
         flat: Buffer to send, 1-D, ``layout.padded_numel``.
-        received: Buffer for what others send, 1-D, `receive_numel`; None where nothing is received.
         slots: Views into `flat`, one for each parameter.
         written: Parameters whose slot holds a gradient.
     """
@@ -221,11 +220,10 @@ class SendBuffer:
         self._has_open_gaps = True
         self._send.close()
         self._receive: Buffer | None = None
-        self.received: Tensor | None = None
         if receive_numel:
             self._receive = Buffer(receive_numel * dtype.itemsize, device, "receive", of)
-            self.received = torch.empty(0, dtype=dtype, device=device)
-            self.received.set_(self._receive.storage, 0, (receive_numel,), (1,))
+            self._received = torch.empty(0, dtype=dtype, device=device)
+            self._received.set_(self._receive.storage, 0, (receive_numel,), (1,))
             self._receive.close()
         self.written: set[int] = set()
 
@@ -269,17 +267,21 @@ class SendBuffer:
             self._has_open_gaps = True
 
     def complete(self, streams: CommStreams, pool: SlotPool) -> None:
-        """Make ready to send: zeros where nothing was written, room for what comes."""
+        """Make ready to send: zeros where nothing was written."""
         self.open(streams, pool)
         if not self.written:
             self.flat.zero_()
-        else:
+        elif len(self.written) < len(self.slots):
             for index, slot in enumerate(self.slots):
                 if index not in self.written:
                     slot.zero_()
         self.written.clear()
-        if self._receive is not None:
-            streams.wait_fence(self._receive.acquire(pool))
+
+    def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
+        """Return memory for what other ranks send, 1-D, until `close_receive`."""
+        assert self._receive is not None
+        streams.wait_fence(self._receive.acquire(pool))
+        return self._received
 
     def close_send(self, pool: SlotPool, fence: Event | None, *, by_compute: bool = False) -> None:
         """Give the send buffer's memory back; what was started is done at `fence`."""
@@ -361,6 +363,10 @@ class Store(ABC):
     @abstractmethod
     def has_piece_of(self, index: int) -> bool:
         """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
+
+    def has_all_pieces(self) -> bool:
+        """Whether every parameter still has its piece here."""
+        return all(map(self.has_piece_of, range(len(self.entries))))
 
     @abstractmethod
     def piece(self, reduced: Tensor, index: int) -> Tensor:
@@ -688,6 +694,14 @@ class FlatStore(Store):
     def has_piece_of(self, index: int) -> bool:
         """Whether parameter `index` still has its piece here; not after ``.to(dtype)``."""
         return self.entries[index].param.flat is self.shard  # type: ignore[attr-defined]
+
+    def has_all_pieces(self) -> bool:
+        """Whether every parameter still has its piece here: asked in each pass."""
+        shard = self.shard
+        for entry in self.entries:  # noqa: SIM110 - a generator takes longer
+            if entry.param.flat is not shard:  # type: ignore[attr-defined]
+                return False
+        return True
 
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the view of a shard-sized tensor that belongs to parameter `index`."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._settings import CommSettings
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm, CommStreams, Event, ReduceHandle
+    from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
+    from shardkit.backends.device import Event
 
 
 # --- gradients of a bucket ------------------------------------------------------------------------
@@ -82,6 +83,8 @@ class BucketGradients:
 
     Attributes:
         bucket: Bucket of the gradients.
+        num_ranks: Ranks whose gradients are averaged.
+        send_nbytes: Bytes that a reduction sends.
         fired: One byte per parameter: 1 if its gradient came since the last synced backward.
         held: Gradients that came and were not copied to the send buffer, by parameter.
         holds_layers: Whether those of a layer are held until all have come, and then copied by one
@@ -92,6 +95,8 @@ class BucketGradients:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         plan = bucket.plan
+        self.num_ranks = plan.num_ranks
+        self.send_nbytes = int(bucket.store.layout.padded_numel * plan.reduce_dtype.itemsize)
         self.fired = bytearray(len(bucket.entries))
         self.partial: Tensor | None = None
         backend = plan.mesh.backend
@@ -105,11 +110,6 @@ class BucketGradients:
         self._comm: AllReduce | None = None  # The user's that was called in this backward.
 
     # --- sizes and state ---
-
-    @property
-    def send_nbytes(self) -> int:
-        """Bytes that a reduction sends."""
-        return int(self.bucket.store.layout.padded_numel * self.bucket.plan.reduce_dtype.itemsize)
 
     @property
     def reduce_nbytes(self) -> int:
@@ -229,11 +229,15 @@ class BucketGradients:
                 for hook in _compat.post_accumulate_grad_hooks(param):
                     hook(param)
             return
+        has_hooks = _compat.has_post_accumulate_grad_hooks(bucket.sharded)
         for index, (entry, piece) in enumerate(zip(bucket.entries, store.pieces(out), strict=True)):
-            if fired[index]:
-                assign_grad(entry.param, piece, store.specs[index], flat)
-            else:
+            param, spec = entry.param, store.specs[index]
+            if not fired[index]:
                 self._unsettled.append((index, piece))
+            elif has_hooks or param.grad is not None:
+                assign_grad(param, piece, spec, flat)
+            else:  # As `assign_grad`: calls less for each gradient.
+                param.grad = ShardedTensor.__new__(ShardedTensor, piece, spec, flat)
 
     def settle(self, used_anywhere: Sequence[int]) -> None:
         """Assign the gradients of parameters that only other ranks used.
@@ -442,19 +446,22 @@ class GroupGradients:
         self._prepared = [each for each in self.buckets if each.is_sent]
         for each in self._prepared:
             each.buffer.complete(streams, pool)
-        return [self._reduction_of(each) for each in self._prepared]
+        return [
+            self._reduction_of(each, partial(each.buffer.room, streams, pool))
+            for each in self._prepared
+        ]
 
-    def _reduction_of(self, gradients: BucketGradients) -> Reduction:
+    def _reduction_of(self, gradients: BucketGradients, room: Callable[[], Tensor]) -> Reduction:
         plan, store = gradients.bucket.plan, gradients.bucket.store
         is_partial = self._is_partial(gradients)
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
         return Reduction(
             send=gradients.buffer.flat,
-            receive=gradients.buffer.received,
+            room=room,
             out_numel=store.layout.shard_numel,
             out_dtype=wide if is_partial else plan.orig_dtype,
-            scale=1.0 if is_partial else self._scale_of(plan.num_ranks),
-            before=self._before(plan.num_ranks),
+            scale=1.0 if is_partial else self._scale_of(gradients.num_ranks),
+            before=self._before(gradients.num_ranks),
             shard_axis=plan.axis,
             replicate_axis=None if is_partial else plan.replicate_axis,
             carry=gradients.take_partial(),
@@ -470,7 +477,7 @@ class GroupGradients:
 
     def started(self, handle: ReduceHandle, first: int, pool: SlotPool) -> None:
         """Note the reduction that carries this group's, as its results from `first` on."""
-        is_closed = handle.fence is not None and pool.keeps_memory
+        is_closed = handle.was_copied or (handle.fence is not None and pool.keeps_memory)
         if is_closed:
             self._close_send(pool, handle)
         prepared, self._prepared = self._prepared, []

@@ -27,7 +27,8 @@ from shardkit._tree import iter_tensors
 
 if TYPE_CHECKING:
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams, Event
+    from shardkit.backends.base import CommStreams
+    from shardkit.backends.device import Event
 
 
 # --- the heap of the host -------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class ParamSites:
         else:
             self._show_sharded()
         self._visible = unsharded
-        self._update_rnns()
+        if self._rnn_places:
+            self._update_rnns()
 
     def _show_unsharded(self) -> None:
         for params, attribute, sharded, whole in self._places:

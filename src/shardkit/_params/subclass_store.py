@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.ops import StateAllocator
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import AxisComm, Event
+    from shardkit.backends.base import AxisComm
+    from shardkit.backends.device import Event
 
 
 class SubclassLayout:

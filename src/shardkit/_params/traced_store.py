@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
     from shardkit._tensor.spec import ShardSpec
-    from shardkit.backends.base import CommStreams, Event
+    from shardkit.backends.base import CommStreams
+    from shardkit.backends.device import Event
 
 
 class TracedStore(Store):
@@ -236,10 +237,7 @@ class TracedSend:
 
     Attributes:
         flat: Gradients, 1-D, ``layout.padded_numel``, `reduce_dtype`, once `complete`.
-        received: Always None: there is nothing to receive into.
     """
-
-    received = None
 
     def __init__(self, layout: EvenLayout, plan: BucketPlan) -> None:
         self._layout, self._plan = layout, plan
@@ -292,6 +290,10 @@ class TracedSend:
         """Let go of what was sent."""
         del pool, fence, by_compute
         self.flat = None
+
+    def room(self, streams: CommStreams, pool: SlotPool) -> Tensor:
+        """Nothing is received."""
+        raise NotImplementedError
 
     def close_receive(self, pool: SlotPool) -> None:
         """Nothing was received."""

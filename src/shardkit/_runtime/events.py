@@ -242,9 +242,8 @@ class GradHooks:
     def has_user_hooks(self) -> bool:
         """Whether users want to be told of gradients as they come."""
         return any(
-            _compat.post_accumulate_grad_hooks(param)
+            _compat.has_post_accumulate_grad_hooks(gradients.bucket.sharded)
             for gradients in self._buckets
-            for param in gradients.bucket.sharded
         )
 
     def flush(self) -> None:

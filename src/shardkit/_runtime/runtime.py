@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit._runtime.group import ParamGroup
-    from shardkit._settings import PrefetchedGroup, RootSettings
-    from shardkit.backends.base import AxisComm, CommStreams, Event, Reduction
+    from shardkit._settings import RootSettings
+    from shardkit.backends.base import AxisComm, CommStreams, Reduction
+    from shardkit.backends.device import Event
 
 
 # --- debugging: dummy collectives, lines about memory ---------------------------------------------
@@ -52,6 +53,8 @@ class _Done:
         outs: Results of the collective.
         fence: Fence after the compute that made them.
     """
+
+    was_copied = False
 
     def __init__(self, outs: Sequence[Tensor], fence: Event | None) -> None:
         self._outs = list(outs)
@@ -340,7 +343,7 @@ class Runtime:
             self.slots.trim()  # What is free now is of the other kind.
 
     def _indices_of(
-        self, wanted: Sequence[PrefetchedGroup], by: ParamGroup, *, has_all: bool
+        self, wanted: Sequence[ParamGroup], by: ParamGroup, *, has_all: bool
     ) -> list[int]:
         known = [group for group in wanted if has_all or group.listener is not None]
         for group in known:

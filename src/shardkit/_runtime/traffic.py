@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from shardkit._runtime.agreement import UsedParameters
     from shardkit._runtime.group import ParamGroup
     from shardkit._schedule import Action, UnshardSchedule
-    from shardkit.backends.base import AxisComm, CommStreams, Event, Handle
+    from shardkit.backends.base import AxisComm, CommStreams, Handle
+    from shardkit.backends.device import Event
 
 
 # --- names in profiles ----------------------------------------------------------------------------
@@ -296,7 +297,7 @@ class Gathers:
         for op, index in actions:
             group = self._groups[index]
             if op is Op.WAIT:
-                self.wait(group)  # order: compute waits for the gather before its use
+                self._wait(group)  # order: compute waits for the gather before its use
             elif op is Op.GATHER:
                 self._gather([group])
             elif op is Op.PREFETCH:
@@ -317,6 +318,9 @@ class Gathers:
     @_compat.unseen_by_transforms
     def wait(self, group: ParamGroup) -> None:
         """Let compute issued from now on see the gathered parameters."""
+        self._wait(group)
+
+    def _wait(self, group: ParamGroup) -> None:
         if group in self._put_off:
             self.gather_put_off()
         handles = self._under_way.pop(group.index, None)
@@ -414,7 +418,7 @@ class Gathers:
         if group.is_shown and group.was_written:
             keep_writes(group, self._streams)
         self.nbytes -= group.unsharded_nbytes
-        self.wait(group)  # order: freeing waits for the gather
+        self._wait(group)  # order: freeing waits for the gather
         if _events.observer is not None:
             nbytes = group.unsharded_nbytes
             _events.observer.tell("reshard", group.name, group=group.number, nbytes=nbytes)

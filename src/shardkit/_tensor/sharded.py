@@ -187,7 +187,7 @@ class ShardedTensor(ClientAnswers):
                 at once.
             flat_start: Position in the shard of the flat's first element.
         """
-        self: Self = _compat.make_wrapper(cls, local, spec.shape)
+        self: Self = _compat.make_wrapper(cls, spec.shape, dtype=local.dtype, device=local.device)
         self.local_piece = local
         self.spec = spec
         self.flat = flat

@@ -390,11 +390,6 @@ class WholeSpec(ShardSpec):
     """By a process that holds the pieces of all ranks: end to end, the padding behind them.
 
     To operators it is the only rank, and owns everything.
-
-    Args:
-        shape: Shape of the parameter.
-        piece_numel: Number of elements of its piece, padding included.
-        **rest: Arguments of `ShardSpec`.
     """
 
     __slots__ = ("_padded_numel",)

@@ -377,10 +377,6 @@ def offload_to_fit(units: Sequence[Unit], budget_nbytes: int) -> None:
     gradients and two tensors of optimizer state (AdamW). Groups that are on the host already stay
     there. Of equal groups the one that is sharded first goes first.
 
-    Args:
-        units: All groups; their arguments are changed.
-        budget_nbytes: The bytes that may stay on the device.
-
     Raises:
         WrapError: The budget is no number of bytes.
     """

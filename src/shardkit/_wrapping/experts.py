@@ -155,10 +155,8 @@ class Experts:
     def cut(self) -> dict[nn.Parameter, nn.Parameter]:
         """Make the experts DTensors on their axis, of which this rank has its part.
 
-        All ranks hold equal values, so nothing is sent. The DTensors are other objects.
-
-        Returns:
-            Mapping from each parameter that was cut to what modules hold in its place.
+        All ranks hold equal values, so nothing is sent. The DTensors are other objects,
+        which are returned by the parameters that were cut.
         """
         from shardkit.backends.dtensor import distributed_by_dim_0
 
@@ -177,12 +175,7 @@ class Experts:
 
 
 class PlacedExperts:
-    """A `shard_placement_fn` that knows the mesh of experts.
-
-    Args:
-        experts: The experts.
-        fn: Function of all other parameters, or None.
-    """
+    """A `shard_placement_fn` that knows the mesh of experts."""
 
     def __init__(self, experts: Experts, fn: Callable[[nn.Parameter], Any] | None) -> None:
         self.experts = experts

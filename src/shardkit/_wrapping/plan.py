@@ -558,12 +558,6 @@ def assign_params(tree: ModuleTree, units: Sequence[Unit], ignored: set[nn.Param
 class _Rehearsal:
     """Steps of which only the schedule knows; modules run once, in the order of their definition.
 
-    Args:
-        root: The model.
-        groups: The groups with their modules.
-        stays: Whether memory is kept after backward, to the next step.
-        batches_small: Whether small groups are gathered several at a time.
-
     Attributes:
         peak_nbytes: The most unsharded bytes at once, from the first step on.
     """

@@ -35,10 +35,6 @@ _Label = TypeVar("_Label")
 class ModuleTree:
     """A model's modules, each once, under the first of its names.
 
-    Args:
-        model: The root.
-        ignored: Parameters that no group takes.
-
     Attributes:
         model: The root.
         modules: The modules by name, parents before their children; the root's name is empty.
@@ -95,11 +91,7 @@ class ModuleTree:
         return result
 
     def shared_module(self, name: str) -> str:
-        """Return the outermost module with several parents on the way to a parameter, or ``""``.
-
-        Args:
-            name: The name of the parameter, the first of its names.
-        """
+        """Return the outermost module with several parents on the way to a parameter, or ``""``."""
         parts = name.split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts)))
         return next((path for path in paths if self.is_shared(self.modules[path])), "")
@@ -403,13 +395,7 @@ def _equal_parts(positions: list[int], sizes: Sequence[int], smallest: int) -> l
 
 
 class _Balance:
-    """The balanced choice, see the note.
-
-    Args:
-        tree: The model.
-        policy: The dtypes: in how many bytes a parameter is gathered.
-        num_ranks: The size of the shard axis.
-    """
+    """The balanced choice, see the note."""
 
     def __init__(self, tree: ModuleTree, policy: MixedPrecisionPolicy, num_ranks: int) -> None:
         self._tree = tree
@@ -580,12 +566,6 @@ def choose(
 ) -> Choice:
     """Return the groups that a policy chooses, without the root's, in any order.
 
-    Args:
-        tree: The model.
-        policy: A policy as `auto_shard` takes it.
-        mp_policy: The dtypes: in how many bytes a parameter is gathered.
-        num_ranks: The size of the shard axis.
-
     Raises:
         WrapError: It chooses nothing, though not by size; names what is not there; or is no policy.
     """
@@ -735,10 +715,7 @@ def _by_callable(tree: ModuleTree, policy: Callable[..., Any]) -> Choice:
 def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]) -> Choice:
     """Choose modules by names or patterns; a tuple of names is one group.
 
-    Args:
-        tree: The model.
-        wanted: Names, or a mapping from them to arguments. A name that is in several patterns takes
-            the arguments of the last one.
+    A name that is in several patterns takes the arguments of the last one.
 
     Raises:
         WrapError: No module has such a name, or it cannot be a group.

@@ -45,12 +45,11 @@ if TYPE_CHECKING:
         AxisComm,
         CheckHandle,
         CommStreams,
-        Event,
         Gather,
         Handle,
         Reduction,
-        Stream,
     )
+    from shardkit.backends.device import Event, Stream
     from shardkit.backends.watch.channel import Issued
 
 
@@ -320,6 +319,8 @@ class ReduceEventHandle:
     Attributes:
         fence: Event after which the send buffers are free.
     """
+
+    was_copied = False
 
     def __init__(self, device: AcceleratorDevice, outs: list[Tensor]) -> None:
         self.fence: Event | None = None
@@ -702,7 +703,7 @@ class AcceleratorBackend(ProcessGroupBackend):
                 "torch.distributed.init_process_group('cpu:gloo,cuda:nccl')."
             )
             raise StateError(msg)
-        return StreamGraph(self.accelerator, own)
+        return StreamGraph(self.accelerator, [axis.group for axis in own])
 
     def make_streams(
         self, axes: Sequence[AxisComm], share: CommStreams | None = None

@@ -12,34 +12,12 @@ from shardkit._errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from shardkit._custom_comm import AllGather, ReduceScatter
-
-
-# --- streams and events ---------------------------------------------------------------------------
-
-
-class Event(Protocol):
-    """A point on a stream, as torch's modules of devices record it. A fence is one, or None."""
-
-    def query(self) -> bool:
-        """Whether all work before it is done."""
-
-    def synchronize(self) -> None:
-        """Block the host until then."""
-
-
-class Stream(Protocol):
-    """A queue of work on a device, as torch's modules of devices make it."""
-
-    def record_event(self) -> Event:
-        """Return an event that comes after all work issued so far."""
-
-    def wait_event(self, event: Event) -> None:
-        """Let work issued from now on come after `event`."""
+    from shardkit.backends.device import Event, Stream
+    from shardkit.backends.graphs import StreamGraph
 
 
 class InGraph:
@@ -51,26 +29,6 @@ class InGraph:
 
     def synchronize(self) -> None:
         """Return at once."""
-
-
-class StepGraph(Protocol):
-    """A step of a device that is captured once, and started as a whole from then on."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Return a context in which compute runs where it is captured later.
-
-        It comes after all compute issued so far, and before all that is issued later.
-        """
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Return a context in which compute is not run, but captured."""
-
-    def replay(self, of: str) -> None:
-        """Run what was captured, in the order of the current stream; the host goes on.
-
-        Args:
-            of: Name of the step, by which ranks compare what they are about to do.
-        """
 
 
 # --- what only tracing backends have --------------------------------------------------------------
@@ -260,9 +218,11 @@ class ReduceHandle(Protocol):
 
     Attributes:
         fence: Event after which the send buffers are free; None: after `wait_sent` only.
+        was_copied: Whether they are free already, since what is sent was copied.
     """
 
     fence: Event | None
+    was_copied: bool
 
     def wait_sent(self) -> None:
         """Return when the send buffers are free, if that takes the host to wait."""
@@ -300,7 +260,7 @@ class Reduction:
 
     Attributes:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype.
-        receive: Room for `Backend.receive_chunks` shard-sized pieces, or None.
+        room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
         scale: Multiplies the sum.
@@ -323,7 +283,7 @@ class Reduction:
     """
 
     send: Tensor
-    receive: Tensor | None
+    room: Callable[[], Tensor]
     out_numel: int
     out_dtype: torch.dtype
     scale: float
@@ -518,7 +478,7 @@ class Backend(MeshBackend):
         """
         raise NotImplementedError(axes)
 
-    def new_graph(self, axes: Sequence[AxisComm]) -> StepGraph:
+    def new_graph(self, axes: Sequence[AxisComm]) -> StreamGraph:
         """Return a graph that can capture steps which communicate over `axes`.
 
         Raises:

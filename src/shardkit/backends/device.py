@@ -7,7 +7,7 @@ them. Tests put a simulated device in its place, which needs no card (`tests/str
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,7 +20,31 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import Event, Stream
+
+# --- streams and events ---------------------------------------------------------------------------
+
+
+class Event(Protocol):
+    """A point on a stream, as torch's modules of devices record it. A fence is one, or None."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Block the host until then."""
+
+
+class Stream(Protocol):
+    """A queue of work on a device, as torch's modules of devices make it."""
+
+    def record_event(self) -> Event:
+        """Return an event that comes after all work issued so far."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let work issued from now on come after `event`."""
+
+
+# --- devices ------------------------------------------------------------------------------------
 
 _NEEDED = ("Stream", "Event", "stream", "current_stream", "current_device", "set_device")
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "xla", "npu", "mtia", "hpu", "musa", "mlu")
@@ -32,9 +56,6 @@ class AcceleratorDevice:
 
     Streams and events are those of the device's module (``torch.cuda.Stream``, ...), as users'
     own are.
-
-    Args:
-        device: Device with its index.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._mesh import DeviceMesh
-    from shardkit.backends.base import Event, Stream
+    from shardkit.backends.device import Event, Stream
 
 _META = torch.device("meta")
 _HOST_MARK = "shardkit_is_on_host"

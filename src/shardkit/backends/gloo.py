@@ -12,7 +12,9 @@ modules they come at different points between the gathers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Event, Handle, Reduction
+    from shardkit.backends.base import AllToAll, AxisComm, CommStreams, Handle, Reduction
+    from shardkit.backends.device import Event
     from shardkit.backends.process_group import CustomCollective
     from shardkit.backends.watch.channel import Issued
 
@@ -72,42 +75,44 @@ class ExchangeHandle:
 
     First the pieces are added where they were received. That frees the send buffer for the next
     group; the result gets memory of its own only later. The all-reduce over the replicate axis
-    comes last: it needs the sum.
+    comes last: it needs the sum. Small reductions that are alike are copied together and go on as
+    one.
+
+    Attributes:
+        was_copied: Whether what is sent was copied, so that the send buffers are free.
     """
 
     fence: Event | None = None
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
-        self._reductions = reductions
         for reduction in reductions:
             if reduction.before is not None:
                 reduction.send.mul_(reduction.before)
-        self._by_axis: dict[AxisComm, list[int]] = {}
-        for i, reduction in enumerate(reductions):
-            self._by_axis.setdefault(reduction.shard_axis, []).append(i)
-        self._exchanges = [
-            _start_exchange([reductions[i] for i in together], of)
-            for together in self._by_axis.values()
-        ]
-        self._sums: list[Tensor] | None = None
+        self._together = _travelling_together(reductions)
+        self.was_copied = all(len(positions) > 1 for positions in self._together)
+        self._exchanges = []
+        for positions in self._together:
+            several = [reductions[i] for i in positions]
+            one = several[0] if len(several) == 1 else _joined(several)
+            self._exchanges.append(Exchange(one, of))
+        self._numels = [reduction.out_numel for reduction in reductions]
         self._outs: list[Tensor] | None = None
 
     def wait_sent(self) -> None:
         """Block until all pieces have come, and add them."""
-        if self._sums is None:
-            pieces: dict[int, list[Tensor]] = {}
-            for together, exchange in zip(self._by_axis.values(), self._exchanges, strict=True):
-                pieces.update(zip(together, exchange.wait_pieces(), strict=True))
-            self._sums = [_add_pieces(r, pieces[i]) for i, r in enumerate(self._reductions)]
-            self._exchanges = []  # With their staging buffers.
+        for exchange in self._exchanges:
+            exchange.add()
 
     def wait(self) -> list[Tensor]:
         """Block until the results are there."""
         if self._outs is None:
             self.wait_sent()
-            assert self._sums is not None
-            self._outs = list(map(_finish, self._reductions, self._sums))
-            self._reductions, self._sums = (), []
+            found: dict[int, Tensor] = {}
+            for positions, exchange in zip(self._together, self._exchanges, strict=True):
+                parts = exchange.finish().split([self._numels[i] for i in positions])
+                found.update(zip(positions, parts, strict=True))
+            self._outs = [found[i] for i in range(len(found))]
+            self._exchanges = []
         return self._outs
 
 
@@ -121,75 +126,83 @@ def sends_own(axis: AxisComm) -> bool:
 
 
 class Exchange:
-    """Sends every rank of an axis its ranges of reductions, each in a collective of its own.
+    """Sends every rank of an axis its range of a reduction.
 
     Where the user gave a reduce-scatter, that makes the sum: there is one piece then.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
-        self._reductions = reductions
-        self._custom: dict[int, CustomCollective] = {}
-        self._works = []
-        for i, reduction in enumerate(reductions):
-            axis = reduction.shard_axis
-            assert isinstance(axis, GlooAxis)
-            if axis.size == 1:
-                continue
-            if reduction.comm is not None:
-                assert axis.reduce_group is not None
-                issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
-                custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
-                self._custom[i] = custom
-                self._works.append(WorkHandle([custom.work], issued))
-            else:
-                assert reduction.receive is not None
-                sent = _sent_rows(reduction.send, axis)
-                self._works.append(_start_all_to_all(reduction.receive, sent, axis, of))
-
-    def wait_pieces(self) -> list[list[Tensor]]:
-        """Return, for each reduction, this rank's range of every rank's gradients, in rank order.
-
-        This rank's own is in the send buffer.
-        """
-        for work in self._works:
-            work.wait()
-        return [
-            [self._custom[i].received]
-            if i in self._custom
-            else _in_rank_order(_received_rows(r), r.send, r.shard_axis)
-            for i, r in enumerate(self._reductions)
-        ]
-
-
-class StagedExchange:
-    """The same for several small reductions in one collective, through staging buffers."""
-
-    def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
-        axis = reductions[0].shard_axis
+    def __init__(self, reduction: Reduction, of: str) -> None:
+        self._reduction: Any = reduction  # None once it is done, with its buffers.
+        self._total: Any = None
+        self._received: Tensor | None = None
+        self._custom: CustomCollective | None = None
+        self._work: WorkHandle | None = None
+        axis = reduction.shard_axis
         assert isinstance(axis, GlooAxis)
-        self._axis = axis
-        self._reductions = reductions
-        rows = [_sent_rows(r.send, axis).view(torch.uint8) for r in reductions]
-        self._send = torch.cat(rows, dim=1)
-        self._receive = torch.empty_like(self._send)
-        self._work = _start_all_to_all(self._receive, self._send, axis, of)
+        if axis.size == 1:
+            return
+        if reduction.comm is not None:
+            assert axis.reduce_group is not None
+            issued = axis.issue("reduce-scatter", of, reduction.send.nbytes, axis.reduce_group)
+            self._custom = custom_reduce_scatter(reduction, axis.reduce_group, async_op=True)
+            self._work = WorkHandle([self._custom.work], issued)
+        else:
+            self._received = reduction.room()
+            sent = _sent_rows(reduction.send, axis)
+            self._work = _start_all_to_all(self._received, sent, axis, of)
 
-    def wait_pieces(self) -> list[list[Tensor]]:
-        """Return, for each reduction, this rank's range of every rank's gradients."""
-        self._work.wait()
-        sizes = [r.out_numel * r.send.dtype.itemsize for r in self._reductions]
-        return [
-            _in_rank_order(received.view(r.send.dtype), r.send, self._axis)
-            for r, received in zip(self._reductions, self._receive.split(sizes, dim=1), strict=True)
-        ]
+    def add(self) -> None:
+        """Block until all pieces have come, and add them; again is free."""
+        if self._total is not None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        if self._custom is not None:
+            self._total = self._custom.received.clone()  # Whose buffer is about to be given away.
+        elif self._received is None:
+            self._total = self._reduction.send.clone()
+        else:
+            self._total = _sum_of(self._pieces(self._received), self._received)
+        self._reduction = dataclasses.replace(self._reduction, send=self._reduction.send[:0])
+
+    def _pieces(self, received: Tensor) -> list[Tensor]:
+        """Return this rank's range of every rank's gradients, in rank order."""
+        send, axis = self._reduction.send, self._reduction.shard_axis
+        rows = list(received.view(-1, self._reduction.out_numel))
+        if not sends_own(axis):  # It is in the send buffer.
+            rows.insert(axis.rank, send.view(axis.size, -1)[axis.rank])
+        return rows
+
+    def finish(self) -> Tensor:
+        """Return the result, once."""
+        reduction, total = self._reduction, self._total
+        self._reduction = self._total = self._received = None
+        return _finish(reduction, total)
 
 
-def _start_exchange(reductions: Sequence[Reduction], of: str) -> Exchange | StagedExchange:
-    nbytes = sum(reduction.send.nbytes for reduction in reductions)
-    is_custom = any(reduction.comm is not None for reduction in reductions)
-    if len(reductions) > 1 and not is_custom and is_small(nbytes, reductions[0].shard_axis):
-        return StagedExchange(reductions, of)
-    return Exchange(reductions, of)
+def _travelling_together(reductions: Sequence[Reduction]) -> list[list[int]]:
+    """Return the positions of reductions that go on as one, small ones that are alike."""
+    alike: dict[Any, list[int]] = {}
+    for i, r in enumerate(reductions):
+        is_plain = r.comm is None and r.all_reduce is None and r.hook is None and r.carry is None
+        kind = (r.shard_axis, r.replicate_axis, r.send.dtype, r.out_dtype, r.scale, r.before)
+        alike.setdefault(kind if is_plain else i, []).append(i)
+    result = []
+    for positions in alike.values():
+        nbytes = sum(reductions[i].send.nbytes for i in positions)
+        is_one = len(positions) > 1 and is_small(nbytes, reductions[positions[0]].shard_axis)
+        result += [positions] if is_one else [[i] for i in positions]
+    return result
+
+
+def _joined(reductions: Sequence[Reduction]) -> Reduction:
+    """Return one reduction for several: rank by rank, what each of them sends there."""
+    axis = reductions[0].shard_axis
+    send = torch.cat([r.send.view(axis.size, -1) for r in reductions], dim=1).view(-1)
+    numel = send.numel() // axis.size
+    num_rows = axis.size if sends_own(axis) else axis.size - 1
+    room = functools.partial(send.new_empty, num_rows * numel)
+    return dataclasses.replace(reductions[0], send=send, room=room, out_numel=numel)
 
 
 def is_small(nbytes: int, axis: AxisComm) -> bool:
@@ -220,34 +233,15 @@ def _start_all_to_all(receive: Tensor, rows: Tensor, axis: GlooAxis, of: str) ->
     return WorkHandle([work], issued)
 
 
-def _received_rows(reduction: Reduction) -> Tensor | None:
-    """Return what came for one reduction, a row for each rank that sent one."""
-    receive = reduction.receive
-    return None if receive is None else receive.view(-1, reduction.out_numel)
-
-
-def _in_rank_order(received: Tensor | None, send: Tensor, axis: AxisComm) -> list[Tensor]:
-    """Return the received rows and this rank's own range of `send`, in rank order."""
-    if axis.size == 1:
-        return [send]
-    assert received is not None
-    rows = list(received)
-    if not sends_own(axis):
-        rows.insert(axis.rank, send.view(axis.size, -1)[axis.rank])
-    return rows
-
-
 _ADDED = 1 << 16
 """Elements of low precision that are added at once: their wide copies are in the cache."""
 
 
-def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
+def _sum_of(pieces: list[Tensor], received: Tensor) -> Tensor:
     """Return the sum of the pieces, in rank order, so that replicas add to the same result.
 
-    Low-precision pieces are added in fp32.
+    Low-precision pieces are added in fp32; others where they were received.
     """
-    if len(pieces) == 1:
-        return pieces[0].clone()  # The send buffer is about to be given away.
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     if wide != pieces[0].dtype:
         total = pieces[0].to(wide)
@@ -256,8 +250,7 @@ def _add_pieces(reduction: Reduction, pieces: list[Tensor]) -> Tensor:
             for sums, part in zip(total.split(_ADDED), piece.split(_ADDED), strict=True):
                 sums.add_(part)
         return total
-    assert reduction.receive is not None
-    total = reduction.receive[: reduction.out_numel]
+    total = received[: pieces[0].numel()]
     torch.add(pieces[0], pieces[1], out=total)
     for piece in pieces[2:]:
         total.add_(piece)

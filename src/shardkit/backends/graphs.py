@@ -1,4 +1,4 @@
-"""A graph of a device: work that is captured once, and started as a whole from then on."""
+"""A graph of a device: a step that is captured once, and started as a whole from then on."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
+from shardkit.backends.watch.channel import channel_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch.distributed as dist
+
     from shardkit.backends.device import AcceleratorDevice
-    from shardkit.backends.process_group import ProcessGroupAxis
 
 
 class StreamGraph:
-    """`StepGraph` of an accelerator.
+    """A graph of an accelerator, whose work communicates over process groups."""
 
-    Args:
-        device: Device whose work is captured.
-        axes: Axes of several ranks, over which the work communicates.
-    """
-
-    def __init__(self, device: AcceleratorDevice, axes: Sequence[ProcessGroupAxis]) -> None:
+    def __init__(self, device: AcceleratorDevice, groups: Sequence[dist.ProcessGroup]) -> None:
         self._device = device
-        self._axes = axes
+        self._groups = groups
         self._graph = device.new_graph()
         self._stream = device.new_compute_stream()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """See `StepGraph.aside`."""
+        """Let compute run where it is captured later.
+
+        It comes after all compute issued so far, and before all that is issued later.
+        """
         device, before = self._device, self._device.current_stream()
         device.wait(self._stream, device.record(before))
         try:
@@ -40,7 +41,7 @@ class StreamGraph:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """See `StepGraph.capturing`."""
+        """Capture compute instead of running it."""
         cause: BaseException | None = None
         try:
             with self._device.capturing(self._graph, self._stream):
@@ -55,10 +56,13 @@ class StreamGraph:
             raise
 
     def replay(self, of: str) -> None:
-        """See `StepGraph.replay`."""
-        issued = [axis.issue("replay", of, 0) for axis in self._axes]
+        """Run what was captured, in the order of the current stream; the host goes on.
+
+        Args:
+            of: Name of the step, by which ranks compare what they are about to do.
+        """
+        issued = [channel_of(group).issue("replay", of, 0) for group in self._groups]
         self._graph.replay()
         event = self._device.record(self._device.current_stream())
         for each in issued:
-            if each is not None:
-                each.started(functools.partial(self._device.has_passed, event))
+            each.started(functools.partial(self._device.has_passed, event))

@@ -140,16 +140,7 @@ class WatchedStreams(CommStreams):
 class CustomCollective:
     """A collective by the user's own function, in buffers of its own choice.
 
-    Args:
-        comm: The function.
-        send: Tensor to be sent.
-        receive_numel: Elements that come.
-        async_op: Whether `work` is left to whoever uses `received`.
-        options: Other arguments that the function takes.
-
-    Attributes:
-        received: Tensor that comes.
-        work: Work to wait for; None: there is nothing to wait for.
+    With `async_op` whoever uses `received` waits for `work`, unless that is None.
     """
 
     def __init__(
@@ -250,12 +241,7 @@ class ProcessGroupBackend(Backend):
 
 
 class JoinedBackend(MeshBackend):
-    """`MeshBackend` of a mesh whose axes are those of other meshes, or all ranks of one.
-
-    Args:
-        axes: Communicator of each axis.
-        of: Backend of one of these meshes.
-    """
+    """`MeshBackend` of a mesh whose axes are those of other meshes; `of` has one of these."""
 
     def __init__(self, axes: Sequence[Any], of: MeshBackend) -> None:
         self._axes = list(axes)

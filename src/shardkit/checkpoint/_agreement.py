@@ -96,10 +96,6 @@ def axes_of(mesh: DeviceMesh) -> list[AxisComm]:
 class FirstRank:
     """What only the first of some ranks does, while the others wait for it.
 
-    Args:
-        axes: Axes over the ranks, which all hear of an error.
-        what: Text of what could not be done, for errors.
-
     Attributes:
         is_this: Whether it is this rank.
         error: First error of what was tried here.

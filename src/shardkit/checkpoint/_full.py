@@ -24,16 +24,14 @@ from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     converted,
-    dtype_name,
     info_nbytes,
-    kind_of,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
-from shardkit.checkpoint._state.misfits import Misfits
+from shardkit.checkpoint._state.misfits import Misfits, described
 from shardkit.checkpoint._state.names import (
     by_identity,
     device_of,
-    give_memory,
+    fill_memory,
     mesh_of,
     set_extra_state,
     state_of,
@@ -251,10 +249,18 @@ def load_full(
     missing += [name for name in extra if name not in file.others]
     unexpected = [name for name in (*file.infos, *file.others) if name not in state]
     misfits = Misfits(
-        wrong=list(_wrong(entries, file.infos)),
-        missing=[_described(name, state[name]) for name in missing],
-        unexpected=[_described(name, file.infos.get(name)) for name in unexpected],
+        missing=[f"{name!r}: expected {described(state[name])}" for name in missing],
+        unexpected=[f"{name!r}: found {described(file.infos.get(name))}" for name in unexpected],
     )
+    for entry in entries:
+        for name in filter(file.infos.__contains__, entry.names):
+            if hasattr(entry.tensor, "redistribute") and not isinstance(
+                entry.tensor, ShardedTensor
+            ):
+                reason = "is a DTensor that fully_shard did not take: shard it first"
+                misfits.wrong.append(f"{name!r} {reason}")
+            else:
+                misfits.compare(repr(name), entry.tensor, file.infos[name])
     head = f"{what} does not fit the model, nothing was loaded"
     report = misfits.report(head, _REMEDY, strict=strict, where=" in the file")
     if report is not None:
@@ -313,57 +319,22 @@ def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
 
 
 def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> None:
-    """Fill a tensor of the model, or this rank's piece of it.
+    """Fill a tensor of the model, or this rank's piece of it; plain ones on meta go to `device`."""
+    start = 0
+    if isinstance(target, ShardedTensor):
+        spec, start = target.spec, target.spec.start
+        if spec.tensor_parallel is not None:
+            cut = spec.slice_full(source.whole(name))
+            target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
+            return
+        if spec.is_traced:
+            target.copy_values(source.whole(name).to(target.dtype))
+            return
 
-    Args:
-        source: Source to read.
-        name: Name of the tensor in it.
-        target: Tensor of the model.
-        device: Device of tensors on meta that are not sharded.
-    """
-    if not isinstance(target, ShardedTensor):
-        if target.is_meta:
-            new = torch.empty(target.shape, dtype=target.dtype, device=device)
-            source.copy_into(name, 0, new.view(-1))
-            give_memory(target, new)
-        elif target.is_contiguous():
-            source.copy_into(name, 0, target.detach().view(-1))
+    def fill(memory: Tensor) -> None:
+        if memory.is_contiguous():
+            source.copy_into(name, start, memory.view(-1))
         else:
-            target.copy_(source.whole(name))
-        return
-    spec = target.spec
-    if spec.tensor_parallel is not None:
-        cut = spec.slice_full(source.whole(name))
-        target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
-    elif spec.is_traced:
-        target.copy_values(source.whole(name).to(target.dtype))
-    elif target.is_meta:
-        piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
-        source.copy_into(name, spec.start, piece)
-        target.replace_piece(piece)
-    else:
-        # The piece is a view of the shard, whose version tells who has gathered it before.
-        source.copy_into(name, spec.start, target.to_local())
+            memory.copy_(source.whole(name))
 
-
-def _wrong(entries: list[NamedTensor], infos: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield what the file has under the model's names but cannot be loaded."""
-    for entry in entries:
-        for name in entry.names:
-            info = infos.get(name)
-            if info is None:
-                continue
-            mine, found = _described(name, entry.tensor), f"{info.shape}, {dtype_name(info.dtype)}"
-            is_sharded = isinstance(entry.tensor, ShardedTensor)
-            if hasattr(entry.tensor, "redistribute") and not is_sharded:
-                yield f"{mine} is a DTensor that fully_shard did not take: shard it first"
-            elif tuple(entry.tensor.shape) != info.shape:
-                yield f"of another shape: {mine} in the model; in the file {found}"
-            elif kind_of(info.dtype) > kind_of(entry.tensor.dtype):
-                yield f"of another kind of dtype: {mine} in the model; in the file {found}"
-
-
-def _described(name: str, value: Any) -> str:
-    if not hasattr(value, "dtype"):
-        return f"{name!r}, not a tensor"
-    return f"{name!r} of shape {tuple(value.shape)}, {dtype_name(value.dtype)}"
+    fill_memory(target, device, fill)

@@ -133,13 +133,7 @@ class _ReplacedError(Exception):
 
 
 class _Together:
-    """Runs each part of a load on all ranks; none goes on where one failed.
-
-    Args:
-        target: Directory of the checkpoint.
-        what: Text of what was not done, for errors.
-        group: Process group of the ranks that load.
-    """
+    """Runs each part of a load on all ranks of a group; none goes on where one failed."""
 
     def __init__(self, target: pathlib.Path, what: str, group: Any) -> None:
         self._target = target
@@ -149,10 +143,6 @@ class _Together:
 
     def __call__(self, act: Callable[[], T], same: Callable[[T], object] | None = None) -> T:
         """Run something that does not communicate; return its result.
-
-        Args:
-            act: Function to run.
-            same: Function of the result: what must be the same on all ranks.
 
         Raises:
             CheckpointError: On all ranks.
@@ -215,7 +205,6 @@ class _LoadPlan:
         self.misfits = misfits = Misfits()
         self.identity = source.identity
         self._source = source
-        self._loaded: Mapping[str, Any] = {}
         self._model: ModelPart | None = None
         self._optimizers: OptimizerPart | None = None
         claimed = of_optimizers = entries_of_optimizers(source.entries)
@@ -231,29 +220,23 @@ class _LoadPlan:
 
     def carry_out(self, together: _Together) -> dict[str, Any]:
         """Read all, and give it to its objects; return the extras."""
-        optimizers = self._optimizers
+        optimizers, extras = self._optimizers, self._extras
         if optimizers is None:
-            return together(self._load_all)
-        together(self._load_model)
+            return together(lambda: extras.put(self._load_model()))
+        loaded = together(self._load_model)
         # Optimizers of whole matrices communicate where they show their state, and where they get
         # it. No rank does so before all have read what they need.
         room = optimizers.make_room()
         optimizers.put(together(lambda: self._source.fill(room)))
-        return together(self._put_extras)
+        return together(lambda: extras.put(loaded))
 
-    def _load_model(self) -> None:
+    def _load_model(self) -> dict[str, Any]:
         """Read the model's and the extras' entries; give the model its own."""
         of_model = {} if self._model is None else self._model.targets
-        self._loaded = self._source.fill({**self._extras.targets, **of_model})
+        loaded = self._source.fill({**self._extras.targets, **of_model})
         if self._model is not None:
-            self._model.put(self._loaded)
-
-    def _load_all(self) -> dict[str, Any]:
-        self._load_model()
-        return self._put_extras()
-
-    def _put_extras(self) -> dict[str, Any]:
-        return self._extras.put(self._loaded)
+            self._model.put(loaded)
+        return loaded
 
 
 def _check_arguments(model: nn.Module | None, optimizers: Any, objects: Mapping[str, Any]) -> None:

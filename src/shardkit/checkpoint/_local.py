@@ -46,7 +46,7 @@ from shardkit.checkpoint._state.model_and_optimizer import (
 )
 from shardkit.checkpoint._state.names import (
     by_identity,
-    give_memory,
+    fill_memory,
     mesh_of,
     set_extra_state,
     state_of,
@@ -255,10 +255,10 @@ def _fitting_metadata(
         raise CheckpointError(msg)
     saved = state[MODEL]
     misfits = Misfits(
-        wrong=list(_wrong(mine, saved, metadata[MODEL])),
         missing=[repr(name) for name in mine if name not in saved],
         unexpected=[repr(name) for name in saved if name not in mine],
     )
+    _compare(mine, saved, metadata[MODEL], misfits)
     if has_optimizer and OPTIMIZER not in state:
         misfits.wrong.append("no state of an optimizer was saved")
     elif has_optimizer:
@@ -296,24 +296,26 @@ def _check_together(
         raise CheckpointError(msg)
 
 
-def _wrong(mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any]) -> Any:
-    """Yield what differs between a model and what was saved of one."""
+def _compare(
+    mine: dict[str, Any], saved: dict[str, Any], described: dict[str, Any], misfits: Misfits
+) -> None:
+    """Note what differs between a model and what was saved of one."""
     for name, tensor in mine.items():
         if name not in saved or not isinstance(tensor, Tensor):
             continue
         if name not in described:
-            yield f"not described: {name!r}"
+            misfits.wrong.append(f"not described: {name!r}")
             continue
         here, there = _describe(name, tensor), described[name]
-        if here["shape"] != there["shape"]:
-            yield f"of another shape: {name!r} is {here['shape']}, was saved as {there['shape']}"
-        elif (here["range"], here["cut"]) != (there["range"], there["cut"]):
-            yield (
+        if not misfits.compare(repr(name), tensor, info_of(there)):
+            continue
+        if (here["range"], here["cut"]) != (there["range"], there["cut"]):
+            misfits.wrong.append(
                 f"cut in another way: of {name!r} this rank has the range {here['range']}, of the "
                 f"saved one {there['range']}"
             )
         elif not is_piece(saved[name], there):
-            yield f"not what is said of it: {name!r}"
+            misfits.wrong.append(f"not what is said of it: {name!r}")
 
 
 def _wrong_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any:
@@ -331,16 +333,7 @@ def _is_group(group: Any) -> bool:
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
-    """Copy a piece into a tensor of the model, which gets memory if it is on meta."""
-    if isinstance(target, ShardedTensor):
-        if target.is_meta:
-            target.replace_piece(value.to(target.spec.device, target.dtype, copy=True))
-        else:
-            target.to_local().copy_(value)
-    elif target.is_meta:
-        give_memory(target, value.to(dtype=target.dtype, copy=True))
-    else:
-        target.copy_(value)
+    fill_memory(target, value.device, lambda memory: memory.copy_(value))
 
 
 def _optimizer_room(

@@ -124,14 +124,7 @@ def check_arguments(model: Any, optimizers: Any) -> None:
 
 
 def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Meter) -> Path:
-    """Write a checkpoint; see `save`.
-
-    Args:
-        job: Things to save.
-        collect: Function that makes the state; its errors are raised on all ranks.
-        group: Process group that this thread alone uses now.
-        meter: Counts.
-    """
+    """Write a checkpoint; see `save`."""
     writer = CheckpointWriter(
         job.path,
         overwrite=job.overwrite,
@@ -231,11 +224,7 @@ def _is_distributed_state(value: Any) -> bool:
 
 
 def layout_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe how a model's parameters are spread over ranks, for people who look at a file.
-
-    Args:
-        model: State dict of it.
-    """
+    """Describe how a model's parameters are spread over ranks, for people who look at a file."""
     meshes: list[dict[str, Any]] = []
     params: dict[str, int] = {}
     for name, param in model.items():
@@ -360,12 +349,7 @@ class SaveHandle:
         return None if heard else self._error
 
     def end(self, limit_s: float, what: str) -> None:
-        """Wait until it is done, at most so many seconds; tell if it takes longer.
-
-        Args:
-            limit_s: Limit in seconds.
-            what: Name of what waits, for the log.
-        """
+        """Wait until it is done, at most so many seconds; tell if it takes longer."""
         if self._is_given_up:
             return
         silent_s = min(_SILENT_S, limit_s / 2)

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 class LossScale:
     """A number, or a GradScaler, which is asked.
 
-    Args:
-        source: The number, or the GradScaler.
-
     Attributes:
         value: The scale as it was read last.
         may_skip: Whether steps are skipped where gradients overflow.
@@ -109,11 +106,6 @@ def find_matrices(
     """Return the matrices for which low rank sends at least `min_rate` times fewer numbers.
 
     A cut may fall inside of a row: what is left of a row at either end is in no matrix.
-
-    Args:
-        pieces: Parameters, and where they lie in the range.
-        rank_of: A rank, or a function of a parameter's name and (rows, columns).
-        min_rate: Least rate.
     """
     result = []
     for piece in pieces:

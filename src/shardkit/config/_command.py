@@ -96,13 +96,7 @@ def default_fields(
 
 
 def asked_fields(ask: Terminal, *, num_processes: int, use_cpu: bool) -> dict[str, Any]:
-    """Ask, and return the fields of a config.
-
-    Args:
-        ask: The terminal.
-        num_processes: Number of ranks that is offered.
-        use_cpu: Answer that is offered.
-    """
+    """Ask, and return the fields of a config; the number and the answer are offered."""
     use_cpu = ask.yes("Do the ranks compute on the CPU?", default=use_cpu)
     machines = _machines(ask)
     fsdp = _fsdp(ask)

@@ -140,11 +140,13 @@ class Field:
         use: User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
             ``"noted"``: nobody.
         note: Reason why it changes nothing; empty: it does something.
+        default: Value where nothing is written.
     """
 
     kind: Kind
     use: Use = "applied"
     note: str = ""
+    default: Any = None
 
 
 _TPU = "Only accelerate tpu-config reads it."
@@ -178,12 +180,13 @@ TOP = {
                 "fp8": "Write bf16, and pass low-precision weights as tensor subclasses with "
                 "fsdp_pre_all_gather."
             },
-        )
+        ),
+        default="no",
     ),
     "use_cpu": Field(flag),
-    "num_processes": Field(number(1, MAX_RANKS * MAX_RANKS, also=(-1,))),
-    "num_machines": Field(number(1, MAX_RANKS)),
-    "machine_rank": Field(number(0, MAX_RANKS - 1), "launcher"),
+    "num_processes": Field(number(1, MAX_RANKS * MAX_RANKS, also=(-1,)), default=-1),
+    "num_machines": Field(number(1, MAX_RANKS), default=1),
+    "machine_rank": Field(number(0, MAX_RANKS - 1), "launcher", default=0),
     "gpu_ids": Field(text, "launcher"),
     "main_process_ip": Field(text, "launcher"),
     "main_process_port": Field(number(0, 2**16 - 1), "launcher"),
@@ -232,11 +235,11 @@ TOP = {
 }
 
 FSDP = {
-    "fsdp_version": Field(choice("1", "2")),
+    "fsdp_version": Field(choice("1", "2"), default="1"),
     "fsdp_sharding_strategy": Field(choice(*STRATEGIES, from_1=True)),
     "fsdp_reshard_after_forward": Field(text),
-    "fsdp_offload_params": Field(flag),
-    "fsdp_auto_wrap_policy": Field(choice(*WRAPS)),
+    "fsdp_offload_params": Field(flag, default=False),
+    "fsdp_auto_wrap_policy": Field(choice(*WRAPS), default="NO_WRAP"),
     "fsdp_transformer_layer_cls_to_wrap": Field(names),
     "fsdp_min_num_params": Field(number(1)),
     "fsdp_backward_prefetch": Field(choice(*PREFETCHES, from_1=True)),
@@ -244,7 +247,7 @@ FSDP = {
     "fsdp_state_dict_type": Field(choice(*STATE_DICTS, from_1=True)),
     "fsdp_cpu_ram_efficient_loading": Field(flag),
     "fsdp_sync_module_states": Field(flag),
-    "fsdp_activation_checkpointing": Field(flag),
+    "fsdp_activation_checkpointing": Field(flag, default=False),
     "fsdp_activation_checkpointing_offload": Field(
         unused("Run forward in torch.autograd.graph.save_on_cpu(pin_memory=True).", "false", "no")
     ),
@@ -278,6 +281,7 @@ PARALLELISM = {
 }
 
 SECTIONS = {"": TOP, "fsdp_config": FSDP, "parallelism_config": PARALLELISM}
+_FIELDS = {**TOP, **FSDP, **PARALLELISM}
 PREFIXES = {"": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 """What names of a section begin with; Accelerate takes those of fsdp_config without it, too."""
 
@@ -342,11 +346,7 @@ class Settings:
 
 
 class Found:
-    """Fields that were written, with their values as they are meant, and all complaints.
-
-    Args:
-        document: The file or dict as it was read.
-    """
+    """Fields that were written, with their values as they are meant, and all complaints."""
 
     def __init__(self, document: Section) -> None:
         self.document = document
@@ -357,8 +357,8 @@ class Found:
             self._take(name)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field, by its whole name."""
-        return self._values.get(name, default)
+        """Return the value of a field, by its whole name; else `default`, or the field's own."""
+        return self._values.get(name, _FIELDS[name].default if default is None else default)
 
     def has_fields(self, section: str) -> bool:
         """Whether a section was written, and is not empty."""
@@ -387,17 +387,15 @@ class Found:
 
     def notes(self) -> tuple[str, ...]:
         """Return what was written and changes nothing, with the reason."""
-        fields = {name: each for fields in SECTIONS.values() for name, each in fields.items()}
         return tuple(
-            f"{self._entries[name].place}: {name} changes nothing. {fields[name].note}"
+            f"{self._entries[name].place}: {name} changes nothing. {_FIELDS[name].note}"
             for name in self._values
-            if fields[name].note and self._values[name] not in (None, False, [], {})
+            if _FIELDS[name].note and self._values[name] not in (None, False, [], {})
         )
 
     def launcher(self) -> dict[str, Any]:
         """Return the fields that whoever starts the ranks uses."""
-        fields = SECTIONS[""]
-        return {n: v for n, v in self._values.items() if n in fields and fields[n].use != "applied"}
+        return {n: v for n, v in self._values.items() if n in TOP and TOP[n].use != "applied"}
 
     def _take(self, section: str) -> None:
         document = self.document
@@ -450,7 +448,7 @@ class Found:
 def settings_of(found: Found) -> Settings:
     """Return what fields mean that are free of contradictions."""
     distributed_type = found.value("distributed_type", "NO")
-    version = int(found.value("fsdp_version", "1"))
+    version = int(found.value("fsdp_version"))
     is_fsdp = is_fsdp_type(found)
     is_fsdp_1 = is_fsdp and version == 1
     parallelism = parallelism_of(found)
@@ -458,14 +456,14 @@ def settings_of(found: Found) -> Settings:
         distributed_type=distributed_type,
         device_type="cpu" if found.value("use_cpu") else DEVICES.get(distributed_type),
         strategy=_strategy_of(found, version, parallelism) if is_fsdp else "replicate",
-        precision=found.value("mixed_precision", "no"),
+        precision=found.value("mixed_precision"),
         is_fsdp=is_fsdp,
         fsdp_version=version,
         parallelism=parallelism,
         num_processes=num_processes_of(found),
-        num_machines=found.value("num_machines", 1),
-        offload_params=found.value("fsdp_offload_params", False),
-        wrap=found.value("fsdp_auto_wrap_policy", "NO_WRAP"),
+        num_machines=found.value("num_machines"),
+        offload_params=found.value("fsdp_offload_params"),
+        wrap=found.value("fsdp_auto_wrap_policy"),
         transformer_layer_cls_to_wrap=found.value("fsdp_transformer_layer_cls_to_wrap"),
         min_num_params=found.value("fsdp_min_num_params", _MIN_NUM_PARAMS),
         forward_prefetch=found.value("fsdp_forward_prefetch", False if is_fsdp_1 else None),
@@ -477,7 +475,7 @@ def settings_of(found: Found) -> Settings:
             "SHARDED_STATE_DICT" if is_fsdp and version != 1 else "FULL_STATE_DICT",
         ),
         sync_module_states=_is_synced(found, parallelism) if is_fsdp else True,
-        activation_checkpointing=found.value("fsdp_activation_checkpointing", False),
+        activation_checkpointing=found.value("fsdp_activation_checkpointing"),
         ignored_modules=found.value("fsdp_ignored_modules"),
         launcher=found.launcher(),
         notes=found.notes(),
@@ -505,17 +503,13 @@ def strategy_name(found: Found) -> str | None:
 
 
 def reshards(found: Found) -> bool:
-    """Return fsdp_reshard_after_forward of version 2.
-
-    Raises:
-        NotOfKindError: It is neither true nor false.
-    """
+    """Return fsdp_reshard_after_forward of version 2; NotOfKindError: it is no flag."""
     return flag(found.value("fsdp_reshard_after_forward", True))
 
 
 def num_processes_of(found: Found) -> int | None:
     """Return num_processes; None: not said, which -1 means."""
-    number: int = found.value("num_processes", -1)
+    number: int = found.value("num_processes")
     return None if number == -1 else number
 
 
@@ -557,7 +551,7 @@ def check(found: Found) -> None:
     _check_processes(found)
     if not is_fsdp_type(found):
         return
-    if found.value("fsdp_version", "1") == "1":
+    if found.value("fsdp_version") == "1":
         _check_version_1(found)
     else:
         _check_version_2(found)
@@ -591,7 +585,7 @@ def _check_type(found: Found) -> None:
 
 
 def _check_processes(found: Found) -> None:
-    number, machines = num_processes_of(found), found.value("num_machines", 1)
+    number, machines = num_processes_of(found), found.value("num_machines")
     if found.value("distributed_type") == "NO" and number not in (None, 1):
         found.complain(
             "num_processes",
@@ -610,7 +604,7 @@ def _check_processes(found: Found) -> None:
             f"is {number}, which are {number // machines} on each of {machines} machines. Write "
             f"{MAX_RANKS} for a machine at the most.",
         )
-    rank = found.value("machine_rank", 0)
+    rank = found.value("machine_rank")
     if rank >= machines:
         found.complain(
             "machine_rank",
@@ -689,7 +683,7 @@ def _sizes_for(name: str) -> str:
 
 
 def _check_wrapping(found: Found) -> None:
-    policy = found.value("fsdp_auto_wrap_policy", "NO_WRAP")
+    policy = found.value("fsdp_auto_wrap_policy")
     for name, owner in (
         ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_min_num_params", "SIZE_BASED_WRAP"),

@@ -38,12 +38,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field as it was written.
-
-    Attributes:
-        value: A scalar, a list, or a `Section`.
-        place: Line where it stands.
-    """
+    """A field as it was written: a scalar, a list, or a `Section`."""
 
     value: Any
     place: SourceLine
@@ -51,13 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Fields by their names, as they were written.
-
-    Attributes:
-        name: Name of the section; empty for the whole.
-        entries: Fields in the order of the file.
-        place: Line where it begins.
-    """
+    """Fields by their names, as they were written; the name of the whole is empty."""
 
     name: str
     entries: dict[str, Setting]

@@ -115,11 +115,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], read_config: Any) -> Arguments:
-    """Return what to launch.
-
-    Args:
-        argv: Words without the program's name.
-        read_config: A function of the path of a config file, which returns its fields.
+    """Return what to launch; `read_config` returns the fields of a file by its path.
 
     Raises:
         LaunchError: Options, or fields of the config file, that contradict each other.
@@ -308,14 +304,7 @@ def _choose_rendezvous(arguments: Arguments, fields: Mapping[str, Any]) -> None:
 
 
 def meet(arguments: Arguments, *, host: str, port: int, host_rank: int) -> None:
-    """Let the hosts meet at a port of the first one.
-
-    Args:
-        arguments: The launch, which is changed.
-        host: Name or address of the first one.
-        port: Port there.
-        host_rank: Number of this one.
-    """
+    """Change a launch so that the hosts meet at a port of the first one."""
     torchrun = arguments.torchrun
     if arguments.min_hosts < arguments.max_hosts and torchrun.rdzv_backend == "static":
         torchrun.rdzv_backend = "c10d"  # A number of hosts that may change needs it.

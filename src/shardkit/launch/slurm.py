@@ -23,10 +23,6 @@ class Tasks(NamedTuple):
     """The tasks of a job step, and which of them this process is.
 
     Attributes:
-        rank: Number of this one.
-        world_size: Number of all.
-        local_rank: Number of this one among those of its host.
-        local_world_size: Number of tasks of its host.
         host: Number of its host in `hosts`.
         hosts: Names of all hosts.
         address: Host where the ranks meet: the first of them, or MASTER_ADDR.

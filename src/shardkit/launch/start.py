@@ -50,8 +50,6 @@ class Failure:
     """How one rank of this host failed.
 
     Attributes:
-        rank: Number of the rank in the world.
-        local_rank: Number of the rank on this host.
         at: Time in seconds since 1970.
         message: Type and text of its exception, or how its process ended.
         traceback: Traceback of its exception; empty: its process ended without one.
@@ -64,7 +62,7 @@ class Failure:
     traceback: str
 
     @property
-    def verdict(self) -> str | None:
+    def diagnosis(self) -> str | None:
         """What the ranks found out about each other, if that is how it ended."""
         return self.message.removeprefix(_PARTED) if self.message.startswith(_PARTED) else None
 
@@ -73,11 +71,7 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
     """Return how ranks of this host failed, in the order in which they did.
 
     Torchrun ends the others when it sees the first process that has failed. What those have left
-    in their error files until then counts as well.
-
-    Args:
-        error: The error that torchrun's agent raised.
-        logs: Folder of this launch alone, in which it keeps what ranks wrote.
+    in their error files until then, in the folder of this launch, counts as well.
     """
     rank_0 = next(rank - failure.local_rank for rank, failure in error.failures.items())
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.split("_")[1]))
@@ -96,7 +90,7 @@ def failures_of(error: ChildFailedError, logs: Path) -> list[Failure]:
     if not found:  # All of them were ended, by somebody else.
         found = [_without_file(*error.get_first_failure())]
     # By time; who only heard of another's failure comes after those who did not.
-    return sorted(found, key=lambda failure: (failure.verdict is not None, failure.at))
+    return sorted(found, key=lambda failure: (failure.diagnosis is not None, failure.at))
 
 
 def _of_file(file: Path, rank: int, local_rank: int) -> Failure | None:
@@ -128,12 +122,7 @@ def _without_file(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def report(failures: list[Failure], num_ranks: int) -> str:
-    """Return what is shown last: the verdict, if there is one, and the first rank's traceback.
-
-    Args:
-        failures: Result of `failures_of`, at least one.
-        num_ranks: Number of ranks of this host.
-    """
+    """Return what is shown last: the diagnosis, if there is one, and the first rank's traceback."""
     first, *others = failures
     host, when = socket.gethostname(), time.strftime("%H:%M:%S", time.localtime(first.at))
     count = f"{len(failures)} of {num_ranks} ranks on {host} failed"
@@ -141,11 +130,11 @@ def report(failures: list[Failure], num_ranks: int) -> str:
     lines += [
         f"rank {other.rank}: {other.message.splitlines()[0]}"
         for other in others
-        if other.verdict is None
+        if other.diagnosis is None
     ]
-    told = next((each for each in others if each.verdict is not None), None)
-    if told is not None and first.verdict is None:
-        lines += ["", f"What rank {told.rank} was told:", str(told.verdict)]
+    told = next((each for each in others if each.diagnosis is not None), None)
+    if told is not None and first.diagnosis is None:
+        lines += ["", f"What rank {told.rank} was told:", str(told.diagnosis)]
     lines += ["", f"rank {first.rank}:", first.traceback.rstrip() or first.message]
     return "\n".join(lines)
 
@@ -163,13 +152,7 @@ _COLOURS = tuple(f"\x1b[{code}m" for code in (36, 33, 35, 32, 34, 31, 96, 93, 95
 
 
 def wants_colour(choice: str, stream: TextIO) -> bool:
-    """Say whether a stream gets colours.
-
-    Args:
-        choice: ``"always"``, ``"never"`` or ``"auto"``: on a terminal, unless the environment has
-            ``NO_COLOR``.
-        stream: Stream that is written to.
-    """
+    """Say whether a stream gets colours; ``"auto"``: a terminal does, but for ``NO_COLOR``."""
     if choice == "auto":
         return not os.environ.get("NO_COLOR") and stream.isatty()
     return choice == "always"
@@ -179,11 +162,8 @@ class RankLines:
     """A stream that torchrun's agent writes the output of ranks to, from several threads.
 
     The agent writes what it finds in a rank's file, maybe half a line. Here a line is kept until
-    it is whole, so that lines of different ranks do not mix.
-
-    Args:
-        stream: Stream that gets the lines.
-        colour: Whether the header of each has its rank's colour.
+    it is whole, so that lines of different ranks do not mix. With `colour` the header of each has
+    its rank's colour.
     """
 
     def __init__(self, stream: TextIO, *, colour: bool) -> None:

@@ -66,12 +66,7 @@ _NAME = re.compile(
 
 
 def refuse_class(optimizer_class: type[Optimizer], remedy: str) -> None:
-    """Refuse a class of optimizers that is known not to be elementwise.
-
-    Args:
-        optimizer_class: The class that users gave, or one that derives from a known one.
-        remedy: A sentence that says what to do instead.
-    """
+    """Refuse a class of optimizers that is known not to be elementwise."""
     for base in optimizer_class.__mro__:
         found = _NAME.match(base.__name__.lower().replace("_", ""))
         if found is not None:

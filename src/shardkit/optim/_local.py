@@ -135,9 +135,7 @@ class SteppedRun:
     def join(self, tensors: Sequence[Any], dtype: torch.dtype | None) -> Tensor:
         """Return one tensor laid out as the run: a view where that can be, else a copy.
 
-        Args:
-            tensors: One for each part, cut as its parameter is, or whole.
-            dtype: Dtype of the result; None: as it is.
+        Of each part there is a tensor, cut as its parameter is, or whole.
         """
         if self.is_plain:
             plain: Tensor = tensors[0]
@@ -202,12 +200,6 @@ def plan_runs(
     master_dtype: torch.dtype | None,
 ) -> list[SteppedRun]:
     """Return what stands for the parameters of one group.
-
-    Args:
-        params: Parameters of the group.
-        state: State of these, as users see it.
-        codec: The form in which their state is kept.
-        master_dtype: Dtype of masters; None: there are none.
 
     Raises:
         OptimizerError: A parameter is on meta, or its operators are traced (XLA).

@@ -47,22 +47,55 @@ def _form_of(leaf: Any) -> Any:
     return leaf.detach().cpu() if leaf.ndim == 0 else _Form(tuple(leaf.shape), leaf.dtype)
 
 
+# --- stacks ---------------------------------------------------------------------------------------
+#
+# Of a stack of shape (..., rows, columns) the inner optimizer steps views, one for each matrix.
+# Its state is shown stacked in the same way.
+
+
+def _matrices(stack: Tensor) -> Sequence[Tensor]:
+    return stack.detach().view(-1, *stack.shape[-2:]).unbind()
+
+
+def _stacked(entries: Sequence[Any], lead: Sequence[int], name: str = "") -> Any:
+    """Return the state of all matrices of a stack; `lead` is its shape without theirs."""
+    first = entries[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(entries)).unflatten(0, tuple(lead))
+    if isinstance(first, dict):
+        return {key: _stacked([each[key] for each in entries], lead, key) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_stacked(each, lead, name) for each in zip(*entries, strict=True))
+    if any(each != first for each in entries):
+        msg = (
+            f"state {name!r} must be a tensor, or equal for all matrices of a stack, got {first!r} "
+            f"and others. Keep a tensor there, or pass a class that takes stacks, and stacks=False."
+        )
+        raise OptimizerError(msg)
+    return first
+
+
+def _of_matrix(leaf: Any, number: int, lead: int) -> Any:
+    """Return what one matrix has of stacked state; `lead` is how many dims the stack adds."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return (leaf.flatten(0, lead - 1)[number] if leaf.ndim >= lead else leaf).clone()
+
+
 # --- the part of one rank -------------------------------------------------------------------------
 
 
 class OwnedParams:
     """The parameters of an owner group that belong to this rank.
 
-    Args:
-        group: The ranks of a mesh and their parameters.
-
     Attributes:
         group: The group.
-        wholes: The parameters that belong to this rank, whole, by index; the inner optimizer's.
+        wholes: The parameters that belong to this rank, whole, by index.
+        stepped_as: Parameters that the inner optimizer steps of each: the whole, or views of it.
         stepped: Parameters that have been stepped, on any rank: those have state.
     """
 
-    def __init__(self, group: OwnerGroup) -> None:
+    def __init__(self, group: OwnerGroup, *, stacks: bool) -> None:
         self.group = group
         self.stepped: set[int] = set()
         # Memory of its own, with a version counter of its own, until values are brought.
@@ -70,6 +103,12 @@ class OwnedParams:
             index: nn.Parameter(group.piece_of(index).new_empty(tuple(group.params[index].shape)))
             for index, owner in enumerate(group.owners)
             if owner == group.me
+        }
+        self.stepped_as: dict[int, list[nn.Parameter]] = {
+            index: [nn.Parameter(each) for each in _matrices(whole)]
+            if stacks and whole.ndim > 2  # noqa: PLR2004 - a matrix has two dims
+            else [whole]
+            for index, whole in self.wholes.items()
         }
         self._forms: dict[int, Entries] = {}
         self._copies: list[tuple[Tensor, int]] = []
@@ -107,9 +146,25 @@ class OwnedParams:
             for index, whole in Gathering(self.group, batch, pieces, "values").finish().items():
                 if self.group.is_whole_here(index):
                     self.wholes[index].data = whole
+                    if self._is_stack(index):
+                        for each, view in zip(
+                            self.stepped_as[index], _matrices(whole), strict=True
+                        ):
+                            each.data = view
                 else:
                     self.wholes[index].data.copy_(whole)
         return active
+
+    def _is_stack(self, index: int) -> bool:
+        return self.stepped_as[index][0] is not self.wholes[index]
+
+    def take_gradient(self, index: int, gradient: Tensor) -> list[nn.Parameter]:
+        """Give what the inner optimizer steps of a parameter its gradient; return that."""
+        steps = self.stepped_as[index]
+        parts = _matrices(gradient) if self._is_stack(index) else [gradient]
+        for each, part in zip(steps, parts, strict=True):
+            each.grad = part
+        return steps
 
     def _is_stale(self, index: int) -> bool:
         """Whether this rank's piece was written by others since the whole was made of it."""
@@ -162,18 +217,21 @@ class OwnedParams:
     def put(self, state: State, inner: Optimizer) -> None:
         """Give an optimizer what belongs to this rank of a state by parameter. Collective.
 
-        Args:
-            state: State that `show` returned, or sharded as the parameters are, or whole.
-            inner: The optimizer.
-
         Cost: one all-to-all for each tensor that is sharded as its parameter; a gather for each
         that is sharded otherwise.
         """
         given = {i: state[param] for i, param in enumerate(self.group.params) if state.get(param)}
         for index, shown in given.items():
             entries = map_leaves(shown, functools.partial(self._whole, index))
-            if index in self.wholes:
+            if index not in self.wholes:
+                continue
+            if not self._is_stack(index):
                 inner.state[self.wholes[index]] = entries
+                continue
+            lead = self.wholes[index].ndim - 2
+            for number, each in enumerate(self.stepped_as[index]):
+                part = functools.partial(_of_matrix, number=number, lead=lead)
+                inner.state[each] = map_leaves(entries, part)
         self.stepped = set(given)
         self.exchange_forms(inner)
 
@@ -187,7 +245,7 @@ class OwnedParams:
             if not isinstance(leaf, Tensor) or leaf.ndim == 0:
                 return leaf
             flat = leaf.detach().reshape(-1)
-            if not leaf.is_contiguous():
+            if not leaf.is_contiguous() or self._is_stack(index):
                 self._copies.append((flat, _compat.version_of(flat)))
             return ShardedTensor(flat, group.owned_spec(index, leaf.shape))
 
@@ -213,16 +271,18 @@ class OwnedParams:
     def _state_in(self, inner: Optimizer) -> dict[int, Entries]:
         """Return an optimizer's state of what belongs to this rank."""
         state: Mapping[Any, Any] = inner.state
-        return {i: state[whole] for i, whole in self.wholes.items() if state.get(whole)}
+        found = {}
+        for index, steps in self.stepped_as.items():
+            if not state.get(steps[0]):
+                continue
+            entries = [state[each] for each in steps]
+            is_stack, lead = self._is_stack(index), self.wholes[index].shape[:-2]
+            found[index] = _stacked(entries, lead) if is_stack else entries[0]
+        return found
 
 
 class Batch:
-    """Parameters that travel together: gradients to their owners, new values back.
-
-    Args:
-        owned: Parameters of an owner group that belong to this rank.
-        indices: Parameters of the group.
-    """
+    """Parameters that travel together: gradients to their owners, new values back."""
 
     _gradients: Gathering
     _values: Scattering
@@ -241,12 +301,10 @@ class Batch:
         self._gradients = Gathering(self._owned.group, self._indices, pieces, "gradients")
 
     def finish_gradients(self) -> list[nn.Parameter]:
-        """Return the whole parameters of this rank, with their gradients."""
+        """Return what the inner optimizer steps on this rank, with gradients."""
         mine = []
         for index, gradient in self._gradients.finish().items():
-            whole = self._owned.wholes[index]
-            whole.grad = gradient
-            mine.append(whole)
+            mine += self._owned.take_gradient(index, gradient)
         del self._gradients  # And what was received.
         return mine
 
@@ -324,6 +382,7 @@ class MatrixOptimizer(DelegatingOptimizer):
         *,
         cost: Callable[[tuple[int, ...]], float] | None = None,
         batch_bytes: int = BATCH_BYTES,
+        stacks: bool = False,
         **defaults: Any,
     ) -> None:
         """Take parameters of a model that is sharded, or will be before the first step.
@@ -336,11 +395,15 @@ class MatrixOptimizer(DelegatingOptimizer):
             cost: Function that returns the cost of a parameter by its global shape, in any unit;
                 equal on all ranks. None: the multiplications of its Gram matrix.
             batch_bytes: Bytes of gradients that a rank gets at once, about.
+            stacks: Whether parameters of more than two dims are stacks of matrices, such as
+                experts, of which `optimizer_class` steps each matrix by itself. Their state is
+                shown stacked. Otherwise it gets them as they are.
             **defaults: Options of `optimizer_class`.
 
         Raises:
             OptimizerError: It is no class of optimizers, or `batch_bytes` is below 1. At the first
-                step: parameters on XLA devices, or ranks with different parameters.
+                step: parameters on XLA devices, ranks with different parameters, or stacks that
+                are not sharded.
             Exception: What `optimizer_class` raises of parameters of these shapes.
         """
         if batch_bytes < 1:
@@ -350,9 +413,10 @@ class MatrixOptimizer(DelegatingOptimizer):
             raise OptimizerError(msg)
         self._cost = cost
         self._batch_nbytes = batch_bytes
+        self._stacks = stacks
         super().__init__(params, optimizer_class, defaults)
 
-    _kept = (*DelegatingOptimizer._kept, "_cost", "_batch_nbytes")  # noqa: SLF001 - base
+    _kept = (*DelegatingOptimizer._kept, "_cost", "_batch_nbytes", "_stacks")  # noqa: SLF001 - base
 
     def _forget(self) -> None:
         super()._forget()
@@ -369,17 +433,23 @@ class MatrixOptimizer(DelegatingOptimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        shapes = [tuple(p.shape[-2:] if self._stacks else p.shape) for p in group["params"]]
         like = [
-            nn.Parameter(torch.empty(tuple(p.shape), dtype=p.dtype, device="meta"))
-            for p in group["params"]
+            nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
+            for shape, p in zip(shapes, group["params"], strict=True)
         ]
         if like:
             try:
                 self.optimizer_class(
                     [{**self._settings_of(group), "params": like}], **self._options
                 )
-            except BaseException:
+            except BaseException as error:
                 self.param_groups.pop()
+                if any(len(shape) > 2 for shape in shapes):  # noqa: PLR2004 - a matrix has two
+                    error.add_note(
+                        "MatrixOptimizer(..., stacks=True) has the class step each matrix of a "
+                        "parameter of more than two dims by itself."
+                    )
                 raise
 
     # --- who owns what --------------------------------------------------------------------------
@@ -422,11 +492,11 @@ class MatrixOptimizer(DelegatingOptimizer):
     def _new_tensors(self) -> list[list[nn.Parameter]]:
         if self._is_outdated():
             self._give_out()
-        inner: dict[int, nn.Parameter] = {id(param): param for param in self._plain}
+        inner: dict[int, list[nn.Parameter]] = {id(param): [param] for param in self._plain}
         for owned in self._owned:
-            inner |= {id(owned.group.params[index]): whole for index, whole in owned.wholes.items()}
+            inner |= {id(owned.group.params[i]): steps for i, steps in owned.stepped_as.items()}
         return [
-            [inner[id(param)] for param in group["params"] if id(param) in inner]
+            [each for param in group["params"] for each in inner.get(id(param), ())]
             for group in self.param_groups
         ]
 
@@ -435,9 +505,17 @@ class MatrixOptimizer(DelegatingOptimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         sharded: list[Any] = [param for param in params if isinstance(param, ShardedTensor)]
         self._plain = [param for param in params if not isinstance(param, ShardedTensor)]
+        plain = [tuple(p.shape) for p in self._plain if p.ndim > 2]  # noqa: PLR2004 - a stack
+        if self._stacks and plain:
+            msg = (
+                f"stacks=True takes sharded stacks, got a parameter of shape {plain[0]} that is "
+                f"not sharded. Shard its module, or step it by an optimizer of its own."
+            )
+            raise OptimizerError(msg)
         about = f"{self.optimizer_class.__qualname__}, batch_bytes={self._batch_nbytes}"
+        about += f", stacks={self._stacks}"
         groups, loads = make_owner_groups(sharded, self._cost or matrix_cost, about)
-        self._owned = [OwnedParams(group) for group in groups]
+        self._owned = [OwnedParams(group, stacks=self._stacks) for group in groups]
         self._known = self._describe()
         ranks = groups[0].axis.members if groups else ()
         self._loads = dict(zip(ranks, loads, strict=True))
@@ -500,8 +578,9 @@ class MatrixOptimizer(DelegatingOptimizer):
 
     def _drop(self) -> None:
         for owned in self._owned:
-            for whole in owned.wholes.values():
-                whole.grad = None
+            for steps in owned.stepped_as.values():
+                for each in steps:
+                    each.grad = None
 
     # --- state ----------------------------------------------------------------------------------
 

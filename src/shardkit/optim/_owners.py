@@ -74,11 +74,6 @@ def assign_owners(
 ) -> list[int]:
     """Return which rank each matrix belongs to.
 
-    Args:
-        costs: Cost of each matrix, none below 0.
-        num_ranks: Number of ranks, at least 1.
-        loads: Load that each rank has already; None: none.
-
     Cost: O(M log(M N)) for M matrices on N ranks.
     """
     start = loads if loads is not None else [0] * num_ranks
@@ -109,15 +104,8 @@ def plan_batches(
 ) -> list[list[int]]:
     """Return the matrices of each batch, so that each rank has as much to do in one as in another.
 
-    Args:
-        costs: Cost of each matrix.
-        nbytes: Size of each matrix in bytes.
-        owners: Owner of each matrix.
-        batch_nbytes: Bytes of a batch that one rank owns, about; a larger matrix travels alone.
-
-    Returns:
-        Indices, rising in each batch. Every matrix is in one batch; there are no batches without
-        any.
+    Of a batch one rank owns about `batch_nbytes`; a larger matrix travels alone. Indices rise in
+    each batch, and no batch is empty.
     """
     by_owner: dict[int, list[int]] = {}
     for index, owner in enumerate(owners):
@@ -260,12 +248,6 @@ def plan_traffic(
 class Gathering:
     """Pieces of parameters (values, gradients, state) that become whole ones at their owners.
 
-    Args:
-        group: Ranks and their parameters.
-        indices: Indices of the parameters, one or more.
-        pieces: This rank's, by index; of one dtype.
-        of: Word for the pieces, for messages.
-
     Cost: one all-to-all: this rank sends its pieces once, to the owners in its replica.
     """
 
@@ -309,12 +291,6 @@ class Gathering:
 
 class Scattering:
     """Whole parameters at their owners, of which every member gets its piece.
-
-    Args:
-        group: Ranks and their parameters.
-        indices: Indices of the parameters, one or more.
-        wholes: Full parameters of this rank, by index; of one dtype.
-        of: Word for the wholes, for messages.
 
     Cost: one all-to-all: each rank receives its pieces once.
     """
@@ -362,16 +338,7 @@ def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class _Exchange:
-    """One all-to-all; where a rank is alone, none.
-
-    Args:
-        group: Ranks and their parameters.
-        like: A tensor of the dtype and device of all elements.
-        indices: Parameters that travel; equal on all members.
-        send: Tensors for each member, 1-D.
-        gets: Parameters that come from each member, and how many elements of each.
-        of: Word for what travels, for messages.
-    """
+    """One all-to-all; where a rank is alone, none."""
 
     def __init__(
         self,

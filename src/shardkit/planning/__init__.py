@@ -1,6 +1,18 @@
 """Foreseeing a run: what it holds and what it sends, before anything is launched."""
 
 from shardkit.planning._api import plan
-from shardkit.planning._plan import Advice, Instant, OwnedMemory, RunPlan, SentTotal
+from shardkit.planning._plan import Advice, Choice, Instant, OwnedMemory, RunPlan, SentTotal
+from shardkit.planning._time import ModuleCost, Span, StepTime
 
-__all__ = ["Advice", "Instant", "OwnedMemory", "RunPlan", "SentTotal", "plan"]
+__all__ = [
+    "Advice",
+    "Choice",
+    "Instant",
+    "ModuleCost",
+    "OwnedMemory",
+    "RunPlan",
+    "SentTotal",
+    "Span",
+    "StepTime",
+    "plan",
+]

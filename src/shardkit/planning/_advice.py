@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: each change is tried by a dry run of its own."""
+"""What to change where a run does not fit or could be faster: each is tried by a dry run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit._policy import CPUOffloadPolicy
 from shardkit._tree import iter_tensors, map_tensors
-from shardkit.planning._plan import Advice
+from shardkit._wrapping.plan import shown_nbytes
+from shardkit._wrapping.policies import size_policy
+from shardkit.planning._plan import Advice, Choice
 from shardkit.planning._run import Run, dry_run
+from shardkit.planning._time import time_of
+
+if TYPE_CHECKING:
+    from shardkit.planning._profile import HardwareProfile
 
 Change = Callable[[Run], Run | None]
 """Returns a run that is changed; None: there is nothing to change."""
@@ -89,3 +95,106 @@ def _peak(run: Run) -> int | None:
 
 def _with_options(run: Run, **options: Any) -> Run:
     return replace(run, options={**run.options, **options})
+
+
+# --- the fastest that fits ------------------------------------------------------------------------
+
+_NUM_CHOICES = 3
+_NUM_MESHES = 5
+_GROUP_PARTS = (4, 16)
+"""Groups of so many parts of the model are tried, beside what the user has chosen."""
+
+
+def choose_among(run: Run, budget_nbytes: int, profile: HardwareProfile) -> tuple[Choice, ...]:
+    """Return the fastest ways to shard that fit; none: nothing that was tried fits.
+
+    One thing after the other is changed: the mesh, what is resharded, the groups, recompute,
+    offload. Of each the best is kept for those that follow, until all have been tried.
+    """
+    tried: list[tuple[Run, Choice]] = []
+    best, best_choice = run, _tried(run, (), profile, None)
+    if best_choice is not None:
+        tried.append((run, best_choice))
+    first = best_choice
+    for variants in (_meshes, _reshards, _groupings, _recomputes, _offloads):
+        kept = () if best_choice is None else best_choice.changes
+        for change, variant in variants(best):
+            made = _tried(variant, (*kept, change), profile, first)
+            if made is not None:
+                tried.append((variant, made))
+        if tried:
+            best, best_choice = min(tried, key=lambda each: _badness(each[1], budget_nbytes))
+    fitting = [choice for _, choice in tried if choice.peak_nbytes <= budget_nbytes]
+    return tuple(sorted(fitting, key=lambda choice: choice.seconds)[:_NUM_CHOICES])
+
+
+def _badness(choice: Choice, budget_nbytes: int) -> tuple[int, float]:
+    """Return what is least for the best one: what fits by its time, the others by their size."""
+    over = max(choice.peak_nbytes - budget_nbytes, 0)
+    return over, choice.seconds
+
+
+def _tried(
+    run: Run, changes: tuple[str, ...], profile: HardwareProfile, first: Choice | None
+) -> Choice | None:
+    """Return what a run comes to; None: it cannot be, whatever the user's code raises."""
+    with contextlib.suppress(Exception):
+        seen = dry_run(run)
+        time, peak = time_of(run, seen, profile), max(seen.meter.totals()[seen.begin :])
+        why = (
+            f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:.1f} ms, "
+            f"peak {shown_nbytes(peak)}"
+        )
+        if first is not None:
+            sent_ms = (time.exposed_s - first.exposed_s) * 1e3
+            computed_ms = (time.seconds - first.seconds) * 1e3 - sent_ms
+            why += (
+                f"; against what was asked for collectives {sent_ms:+.1f} ms, compute "
+                f"{computed_ms:+.1f} ms, peak {peak / first.peak_nbytes - 1:+.0%}"
+            )
+        return Choice(changes, time.seconds, time.exposed_s, peak, why)
+    return None
+
+
+Variants = list[tuple[str, Run]]
+
+
+def _meshes(run: Run) -> Variants:
+    if "strategy" in run.options:
+        return []
+    size = math.prod(run.mesh)
+    shapes = [(size // n, n) if n < size else (size,) for n in range(2, size + 1) if size % n == 0]
+    steps = [shape for shape in shapes if shape != run.mesh][-_NUM_MESHES:]
+    return [(f"a mesh of {'x'.join(map(str, shape))}", replace(run, mesh=shape)) for shape in steps]
+
+
+def _reshards(run: Run) -> Variants:
+    if "strategy" in run.options:
+        return []
+    is_resharded = run.options.get("reshard_after_forward") is not False
+    word = "no reshard after forward" if is_resharded else "reshard after forward"
+    return [(word, _with_options(run, reshard_after_forward=not is_resharded))]
+
+
+def _groupings(run: Run) -> Variants:
+    if {"units", "auto_wrap_policy", "fsdp_min_num_params"} & set(run.options):
+        return []
+    num_params = sum(param.numel() for param in run.model.parameters())
+    return [
+        (
+            f"groups of {num_params // parts:,} parameters or more",
+            _with_options(run, policy=size_policy(num_params // parts)),
+        )
+        for parts in _GROUP_PARTS
+    ]
+
+
+def _recomputes(run: Run) -> Variants:
+    if run.recompute is None:
+        return [("recompute", replace(run, recompute={}))]
+    return [("no recompute", replace(run, recompute=None))]
+
+
+def _offloads(run: Run) -> Variants:
+    changed = _offload(run)
+    return [] if changed is None else [("shards and optimizer state on the host", changed)]

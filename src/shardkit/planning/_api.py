@@ -40,6 +40,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     accumulate: int = 1,
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
     budget: int | None = None,
+    hardware: str | None = None,
+    choose: bool = False,
     **options: Any,
 ) -> RunPlan:
     """Say what a rank will hold and send in a step, without computing or sending anything.
@@ -75,6 +77,10 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         accumulate: Number of micro-batches of a step, of which the last one syncs.
         shard: Function of model and mesh that calls `fully_shard` itself, without `options`.
         budget: Bytes that a device may hold. If it does not fit, changes are tried.
+        hardware: Name of a profile (``"a100"``, ``"cpu"``, ``"h100"``, ``"h200"``, ``"mi300x"``,
+            ``"tpu-v5p"``), or the path of one, for the time of a step.
+        choose: Whether other meshes, groups, recompute and offload are tried, and the fastest that
+            fit are named. Needs `hardware`. Without `budget` a device holds what its profile says.
         **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...
 
     Raises:
@@ -83,9 +89,11 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         WrapError: As of `auto_shard`.
 
     Cost: about 40 µs for each operator of two steps; for each change that is tried the same again.
+    Choosing makes 10 to 20 more.
     """
     # Backends are imported when they are needed.
-    from shardkit.planning._advice import advise
+    from shardkit.planning._advice import advise, choose_among
+    from shardkit.planning._profile import read_profile
     from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
     device = _device_type(device)
@@ -106,6 +114,10 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
     if shard is not None and options:
         msg = f"shard takes the place of {', '.join(options)}. Pass one or the other."
         raise ConfigError(msg)
+    if choose and (hardware is None or shard is not None):
+        msg = "choose needs hardware, the name of a profile, and options in the place of shard."
+        raise ConfigError(msg)
+    profile = None if hardware is None else read_profile(hardware)
     run = Run(
         on_meta(model),
         batch_on_meta(batch),
@@ -119,7 +131,10 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         loss=loss,
         accumulate=accumulate,
     )
-    result = plan_of(run, dry_run(run), budget)
+    result = plan_of(run, dry_run(run), budget, profile)
+    if profile is not None and choose:
+        most = int(profile.memory_nbytes) if budget is None else budget
+        result = replace(result, choices=choose_among(run, most, profile))
     if budget is None or result.fits:
         return result
     return replace(result, advice=advise(run, budget))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import platform
 import re
 import sys
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from shardkit._policy import MixedPrecisionPolicy
 from shardkit._wrapping.plan import shown_nbytes
 from shardkit.config import from_config
 from shardkit.planning._api import plan
+from shardkit.planning._plan import time_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,14 +143,17 @@ def _model_of_transformers(path: Path) -> nn.Module:
 
 def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             show_default=False,
             help="module:function that returns a model, or a model and a batch; or a config.json "
             "of transformers.",
         ),
-    ],
-    mesh: Annotated[str, typer.Option(help="Ranks, or REPLICATExSHARD, e.g. 512x8.")],
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="Ranks, or REPLICATExSHARD, e.g. 512x8."),
+    ] = None,
     batch: Annotated[
         list[str] | None,
         typer.Option(
@@ -183,6 +189,20 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     budget: Annotated[
         str | None, typer.Option(show_default=False, help="What a device may hold, e.g. 80GiB.")
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="A profile for the time, e.g. h100, or its path."),
+    ] = None,
+    choose: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--choose", help="Name the fastest ways to shard that fit.")
+    ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="Measure this machine's ranks, under a launcher, and write a profile there.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002
 ) -> None:
     """Say what a rank will hold and send in a step, before anything is launched.
@@ -194,13 +214,14 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
 
         python -m shardkit plan llama/config.json --mesh 64x8 --wrap LlamaDecoderLayer
         --batch input_ids=1x8192 --batch labels=1x8192 --dtype bfloat16 --recompute
+
+        python -m shardkit launch --nproc-per-node 8 -m shardkit plan --calibrate here.toml
     """
     try:
-        made, own_batch = read_model(model)
-        given = own_batch if batch is None else read_batch(batch)
-        if given is None:
-            msg = "--batch must be given, such as 8x2048: the function returned a model alone."
-            raise ConfigError(msg)
+        if calibrate is not None:
+            _calibrate(calibrate, device)
+            return
+        made, given, shape = _what(model, batch, mesh)
         options: dict[str, Any] = {}
         if config is not None:
             options["shard"] = from_config(config).shard
@@ -210,7 +231,6 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             options["strategy"] = strategy
         if dtype is not None or reduce_dtype is not None:
             options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
-        shape = read_shape(mesh, "--mesh")
         found = plan(
             made,
             given,
@@ -221,6 +241,8 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             recompute=recompute,
             accumulate=accumulate,
             budget=None if budget is None else read_size(budget),
+            hardware=hardware,
+            choose=choose,
             **options,
         )
     except ShardkitError as error:
@@ -236,6 +258,33 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
 
 
 _PIPE_WIDTH = 160
+
+
+def _what(
+    model: str | None, batch: list[str] | None, mesh: str | None
+) -> tuple[nn.Module, Any, tuple[int, ...]]:
+    """Return the model, the batch and the shape of the mesh."""
+    if model is None or mesh is None:
+        msg = "MODEL and --mesh must be given, unless --calibrate is."
+        raise ConfigError(msg)
+    made, own_batch = read_model(model)
+    given = own_batch if batch is None else read_batch(batch)
+    if given is None:
+        msg = "--batch must be given, such as 8x2048: the function returned a model alone."
+        raise ConfigError(msg)
+    return made, given, read_shape(mesh, "--mesh")
+
+
+def _calibrate(path: Path, device: str) -> None:
+    """Measure the ranks of this world; the first one writes the file."""
+    from shardkit.planning._calibrate import calibrate
+    from shardkit.planning._profile import profile_text
+
+    profile = calibrate(device)
+    if os.environ.get("RANK", "0") == "0":
+        host, size = platform.node(), os.environ.get("WORLD_SIZE", "1")
+        about = f"Measured by python -m shardkit plan --calibrate on {size} ranks, {host}."
+        path.write_text(profile_text(profile, about), encoding="utf-8")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -272,6 +321,8 @@ def show(found: RunPlan, console: Console) -> None:
         (str(e.count), e.op, str(e.num_ranks), shown_nbytes(e.nbytes)) for e in found.collectives
     ]
     console.print(_table("Collectives of a step", ("count", "what", "ranks", "bytes"), sent))
+    for line in time_lines(found):
+        console.print(line, highlight=False)
     if found.budget_nbytes is not None and found.margin_nbytes is not None:
         left = shown_nbytes(abs(found.margin_nbytes))
         word = f"fits, {left} are left" if found.fits else f"does not fit, {left} too much"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkit._compat import FLOP_FORMULAS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -124,3 +126,19 @@ def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **optio
         attn_mask = _added(attn_mask, query).expand(*query.shape[:2], query.shape[2], key.shape[2])
     efficient = ops._scaled_dot_product_efficient_attention  # noqa: SLF001
     return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]
+
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> int:
+    """Return the operations of floating point of an operator; 0: torch counts none."""
+    name = func.overloadpacket.__name__
+    if name == _ATTENTION:  # Two products; five in backward, which makes the scores again.
+        return int(4 * args[0].numel() * args[1].shape[-2])
+    if name == f"{_ATTENTION}_backward":
+        return int(10 * args[1].numel() * args[2].shape[-2])
+    formula = FLOP_FORMULAS.get(func.overloadpacket)
+    if formula is None:
+        return 0
+    return int(formula(*args, **options, out_val=results[0] if len(results) == 1 else results))

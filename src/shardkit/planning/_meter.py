@@ -1,6 +1,6 @@
-"""Which memory exists when, in a dry run: every storage from its first operator to its end.
+"""What a dry run does: every storage from its first operator to its end, and every operator.
 
-A mode sees the results of operators, and weak references tell when their memory is free. Memory of
+A mode sees operators and their results, and weak references tell when memory is free. Memory of
 buffers that comes and goes behind one storage is told by events (`take`, `return`). Nothing is
 looked at while the run goes on: what existed at an instant is read off the records afterwards.
 """
@@ -11,7 +11,7 @@ import functools
 import itertools
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit import _events
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.dry import is_on_host, size_of_group
+from shardkit.planning._kernels import flops_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,9 +84,45 @@ class IssuedCollective:
     at: int
 
 
+class Operator(NamedTuple):
+    """An operator that computes something; views do not.
+
+    Attributes:
+        after: Number of beginnings and ends of events that came before it.
+        kind: Kind of it: ``product`` and the kinds of `HardwareProfile.memory`.
+        dtype: Name of the dtype of the result.
+        flops: Number of operations of floating point; 0 but for products and attention.
+        nbytes: Bytes of inputs and results.
+        owner: Name of the module, or of the part of the step.
+        is_again: Whether a recompute makes it.
+    """
+
+    after: int
+    kind: str
+    dtype: str
+    flops: int
+    nbytes: int
+    owner: str
+    is_again: bool
+
+
+_FUNCTION_NAMES = (
+    "exp gelu silu tanh sigmoid erf pow _softmax _log_softmax native_layer_norm native_group_norm "
+    "sin cos log sqrt rsqrt softplus native_dropout bernoulli random normal uniform topk sort elu"
+)
+_FUNCTIONS = frozenset(
+    f"{name}{suffix}"
+    for name in _FUNCTION_NAMES.split()
+    for suffix in ("", "_", "_backward", "_backward_data")
+)
+"""Operators that compute much for each element."""
+
+
 _BUFFER_KINDS: dict[str, Owner] = {"unsharded": "unsharded", "send": "send", "receive": "receive"}
 
 
+_MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", "resize_"})
+"""Operators that make memory, and write nothing."""
 _HALF = 2
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """Operators for which the CPU's library copies inputs and result, where they are of 16 bits."""
@@ -119,6 +156,7 @@ class MemoryMeter(TorchDispatchMode):
     Attributes:
         memories: Records of all memory, in the order of birth.
         collectives: Records of all collectives, in the order of issue.
+        operators: Records of all operators that compute, in order.
         events: Events that the core told.
         position: Number of births and deaths so far.
         modules: Names of the modules whose forward is under way, the innermost last.
@@ -130,6 +168,7 @@ class MemoryMeter(TorchDispatchMode):
         self._on_cpu = on_cpu
         self.memories: list[HeldMemory] = []
         self.collectives: list[IssuedCollective] = []
+        self.operators: list[Operator] = []
         self.events: list[StepEvent] = []
         self.position = 0
         self.modules: list[str] = []
@@ -166,11 +205,40 @@ class MemoryMeter(TorchDispatchMode):
             self._note_casts(args)
         elif func.namespace == "_c10d_functional":
             self._issued_functional(func, args)
-        tensors = (out,) if isinstance(out, Tensor) else iter_tensors(out)
+        tensors = (out,) if isinstance(out, Tensor) else tuple(iter_tensors(out))
+        self._computed(func, args, kwargs or {}, tensors)
         is_buffer = func is torch.ops.aten.set_.source_Storage_storage_offset
         for tensor in tensors:
             self.note(tensor, is_buffer=is_buffer)
         return out
+
+    def _computed(self, func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
+        """Record an operator, unless it computes nothing, or is a part of a collective."""
+        observer = _events.observer
+        if observer is None or any(event.kind == "wait" for event in observer.under_way):
+            return
+        name = func.overloadpacket.__name__
+        is_new = any(t.untyped_storage()._cdata not in self._alive for t in results)  # noqa: SLF001
+        is_written = name.endswith("_") or name.startswith("_foreach") or "out" in options
+        if name in _MADE or not (is_new or is_written):
+            return
+        tensors = [*iter_tensors((args, options)), *(results if is_new else ())]
+        if not tensors:
+            return
+        last = results[0] if results else tensors[0]
+        flops = flops_of(func, args, options, results)
+        kind = "new" if is_new else "in_place"
+        if flops:
+            kind = "product"
+        elif is_on_host(last.untyped_storage()):
+            kind = "host"
+        elif name in _FUNCTIONS:
+            kind = "function"
+        dtype, nbytes = str(last.dtype).removeprefix("torch."), sum(t.nbytes for t in tensors)
+        is_again = observer.phase == "backward" and bool(self.modules)
+        owner = self._owner()[1]
+        done = Operator(observer.position, kind, dtype, flops, nbytes, owner, is_again)
+        self.operators.append(done)
 
     def note(self, tensor: Tensor, *, is_buffer: bool = False) -> None:
         """Record a storage if it is new; not one whose memory comes and goes: events tell of it."""

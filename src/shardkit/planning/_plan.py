@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardkit._wrapping.plan import shown_nbytes
+from shardkit.planning._time import time_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardkit._events import StepEvent
     from shardkit.planning._meter import HeldMemory, IssuedCollective
+    from shardkit.planning._profile import HardwareProfile
     from shardkit.planning._run import DryRun, Run
+    from shardkit.planning._time import StepTime
 
 _NUM_OWNERS = 10
 _NUM_INSTANTS = 8
@@ -90,6 +93,25 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to shard that was tried by a dry run of its own.
+
+    Attributes:
+        changes: Differences from the run that was asked for; empty: it is that one.
+        seconds: Time of a step.
+        exposed_s: Part of it that collectives cost.
+        peak_nbytes: The most bytes of the device.
+        why: Reason in words: what of the time and of the memory has changed.
+    """
+
+    changes: tuple[str, ...]
+    seconds: float
+    exposed_s: float
+    peak_nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunPlan:
     """What one rank of a run will hold and send in a step, the second and all that follow.
 
@@ -107,6 +129,8 @@ class RunPlan:
         collectives: Collectives of a step.
         budget_nbytes: Bytes that the device may hold; None: none was given.
         advice: Changes that were tried because it does not fit, the cheapest first.
+        time: Time of a step; None: no hardware was named.
+        choices: The three fastest ways to shard that fit, of those that were tried.
     """
 
     mesh: tuple[int, ...]
@@ -122,6 +146,8 @@ class RunPlan:
     collectives: tuple[SentTotal, ...]
     budget_nbytes: int | None = None
     advice: tuple[Advice, ...] = field(default=())
+    time: StepTime | None = None
+    choices: tuple[Choice, ...] = ()
 
     @property
     def peak_nbytes(self) -> int:
@@ -146,8 +172,10 @@ class RunPlan:
 # --- from a dry run -------------------------------------------------------------------------------
 
 
-def plan_of(run: Run, seen: DryRun, budget_nbytes: int | None) -> RunPlan:
-    """Return what a dry run came to."""
+def plan_of(
+    run: Run, seen: DryRun, budget_nbytes: int | None, profile: HardwareProfile | None
+) -> RunPlan:
+    """Return what a dry run came to; with a profile also how long a step takes."""
     meter = seen.meter
     totals = meter.totals()
     best: dict[str, int] = {}
@@ -171,6 +199,7 @@ def plan_of(run: Run, seen: DryRun, budget_nbytes: int | None) -> RunPlan:
         host_nbytes=max(host[seen.begin :]),
         collectives=_sent(meter.collectives[seen.first_collective :]),
         budget_nbytes=budget_nbytes,
+        time=None if profile is None else time_of(run, seen, profile),
     )
 
 
@@ -289,7 +318,27 @@ def _lines(plan: RunPlan) -> list[str]:
         f"  {each.count:>6} x {each.op} over {each.num_ranks} ranks, {shown_nbytes(each.nbytes)}"
         for each in plan.collectives
     ]
-    return [*lines, *_verdict(plan)]
+    return [*lines, *time_lines(plan), *_verdict(plan)]
+
+
+def time_lines(plan: RunPlan) -> list[str]:
+    """Return how long a step takes, and what else was tried, as text."""
+    time = plan.time
+    if time is None:
+        return []
+    total = f"a step on {time.hardware}: {time.seconds * 1e3:.1f} ms"
+    exposed = f"of which collectives cost {time.exposed_s * 1e3:.1f} ms"
+    lines = [
+        "",
+        f"{total}, {exposed}; utilization {time.utilization:.1%}",
+        *(
+            f"  {cost.seconds * 1e3:>10.2f} ms  {cost.flops / 1e9:>12.1f} GFLOP  {cost.name}"
+            for cost in time.modules
+        ),
+    ]
+    for place, each in enumerate(plan.choices, 1):
+        lines.append(f"choice {place}: {', '.join(each.changes) or 'as it is'}: {each.why}")
+    return lines
 
 
 def _verdict(plan: RunPlan) -> list[str]:

@@ -106,7 +106,7 @@ def reduction_over(axis: AcceleratorAxis, **options: typing.Any) -> Reduction:
     send = (torch.arange(4 * axis.size) + 1).to(dtype)
     defaults = {
         "send": send,
-        "receive": None,
+        "room": lambda: pytest.fail("nothing is received"),
         "out_numel": 4,
         "out_dtype": torch.promote_types(dtype, torch.float32),
         "scale": 0.5,

@@ -146,6 +146,7 @@ def repeated(first: typing.Any, opcodes: bytes, num: int) -> bytes:
 
 
 NOT_A_PICKLE = "not a DCP metadata pickle: it "
+FAR_MORE = NOT_A_PICKLE + "makes far more than it has bytes"
 CASES: dict[str, tuple[Callable[[], bytes], str]] = {
     "lists in an enum": (
         lambda: pickle.dumps(Call(_compat.dcp_memory_format(), shared_lists())),
@@ -192,6 +193,22 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
             (dcp.StorageMeta, {str(i): i for i in range(100)}), b"h\x00)\x81h\x01b", 150_000
         ),
         NOT_A_PICKLE + "has a state that is none",
+    ),
+    "dicts": (lambda: repeated((), b"}", 6 << 20), FAR_MORE),
+    "lists": (lambda: repeated((), b"]", 6 << 20), FAR_MORE),
+    "tuples": (lambda: repeated((), b"N\x85", 6 << 20), FAR_MORE),
+    "dicts of one": (lambda: repeated(("ab",), b"}h\x00Ns", 2 << 20), FAR_MORE),
+    "marks": (lambda: repeated((), b"(", 50 << 20), FAR_MORE),
+    "a memo": (lambda: b"\x80\x04N" + b"\x94" * (8 << 20) + b".", "found NoneType"),
+    "a memo with gaps": (
+        lambda: b"\x80\x04N" + b"r\xff\xff\xff\x0f" + b".",
+        NOT_A_PICKLE + "is cut off, or refers",
+    ),
+    "objects of other fields": (
+        lambda: repeated(
+            (dcp.StorageMeta, {str(i): i for i in range(16)}), b"h\x00)\x81h\x01b", 1 << 20
+        ),
+        FAR_MORE,
     ),
 }
 

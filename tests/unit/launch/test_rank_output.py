@@ -82,8 +82,8 @@ def test_the_first_rank_comes_last_though_torchrun_saw_another(tmp_path: pathlib
 
 
 def test_who_was_only_told_comes_after_who_was_killed(tmp_path: pathlib.Path) -> None:
-    verdict = "RankMismatchError: rank 3 is gone\n  look there"
-    file = error_file(tmp_path, 0, 0, 5.0, verdict)
+    diagnosis = "RankMismatchError: rank 3 is gone\n  look there"
+    file = error_file(tmp_path, 0, 0, 5.0, diagnosis)
     killed = ProcessFailure(1, 12, -signal.SIGKILL, str(tmp_path / "nothing"))
     found = failures_of(child_failed(ProcessFailure(0, 11, 1, file), killed), tmp_path)
     text = report(found, 2)
@@ -93,7 +93,7 @@ def test_who_was_only_told_comes_after_who_was_killed(tmp_path: pathlib.Path) ->
     )
 
 
-def test_a_verdict_of_all_is_shown_once(tmp_path: pathlib.Path) -> None:
+def test_a_diagnosis_of_all_is_shown_once(tmp_path: pathlib.Path) -> None:
     files = [
         error_file(tmp_path, 0, rank, 5.0 + rank, "RankMismatchError: ranks parted")
         for rank in (0, 1)

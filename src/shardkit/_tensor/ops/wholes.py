@@ -69,12 +69,9 @@ def note_write(
 
 
 def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Run an operator that fills tensors (``out=``) as the one that returns new ones.
+    """Run an operator that fills tensors (``out=``) as the one that returns new ones, in order.
 
     XLA's operators end the process where they fill a tensor inside of a dispatch (torch_xla 2.9.0).
-
-    Returns:
-        Tensors to be filled in, in the order of the schema.
     """
     _, names = _compat.written_arguments(func)
     others = {key: value for key, value in kwargs.items() if key not in names}
@@ -191,10 +188,13 @@ class ShardedView(HostValues):
 
     @staticmethod
     def __new__(cls: type[Self], base: ShardedTensor, geometry: Tensor) -> Self:
-        like = base.local_piece
-        if geometry.dtype != like.dtype:
-            like = torch.empty(0, dtype=geometry.dtype, device=like.device)
-        self: Self = _compat.make_wrapper(cls, like, geometry.shape, geometry.stride())
+        self: Self = _compat.make_wrapper(
+            cls,
+            geometry.shape,
+            strides=geometry.stride(),
+            dtype=geometry.dtype,
+            device=base.local_piece.device,
+        )
         self.base = base
         self.geometry = geometry
         return self
@@ -302,7 +302,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
     written = [t for t in (*changed, *filled) if _is_sharded(t)]
     for target in written:
-        check_in_place(func, _base(target), args, kwargs)
+        check_in_place(func, base_of(target), args, kwargs)
     for target in filled:
         if _is_sharded(target):  # It gets the shape of what is put there.
             outs[id(target)] = torch.empty(0, dtype=target.dtype, device=target.device)
@@ -320,7 +320,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else map_tensors(to_whole, value)
         for key, value in kwargs.items()
     }
-    is_traced = any(_base(target).spec.is_traced for target in filled if _is_sharded(target))
+    is_traced = any(base_of(target).spec.is_traced for target in filled if _is_sharded(target))
     call = functools.partial(without_out, func) if is_traced else func
     try:
         result = call(*plain_args, **plain_kwargs)
@@ -349,7 +349,7 @@ def _fill(filled: list[Tensor], results: tuple[Tensor, ...], outs: dict[int, Ten
 
 def store(func: Any, target: Tensor, values: Tensor) -> None:
     """Write the values of the whole into a sharded tensor or a view."""
-    base = _base(target)
+    base = base_of(target)
     if values.shape != target.shape:
         why = (
             f"its shape cannot change, and the result has shape {tuple(values.shape)}. Give out= a "
@@ -365,9 +365,16 @@ def store(func: Any, target: Tensor, values: Tensor) -> None:
     note_written(base, lambda: [values])
 
 
-def _base(tensor: Any) -> ShardedTensor:
+def base_of(tensor: Any) -> ShardedTensor:
+    """Return the tensor that a view shows, or itself."""
     base: ShardedTensor = tensor.base if type(tensor) is ShardedView else tensor
     return base
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator changes or fills."""
+    keys = sum(_compat.written_arguments(func), ())
+    return list(iter_tensors([_argument(args, kwargs, key) for key in keys], depth=0))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> Any:
@@ -383,7 +390,7 @@ def followed(result: Any, args: Any, kwargs: Any) -> Any:
     the same.
     """
     tensors = list(iter_tensors([args, kwargs], depth=0))
-    if not any(_is_sharded(tensor) and _base(tensor).spec.is_traced for tensor in tensors):
+    if not any(_is_sharded(tensor) and base_of(tensor).spec.is_traced for tensor in tensors):
         return result
     plain = [tensor for tensor in tensors if not _is_sharded(tensor)]
     if any(tensor.device.type == "xla" and not _compat.is_tracked(tensor) for tensor in plain):
@@ -398,7 +405,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 def _explain(error: RuntimeError, args: Any, kwargs: Any) -> None:
     """Name the sharded operands in an error of torch, which knows of wholes only."""
     named = [
-        f"{_base(t).spec.name!r} ({str(t.dtype).removeprefix('torch.')}, {tuple(t.shape)})"
+        f"{base_of(t).spec.name!r} ({str(t.dtype).removeprefix('torch.')}, {tuple(t.shape)})"
         for t in iter_tensors([args, kwargs], depth=0)
         if _is_sharded(t)
     ]

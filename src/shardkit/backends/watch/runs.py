@@ -69,11 +69,7 @@ class RankFile:
 
     Attributes:
         name: Name of the run.
-        host: Host of the store.
-        port: Port of the store.
-        world_size: Number of ranks.
-        rank: This rank.
-        pid: Id of its process.
+        host: Host of the store, whose port it is.
         started: Seconds since 1970.
         machine: Machine on which the process id means something.
     """
@@ -153,7 +149,7 @@ def keep_diagnosis(name: str, text: str, statuses: Sequence[RankStatus]) -> None
         return
     content = {"text": text, "answers": [status.dump() for status in statuses], "at": time.time()}
     with contextlib.suppress(OSError):
-        (own / f"{name}.verdict").write_text(json.dumps(content))
+        (own / f"{name}.diagnosis").write_text(json.dumps(content))
         for old in _diagnoses()[_MAX_DIAGNOSES:]:
             old.unlink()
 
@@ -192,4 +188,4 @@ def _diagnoses() -> list[Path]:
         except OSError:
             return 0.0
 
-    return sorted(_files("*.verdict"), key=age)
+    return sorted(_files("*.diagnosis"), key=age)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardkit import _compat
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType, FrameType
@@ -165,6 +167,44 @@ def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:
     return (id(frame), frame.f_lasti) if frame is not None else None
 
 
+# --- NCCL's flight recorder -----------------------------------------------------------------------
+#
+# Torch keeps the last collectives of each communicator (``TORCH_FR_BUFFER_SIZE``; 2000 of them
+# where it is not set). It tells which of them the card has begun and ended, of users' groups as
+# well.
+
+
+def flight_record() -> list[str]:
+    """Return the lines of this process; none where NCCL is not in use."""
+    record = _compat.nccl_flight_record()
+    return [] if record is None else describe_record(json.loads(record))
+
+
+def describe_record(record: dict[str, Any]) -> list[str]:
+    """Return a line for each communicator in a record of collectives that are not done.
+
+    Args:
+        record: A record that torch dumped.
+    """
+    pending: dict[str, list[dict[str, Any]]] = {}
+    for entry in record.get("entries", ()):
+        if entry.get("state") != "completed":
+            pending.setdefault(str(entry.get("pg_id")), []).append(entry)
+    lines = []
+    for number, status in sorted(record.get("pg_status", {}).items()):
+        config = record.get("pg_config", {}).get(number, {})
+        enqueued = int(status["last_enqueued_collective"])
+        completed = int(status["last_completed_collective"])
+        name = config.get("desc") or config.get("name") or number
+        line = f"NCCL, {name}: {max(enqueued, 0)} collectives issued, {max(completed, 0)} done"
+        if of_group := pending.get(number):
+            oldest = min(of_group, key=lambda entry: int(entry.get("record_id", 0)))
+            what = str(oldest.get("profiling_name", "?")).removeprefix("nccl:")
+            line += f"; the oldest that is not done is {what} ({oldest.get('state')})"
+        lines.append(f"{line}.")
+    return lines
+
+
 # --- statuses -------------------------------------------------------------------------------------
 
 MAX_TEXT = 1 << 20
@@ -180,7 +220,7 @@ class GroupStatus:
 
     Attributes:
         ranks: Members, ranks of the world.
-        position: Number of collectives issued.
+        position: Number of collectives so far.
         wish: The collective that this rank would issue next, if the others agreed; or None.
         is_main: The last one was issued by the main thread, or in its backward.
         recent: The last collectives, up to `position`; in details only.
@@ -246,9 +286,6 @@ class RankStatus:
     """What is known of a rank.
 
     Attributes:
-        rank: Place in the world.
-        host: Name of its host.
-        pid: Id of its process.
         state: One of `STATES`, or of `UNHEARD`.
         step: Number of root forwards so far.
         place: Place where its main thread is.

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import ctypes
 import functools
-import json
 import logging
 import os
 import socket
@@ -21,7 +20,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,14 +30,12 @@ from shardkit._errors import RankMismatchError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
+from shardkit.backends.watch.history import CallWait
 from shardkit.backends.watch.rounds import Answering, Rounds, hello
 from shardkit.backends.watch.runs import machine_id, process_state
 from shardkit.backends.watch.status import (
-    CallStatus,
-    GroupStatus,
     RankStatus,
-    WaitStatus,
-    call_of,
+    flight_record,
     instruction_of,
     is_in_collective,
     lines_in_words,
@@ -54,45 +51,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from shardkit.backends.watch.history import GroupHistory, Wait
     from shardkit.backends.watch.status import Lines
-
-
-# --- NCCL's flight recorder -----------------------------------------------------------------------
-#
-# Torch keeps the last collectives of each communicator (``TORCH_FR_BUFFER_SIZE``; 2000 of them
-# where it is not set). It tells which of them the card has begun and ended, of users' groups as
-# well.
-
-
-def recorded() -> list[str]:
-    """Return the lines of this process; none where NCCL is not in use."""
-    record = _compat.nccl_flight_record()
-    return [] if record is None else describe_record(json.loads(record))
-
-
-def describe_record(record: dict[str, Any]) -> list[str]:
-    """Return a line for each communicator in a record of collectives that are not done.
-
-    Args:
-        record: A record that torch dumped.
-    """
-    pending: dict[str, list[dict[str, Any]]] = {}
-    for entry in record.get("entries", ()):
-        if entry.get("state") != "completed":
-            pending.setdefault(str(entry.get("pg_id")), []).append(entry)
-    lines = []
-    for number, status in sorted(record.get("pg_status", {}).items()):
-        config = record.get("pg_config", {}).get(number, {})
-        enqueued = int(status["last_enqueued_collective"])
-        completed = int(status["last_completed_collective"])
-        name = config.get("desc") or config.get("name") or number
-        line = f"NCCL, {name}: {max(enqueued, 0)} collectives issued, {max(completed, 0)} done"
-        if of_group := pending.get(number):
-            oldest = min(of_group, key=lambda entry: int(entry.get("record_id", 0)))
-            what = str(oldest.get("profiling_name", "?")).removeprefix("nccl:")
-            line += f"; the oldest that is not done is {what} ({oldest.get('state')})"
-        lines.append(f"{line}.")
-    return lines
 
 
 # --- ending waits ---------------------------------------------------------------------------------
@@ -157,12 +117,7 @@ def end_if_stuck(rank: int, text: str, *, even_on_host: bool, after_s: float = _
 
     An engine that was told to abort may wait itself: for a card, or for a rank that is stopped. So
     does who waits inside a store that does not answer. Nobody else could end the process then.
-
-    Args:
-        rank: This one.
-        text: Finding, to be said once more.
-        even_on_host: Whether to do so without an accelerator as well, where engines do end waits.
-        after_s: Seconds.
+    Without an accelerator engines do end waits, so there it is done only `even_on_host`.
     """
     if not even_on_host and not torch.accelerator.is_available():
         return
@@ -202,62 +157,6 @@ _LEFT = (
 )
 
 
-class WatchedWait(Protocol):
-    """A wait of a thread, of a device, or inside a collective of the user's."""
-
-    since: float
-    next_look: float
-    next_word: float
-    is_main: bool
-
-    def status(self) -> WaitStatus | None:
-        """Return what others are told of it."""
-
-
-class WatchedChannel(Protocol):
-    """A process group, as the watchdog sees it."""
-
-    group: dist.ProcessGroup
-    in_flight: Any
-
-    def status(self, *, details: bool = True) -> GroupStatus:
-        """Return what this rank did there."""
-
-
-class CallWait:
-    """A collective of the user's that the main thread is inside of.
-
-    The frame of the call is not kept: it would keep tensors that the call was given.
-
-    Attributes:
-        at: Instruction that the main thread is at. Calls in a loop may look the same.
-        number: Count of calls that looked different.
-        since: Time when it was first seen, of `time.monotonic`.
-        next_look: Time to ask the others.
-        next_word: Seconds of it that are told next.
-    """
-
-    is_main = True
-
-    def __init__(self, at: tuple[int, int], number: int) -> None:
-        self.at = at
-        self.number = number
-        self.since = time.monotonic()
-        self.next_look = self.since + watch_settings.ask_after_s
-        self.next_word = watch_settings.ask_after_s
-
-    def status(self) -> None:
-        """Return nothing: it is told of as a call."""
-
-    def call(self) -> CallStatus | None:
-        """Return what others are told of it; None: its process group cannot be found out."""
-        found = call_of(main_frame())
-        if found is None:
-            return None
-        for_s = time.monotonic() - self.since
-        return CallStatus(found.name, found.group, found.ranks, self.number, for_s)
-
-
 class Watchdog:
     """The watch of one process over one default process group.
 
@@ -270,7 +169,7 @@ class Watchdog:
 
     Attributes:
         channels: Process groups in use, by name.
-        verdict: Finding that ended the run, or None.
+        final_text: Text of the diagnosis that ended the run, or None.
         lock: Held where what others are told is changed or read.
         step: Number of root forwards so far.
         error: The last exception that left a forward, or ends the process.
@@ -282,8 +181,8 @@ class Watchdog:
         self.default_store = default_store
         self.rank = rank
         self.world_size = world_size
-        self.channels: dict[str, WatchedChannel] = {}
-        self.verdict: str | None = None
+        self.channels: dict[str, GroupHistory] = {}
+        self.final_text: str | None = None
         self.lock = threading.Lock()
         self.step = 0
         self._begun: collections.deque[Lines] = collections.deque(maxlen=_NUM_BEGUN)
@@ -293,7 +192,7 @@ class Watchdog:
         self._alarmed_step = -1
         # Requests to one connection wait for each other; who waits long has one of its own.
         self._store: RunStore = store_of_run(store)
-        self._waits: dict[int, WatchedWait] = {}
+        self._waits: dict[int, Wait] = {}
         self._call: CallWait | None = None
         self._num_calls = 0
         self._asking = threading.Lock()
@@ -340,14 +239,14 @@ class Watchdog:
     # --- waits of threads that compute ---
 
     @contextlib.contextmanager
-    def watching(self, wait: WatchedWait) -> Iterator[None]:
+    def watching(self, wait: Wait) -> Iterator[None]:
         """Watch a wait of this thread; an error that ends it is explained.
 
         Raises:
             RankMismatchError: Other ranks have parted from this one, or do not come.
         """
-        if self.verdict is not None:
-            raise RankMismatchError(self.verdict)
+        if self.final_text is not None:
+            raise RankMismatchError(self.final_text)
         if self._alarmed_step >= self.step:
             wait.next_look = min(wait.next_look, wait.since + watch_settings.ask_unexpected_after_s)
         ident = threading.get_ident()
@@ -355,8 +254,6 @@ class Watchdog:
             self._waits[ident] = wait
         try:
             yield
-        except RankMismatchError:
-            raise
         except RuntimeError as error:
             self._raise_reason(error)
             raise
@@ -373,8 +270,6 @@ class Watchdog:
         """
         try:
             yield
-        except RankMismatchError:
-            raise
         except RuntimeError as error:
             self._raise_reason(error)
             raise
@@ -385,8 +280,10 @@ class Watchdog:
         Raises:
             RankMismatchError: Why, in place of the engine's error, which says nothing of it.
         """
-        if self.verdict is not None:  # The end of the waits was ours.
-            raise RankMismatchError(self.verdict) from None
+        if isinstance(error, RankMismatchError):
+            return
+        if self.final_text is not None:  # The end of the waits was ours.
+            raise RankMismatchError(self.final_text) from None
         text = self._explain()
         if text is not None:
             said = f"{text}\n(The engine said: {str(error).splitlines()[0]})"
@@ -418,17 +315,17 @@ class Watchdog:
                     store.delete(f"{old}/go")
                 return
             self._counting_in[threading.get_ident()] = go
-            store.block_until(go, lambda: self.verdict is not None or self._has_left())
+            store.block_until(go, lambda: self.final_text is not None or self._has_left())
         except dist.DistNetworkError as error:
-            text = self.verdict or self._store_is_gone(or_more="")
+            text = self.final_text or self._store_is_gone(or_more="")
             raise RankMismatchError(text) from error
         finally:
             self._counting_in.pop(threading.get_ident(), None)
             if store is not None:
                 with self.lock:
                     self._free_stores.append(store)
-        if self.verdict is not None:
-            raise RankMismatchError(self.verdict)
+        if self.final_text is not None:
+            raise RankMismatchError(self.final_text)
         if self._has_left():
             raise RankMismatchError(_LEFT)
 
@@ -441,8 +338,8 @@ class Watchdog:
         while time.monotonic() < end and not self._closed.is_set():
             asker = self._ask_beside()
             asker.join(max(end - time.monotonic(), 0))
-            if self.verdict is not None:
-                return self.verdict
+            if self.final_text is not None:
+                return self.final_text
             if self._rounds is not None and self._rounds.statuses:
                 text = explain_error(self._rounds.statuses, self.rank, limit)
                 if text is not None:
@@ -472,7 +369,7 @@ class Watchdog:
             self._judge_store(rounds.store.silent_s if rounds is not None else asks_for_s)
             return
         for wait in self._all_waits(watch_settings.ask_after_s):
-            if now < wait.next_look or self.verdict is not None:
+            if now < wait.next_look or self.final_text is not None:
                 continue
             self._ask_beside()
             pause = min(max(now - wait.since, 1.0), _MAX_PAUSE_S)
@@ -491,7 +388,7 @@ class Watchdog:
             self._num_calls += 1
             self._call = CallWait(at, self._num_calls)
 
-    def _all_waits(self, device_after_s: float) -> list[WatchedWait]:
+    def _all_waits(self, device_after_s: float) -> list[Wait]:
         """Return the waits of threads, the main one's first, of devices, and of the user's."""
         with self.lock:
             threads = self._waits_of_threads()
@@ -501,7 +398,7 @@ class Watchdog:
         calls = [self._call] if self._call is not None else []
         return [*threads, *(wait for wait in flights if wait is not None), *calls]
 
-    def _waits_of_threads(self) -> list[WatchedWait]:
+    def _waits_of_threads(self) -> list[Wait]:
         """Return the waits of threads, the main one's first. Called with the lock."""
         return sorted(self._waits.values(), key=lambda wait: (not wait.is_main, wait.since))
 
@@ -601,9 +498,8 @@ class Watchdog:
         if diagnosis.told_by != self.rank:
             return
         for wait in self._all_waits(watch_settings.ask_after_s):
-            for_s = time.monotonic() - wait.since
-            if wait.is_main and for_s >= wait.next_word:
-                wait.next_word = for_s * _MORE_WORDS
+            if wait.is_main and wait.for_s >= wait.next_word:
+                wait.next_word = wait.for_s * _MORE_WORDS
                 logger.warning("%s", diagnosis.text)
                 return
 
@@ -624,9 +520,9 @@ class Watchdog:
                 puts to its waits ends those too, by an error of the engine, so they are awaited.
             is_store_silent: Whether the store answers no request.
         """
-        if self.verdict is not None:
+        if self.final_text is not None:
             return
-        self.verdict = text
+        self.final_text = text
         if self._rounds is not None and self._rounds.statuses:
             runs.keep_diagnosis(self._store.run, text, self._rounds.statuses)
         world = dist.group.WORLD  # Read first: if the store is still ours, so is this.
@@ -651,7 +547,7 @@ class Watchdog:
             if self.rank in in_calls:
                 store.set(f"raised/{self.rank}", "")
             store.await_keys([f"raised/{rank}" for rank in in_calls], _RAISED_S)
-            self._wake_counting_in(store)  # They look at the verdict.
+            self._wake_counting_in(store)  # They look at the final text.
 
     def _wake_counting_in(self, store: RunStore) -> None:
         for go in list(self._counting_in.values()):
@@ -719,9 +615,9 @@ class Watchdog:
             groups,
             wait,
             call if wait is None else None,
-            self.verdict,
+            self.final_text,
             stack=stack,
-            engine=recorded() if details else [],
+            engine=flight_record() if details else [],
             begun=[lines_in_words(lines) for lines in list(self._begun)] if details else [],
         )
 
@@ -740,7 +636,12 @@ class Watchdog:
         Without the store they could not be told why this rank does not come, and those that are
         fine would read torch's complaints about it.
         """
-        if self.rank != 0 or _is_agents_store() or self.verdict is not None or self.world_size == 1:
+        if (
+            self.rank != 0
+            or _is_agents_store()
+            or self.final_text is not None
+            or self.world_size == 1
+        ):
             return
         end = time.monotonic() + watch_settings.silent_after_s
         missing = [f"end/{rank}" for rank in range(1, self.world_size)]

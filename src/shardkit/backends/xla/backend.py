@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit.backends.base import AxisComm, Event, Reduction, TracedGather
+    from shardkit.backends.base import AxisComm, Reduction, TracedGather
+    from shardkit.backends.device import Event
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -27,6 +28,7 @@ class Traced:
     """`Handle` and `ReduceHandle` of what is part of the graph by now."""
 
     fence: Event | None = InGraph()
+    was_copied = False
 
     def __init__(self, outs: Sequence[Tensor] = ()) -> None:
         self._outs = list(outs)
@@ -40,11 +42,7 @@ class Traced:
 
 
 class XlaStreams(CommStreams):
-    """`CommStreams` that trace.
-
-    Args:
-        region: Region that does the collectives.
-    """
+    """`CommStreams` that trace, by a region that does the collectives."""
 
     region: Any
 
@@ -95,12 +93,7 @@ class XlaStreams(CommStreams):
 
 
 class XlaBackend(Backend):
-    """`Backend` whose collectives are traced.
-
-    Args:
-        region: Region of the collectives.
-        axes: One communicator per mesh axis.
-    """
+    """`Backend` whose collectives are traced, by a region and a communicator per mesh axis."""
 
     is_host_synchronous = False
     is_traced = True

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 
 class GraphOrder:
-    """The part of `Region` that both modes share.
-
-    Attributes:
-        device: Device of the tensors.
-        drawing: Context of random numbers; see `Region`.
-        gathers_wait: Order of gathers; see `Region`.
-    """
+    """The part of `Region` that both modes share."""
 
     device: torch.device
     gathers_wait = True
@@ -232,10 +226,6 @@ class DrawApart(TorchDispatchMode):
         key: One int32, another one on each rank; also for each forward.
         count: Number of the first operator.
         may_read: The host may read tensors, as a replica's; else that is refused.
-
-    Attributes:
-        key: The key.
-        count: Number of the next operator.
     """
 
     def __init__(self, key: Tensor, count: int = 0, *, may_read: bool = False) -> None:

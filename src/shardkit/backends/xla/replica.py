@@ -179,14 +179,7 @@ class ReplicaAxis:
 
 
 class ReplicaRegion(GraphOrder):
-    """`Region` of one replica: nothing is entered or left, outside as inside is what it has.
-
-    Args:
-        shard_axis: Axis of the mesh.
-        replicate_axis: Axis of the mesh; None: it has one axis.
-        num_replicas: Number of replicas in the mesh.
-        rank: Rank of this replica in the mesh.
-    """
+    """`Region` of one replica: nothing is entered or left, outside as inside is what it has."""
 
     is_spmd = False
     num_ranks = 1
@@ -249,12 +242,7 @@ class ReplicaRegion(GraphOrder):
 
 
 class ReplicaBackend(XlaBackend):
-    """`Backend` of one replica.
-
-    Args:
-        shape: Shape of the mesh: (shard,) or (replicate, shard).
-        rank: Rank of this replica.
-    """
+    """`Backend` of one replica, in a mesh of shape (shard,) or (replicate, shard)."""
 
     why_no_groups = "collectives are part of the graph"
 

@@ -32,16 +32,7 @@ _GATHER_CHANNEL, _REDUCE_CHANNEL = 1, 2
 
 
 class SpmdRegion(GraphOrder):
-    """`Region` of a mesh over all devices of this process.
-
-    Args:
-        shape: Shape of the mesh: (shard,) or (replicate, shard).
-
-    Attributes:
-        is_spmd: Answer to `Region.is_spmd`: True.
-        num_ranks: Devices of the mesh.
-        device: The one that stands for all of them.
-    """
+    """`Region` of a mesh over all devices of this process: (shard,) or (replicate, shard)."""
 
     is_spmd = True
 
@@ -222,11 +213,7 @@ def _move(there: _Function, back: _Function, tensor: Tensor) -> Tensor:
 
 
 class SpmdAxis:
-    """One axis, all of whose ranks this process computes for: what it knows, all know.
-
-    Args:
-        size: Number of ranks.
-    """
+    """One axis, all of whose ranks this process computes for: what it knows, all know."""
 
     rank = 0
 
@@ -249,11 +236,7 @@ class SpmdAxis:
 
 
 class SpmdBackend(XlaBackend):
-    """`Backend` of all XLA devices of this process.
-
-    Args:
-        shape: Shape of the mesh.
-    """
+    """`Backend` of all XLA devices of this process."""
 
     is_spmd = True
     why_no_groups = "one process computes for all ranks"

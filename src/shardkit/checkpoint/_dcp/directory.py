@@ -123,10 +123,7 @@ def again_if_replaced(
 ) -> T:
     """Read a checkpoint; once more if it failed since another job has replaced the checkpoint.
 
-    Args:
-        path: The checkpoint.
-        read: Function that communicates nothing.
-        is_right: Whether a result needs no second look.
+    `read` communicates nothing. Of a result that `is_right` there is no second look.
     """
     for _ in range(READ_AGAIN):
         before = stamp(path)
@@ -228,9 +225,7 @@ def headers(
 ) -> Iterator[tuple[Path, Header]]:
     """Yield what of a directory has a manifest, also under names that are used while writing.
 
-    Args:
-        directory: Directory to look in.
-        unreadable: Function that is called with what has a manifest that is damaged.
+    `unreadable` is called with each one that is damaged.
     """
     for entry in sorted(directory.iterdir()):
         try:
@@ -540,10 +535,6 @@ def prune(path: Path, keep_last: int) -> None:
 
     What is newer stays: two jobs that do this at once do not delete each other's last one. Warns if
     another job is saving there.
-
-    Args:
-        path: The checkpoint just written.
-        keep_last: Number of complete checkpoints that stay.
     """
     asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
@@ -599,11 +590,9 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path, target: Path) -> None:
-    """Delete what stands aside; at no moment half of it can be taken for a checkpoint.
+    """Delete what stands aside of `target`; at no moment half of it can be taken for a checkpoint.
 
-    Args:
-        path: A directory or a link to one; it may be gone.
-        target: The checkpoint that it belongs to.
+    It is a directory or a link to one, and may be gone.
     """
     doomed = new_aside(target, DELETED)
     try:

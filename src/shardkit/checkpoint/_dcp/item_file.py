@@ -56,13 +56,7 @@ class FileStream:
     """
 
     def __init__(self, path: Path, report: Callable[[int], None] | None = None) -> None:
-        """Make the file.
-
-        Args:
-            path: New file, which must not exist.
-            report: Function that is called with the number of bytes whenever some have been
-                written.
-        """
+        """Make the file."""
         self._report = report
         self._fd = _create(path)
         self._buffers = [mmap.mmap(-1, _BUFFER_NBYTES) for _ in range(2)]
@@ -93,15 +87,7 @@ class FileStream:
         return self._flushed + self._filled
 
     def append(self, *parts: bytes | memoryview, data_offset: int | None = None) -> Item:
-        """Append one item.
-
-        Args:
-            parts: Bytes of it, in order.
-            data_offset: Offset of the elements, as in `Item`.
-
-        Returns:
-            Place of it, and its checksums.
-        """
+        """Append one item; return its place and its checksums."""
         offset, crc32s, in_block = self.nbytes, [], 0
         crc32 = 0
         for part in parts:
@@ -256,13 +242,7 @@ class ItemFile:
     def __init__(
         self, path: Path, block_nbytes: int, report: Callable[[int], None] | None = None
     ) -> None:
-        """Open it.
-
-        Args:
-            path: The file.
-            block_nbytes: Size of the blocks that have a checksum.
-            report: Function that is called with the numbers of bytes that have been read.
-        """
+        """Open it."""
         self.path = path
         self._block_nbytes = block_nbytes
         self._report = report
@@ -339,11 +319,7 @@ class ItemFile:
     # --- tensors --------------------------------------------------------------------------------
 
     def located(self, item: Item, chunk: TensorInfo) -> Item:
-        """Find where elements begin in an item of DCP, which says so nowhere.
-
-        Returns:
-            The item; with `data_offset` if it holds just one contiguous tensor, as expected.
-        """
+        """Find where elements begin in an item of DCP, which says so nowhere."""
         try:
             archive: Any = Slice(self._fd, item.offset, item.nbytes)
             with torch.serialization.skip_data():

@@ -45,6 +45,10 @@ _INDEX_FIELDS = {"fqn", "offset", "index"}
 _MAX_LEN = 100  # Of tuples: the keys that lead to an entry.
 _MAX_NDIM = 64  # As of tensors that torch computes with.
 _MAX_FIELDS = 16  # Of an object.
+_FREE_FIELDS = 5  # As many as the classes have: an instance shares the names of those.
+_MAX_MARKS = 64  # What is nested.
+_NBYTES_EACH = 5  # At least of a container in a pickle, on average. DCP's have 7 and more.
+_FREE_CONTAINERS = 1000
 _MAX_STR_NBYTES = 1 << 20  # Names are compared wherever they are used.
 _MAX_PROTOCOL = 5
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
@@ -78,15 +82,13 @@ class ForeignPickleError(pickle.UnpicklingError):
 def unpickle(content: bytes) -> Any:
     """Return what a pickle describes, if it is one that DCP could have written.
 
-    It makes nothing that is far more than the pickle's own size. A value of a pickle may refer to
-    others, any number of times, and stand for more than there is memory or time. So no tuple is
+    It takes at most about 40 times as much memory as the pickle has bytes, and for what DCP writes
+    23 times: containers, each of which may be one byte, are counted. A value of a pickle may refer
+    to others, any number of times, and stand for more than there is memory or time. So no tuple is
     long here, or nested but as arguments are, and no string is long; lists and dicts are neither
     copied nor compared nor shown. Keys are strings, whose hashes nobody foresees, and indices of
     entries. An index is hashed by numbers that the file chooses, so no two in a dict may have the
     same hash: thousands that have would take hours.
-
-    Args:
-        content: The whole pickle, of protocol 2 to 5.
 
     Raises:
         ForeignPickleError: It has an opcode, a class or a value that DCP does not write, or ends
@@ -102,16 +104,17 @@ def unpickle(content: bytes) -> Any:
 def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcode each
     stack: list[Any] = []
     marks: list[int] = []  # Where in the stack.
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []
+    room = _FREE_CONTAINERS + len(content) // _NBYTES_EACH  # For so many containers.
     hashes: defaultdict[int, set[int]] = defaultdict(set)  # Of keys, by the dict's id.
     push, pop = stack.append, stack.pop
     at = 0
-    while True:  # The most frequent opcodes first.
+    while room >= 0:  # The most frequent opcodes first.
         opcode = content[at]  # Raises if what came last was cut off.
         at += 1
         match opcode:
             case 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+                memo.append(stack[-1])
             case 0x68:  # BINGET
                 push(memo[content[at]])
                 at += 1
@@ -119,6 +122,7 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 push(memo[_read_uint4(content, at)[0]])
                 at += 4
             case 0x85:  # TUPLE1
+                room -= 1
                 value = stack[-1]
                 if type(value) is tuple:  # Arguments of a call.
                     _check_flat(value)
@@ -128,8 +132,12 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 at += 1
             case 0x28:  # MARK
                 marks.append(len(stack))
+                if len(marks) > _MAX_MARKS:
+                    break
             case 0x62:  # BUILD
                 state = pop()
+                if type(state) is dict and len(state) > _FREE_FIELDS:
+                    room -= len(state)
                 _build(stack[-1], state)
             case 0x29:  # EMPTY_TUPLE
                 push(())
@@ -137,8 +145,10 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 if pop() != ():
                     msg = "it makes an object with arguments"
                     raise ForeignPickleError(msg)
+                room -= 1
                 stack[-1] = _new(stack[-1])
             case 0x7D:  # EMPTY_DICT
+                room -= 2
                 push({})
             case 0x52:  # REDUCE
                 args = pop()
@@ -157,10 +167,13 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 push(content[at] | content[at + 1] << 8)
                 at += 2
             case 0x86 | 0x87:  # TUPLE2, TUPLE3
+                room -= 1
                 push(_flat(_taken(stack, len(stack) - opcode + 0x84)))
             case 0x74:  # TUPLE
+                room -= 1
                 push(_flat(_taken(stack, marks.pop())))
             case 0x5D:  # EMPTY_LIST
+                room -= 1
                 push([])
             case 0x61:  # APPEND
                 value = pop()
@@ -183,10 +196,10 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
                 push(_named(content[at:middle].decode(), content[middle + 1 : end].decode()))
                 at = end + 1
             case 0x71:  # BINPUT
-                memo[content[at]] = stack[-1]
+                _remember(memo, content[at], stack[-1])
                 at += 1
             case 0x72:  # LONG_BINPUT
-                memo[_read_uint4(content, at)[0]] = stack[-1]
+                _remember(memo, _read_uint4(content, at)[0], stack[-1])
                 at += 4
             case 0x58:  # BINUNICODE
                 begin, at = at + 4, at + 4 + _read_uint4(content, at)[0]
@@ -218,6 +231,14 @@ def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcod
             case _:
                 msg = f"opcode {opcode} is none of a description"
                 raise ForeignPickleError(msg)
+    msg = "it makes far more than it has bytes"
+    raise ForeignPickleError(msg)
+
+
+def _remember(memo: list[Any], number: int, value: Any) -> None:
+    memo[number : number + 1] = [value]  # Picklers number one after the other.
+    if number >= len(memo):
+        raise IndexError
 
 
 def _taken(stack: list[Any], begin: int) -> list[Any]:

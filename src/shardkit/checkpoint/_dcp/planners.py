@@ -155,9 +155,6 @@ def _with_groups_of_all_stages(
     """Number the parameter groups of optimizers on, where ranks have different models.
 
     Stages of a pipeline name their parameters differently, but each numbers its groups from 0.
-
-    Returns:
-        The plans, and for each what was renamed: old names by new ones.
     """
     firsts: dict[frozenset[str], int] = {}
     num_groups = 0

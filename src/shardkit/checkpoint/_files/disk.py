@@ -166,12 +166,7 @@ class Extent:
 
 
 class TensorWriter:
-    """A file whose tensors come one after another, in parts.
-
-    Args:
-        fd: The file, open; closed at the end.
-        extents: Place of each tensor.
-    """
+    """An open file whose tensors come one after another, in parts; it closes the file."""
 
     def __init__(self, fd: int, extents: Mapping[str, Extent]) -> None:
         self._fd = fd
@@ -247,10 +242,6 @@ def open_regular(path: os.PathLike[str] | str) -> int:
 
 def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES) -> bytes:
     """Return what an index holds.
-
-    Args:
-        path: The file.
-        max_nbytes: Largest size.
 
     Raises:
         CheckpointError: It is no regular file, or larger.

@@ -73,11 +73,7 @@ _ALIGN_NBYTES = 8
 
 
 class SafetensorsFile(Source):
-    """A file to read from. Only what is asked for is read; nothing is mapped.
-
-    Args:
-        path: The file.
-    """
+    """A file to read from. Only what is asked for is read; nothing is mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -153,11 +149,6 @@ def safetensors_writer(
     path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
 ) -> TensorWriter:
     """Make a file to write tensor after tensor.
-
-    Args:
-        path: The file, overwritten.
-        infos: Shape and dtype of every tensor that will come.
-        metadata: Text by name, for the header.
 
     Raises:
         CheckpointError: The format lacks a dtype, or this machine is big-endian.

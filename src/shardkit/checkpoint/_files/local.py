@@ -110,12 +110,7 @@ class SavedRange:
 
 
 class RankFiles(Source):
-    """Files of all ranks of one save, as whole tensors.
-
-    Attributes:
-        files: One per rank.
-        world_size: Number of ranks that wrote them.
-    """
+    """Files of all ranks of one save, as whole tensors."""
 
     kind = "per-rank files"
     files: list[Path]
@@ -175,9 +170,6 @@ class LocalFiles(RankFiles):
     """The files of `local_state_dict`.
 
     Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
-
-    Args:
-        files: One per rank, each saved by torch.save.
 
     Raises:
         CheckpointError: A file is none of these, or was not written together with the others, or
@@ -301,9 +293,6 @@ class XlaFsdpFiles(RankFiles):
 
     A tied weight is in them under its first name only, and stays so: they do not say which others
     it had.
-
-    Args:
-        files: One per rank.
 
     Raises:
         CheckpointError: A file is none of these, or files of ranks are missing or of other runs.

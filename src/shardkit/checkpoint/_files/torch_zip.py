@@ -242,13 +242,7 @@ def torch_writer(
     infos: Mapping[str, TensorInfo],
     arrange: Callable[[dict[str, Tensor]], Any],
 ) -> TensorWriter:
-    """Make a file to write tensor after tensor.
-
-    Args:
-        path: The file, overwritten.
-        infos: Shape and dtype of every tensor that will come.
-        arrange: Function of the empty tensors by name, which returns what is to be saved: dicts
-            and lists of them and of plain values.
+    """Make a file to write tensor after tensor; `arrange` says of empty tensors what is saved.
 
     Cost: a header's worth of writes, and address space for the tensors, but no memory.
     """

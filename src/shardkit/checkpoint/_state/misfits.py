@@ -32,11 +32,7 @@ class Misfits:
             self.of_others.add(line)
 
     def compare(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
-        """Note an entry of another shape or kind of dtype, or a tensor on one side only.
-
-        Returns:
-            Whether it fits.
-        """
+        """Note an entry of another shape or kind of dtype, or a tensor on one side only."""
         if isinstance(wanted, Tensor) and found is not None:
             is_lossless = kind_of(found.dtype) <= kind_of(wanted.dtype)
             if tuple(wanted.shape) == found.shape and is_lossless:
@@ -54,14 +50,7 @@ class Misfits:
         return Misfits(self.wrong, self.missing, unexpected)
 
     def report(self, head: str, remedy: str, *, strict: bool, where: str = "") -> str | None:
-        """Return the text of an error; None if there is none to raise.
-
-        Args:
-            head: Text of what does not fit.
-            remedy: Sentence that says what to do.
-            strict: Whether missing and unexpected entries are an error.
-            where: Text behind "missing" and "unexpected".
-        """
+        """Return the text of an error; None if there is none to raise."""
         lines = listed_lines(self.wrong)
         for kind, found in (("missing", self.missing), ("unexpected", self.unexpected)):
             if strict:

@@ -93,11 +93,6 @@ def optimizer_template(
 ) -> dict[str, Any]:
     """Return room for a saved optimizer state, made without stepping the optimizers.
 
-    Args:
-        model: Module that holds the parameters.
-        optimizers: One optimizer or several.
-        saved: Shapes and dtypes saved of each parameter; None for what is not a tensor.
-
     Returns:
         ``state``: by parameter and state name a tensor to load into: sharded like the parameter if
         it has its shape, end to end with those of the parameter's bucket; else a plain one on the
@@ -157,12 +152,6 @@ def put_optimizer_state(
     A parameter without an entry has no state afterwards, as one that was never stepped. Options
     come from the saved group that lists the group's parameters, in whatever order; those that were
     not saved stay.
-
-    Args:
-        model: Module that holds the parameters.
-        optimizers: One optimizer or several.
-        state: ``state`` and ``param_groups``, as `named_state` and `optimizer_template` return.
-        strict: Whether every parameter must be in a saved group.
 
     Raises:
         CheckpointError: Parameters are missing, or the saved groups of one group's parameters have

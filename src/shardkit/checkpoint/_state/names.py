@@ -18,7 +18,7 @@ from shardkit._params.bucket import bucket_showing
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from shardkit._mesh import DeviceMesh
 
@@ -134,11 +134,29 @@ def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
     return list(entries.values())
 
 
-def give_memory(target: Tensor, new: Tensor) -> None:
-    """Make a plain tensor on meta the one that has these values; it stays the object that it is."""
-    if isinstance(target, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=target.requires_grad)
-    torch.utils.swap_tensors(target, new)
+def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], object]) -> None:
+    """Have `fill` write what this rank holds of a tensor of the model.
+
+    One on meta gets the memory once it is filled, and stays the object that it is: a plain one on
+    `device`, a sharded one where its mesh is.
+    """
+    if isinstance(target, ShardedTensor):
+        if not target.is_meta:
+            # A view of the shard, whose version tells who has gathered it before.
+            fill(target.to_local())
+            return
+        spec = target.spec
+        piece = torch.empty(spec.stop - spec.start, dtype=target.dtype, device=spec.device)
+        fill(piece)
+        target.replace_piece(piece)
+    elif target.is_meta:
+        new = torch.empty(target.shape, dtype=target.dtype, device=device)
+        fill(new)
+        if isinstance(target, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=target.requires_grad)
+        torch.utils.swap_tensors(target, new)
+    else:
+        fill(target.detach())
 
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:

@@ -148,12 +148,7 @@ def _storage_of(tensor: Tensor) -> int | None:
 
 
 def _with_memory(value: Any, device: torch.device) -> Any:
-    """Return a tensor to read into: the model's own, or if it is on meta a new one.
-
-    Args:
-        value: Value of a state dict.
-        device: Device of tensors on meta that no mesh gives a place.
-    """
+    """Return a tensor to read into: the model's own, or if it is on meta a new one."""
     if not isinstance(value, Tensor):
         return None
     if not value.is_meta:
@@ -167,12 +162,7 @@ def _with_memory(value: Any, device: torch.device) -> Any:
 
 
 class OptimizerPart:
-    """Optimizers, which get new tensors.
-
-    Attributes:
-        targets: Tensors to fill, by entry, once there is room.
-        claimed: Entries that are optimizers'.
-    """
+    """Optimizers, which get new tensors."""
 
     def __init__(
         self,
@@ -195,11 +185,12 @@ class OptimizerPart:
             misfits.missing.append("optimizer: all of its state")
             return
         self.claimed = entries_of_optimizers(source.entries) - set(model_part.entries.values())
-        first_name = {
-            alias: names[0] for names, _ in parameters_by_name(model, optimizers) for alias in names
-        }
-        groups = self._read_groups(source, prefix)
-        saved: dict[str, dict[str, TensorInfo | None]] = {}
+        first_name: dict[str, str] = {}
+        params: dict[str, nn.Parameter] = {}
+        for names, param in parameters_by_name(model, optimizers):
+            first_name |= dict.fromkeys(names, names[0])
+            params |= dict.fromkeys(names, param)
+        self._groups = self._read_groups(source, prefix)
         known = first_name.keys() | model_part.entries.keys()
         for found in optimizer_entries(source.paths, prefix, known):
             name, keys, info = found.parameter, found.keys, source.entries[found.entry]
@@ -209,23 +200,14 @@ class OptimizerPart:
                 misfits.left_over(line, is_of_others=name in model_part.of_others)
                 continue
             self._places[found.entry] = (name, keys)
-            of_parameter = saved.setdefault(name, {})
+            of_parameter = self._saved.setdefault(name, {})
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
-        _compare_names(first_name, saved, groups, model_part.of_others, misfits)
-        _compare_classes(model, optimizers, saved, misfits)
-        self._saved, self._groups = saved, groups
-        self._check_shapes(model_part, misfits)
-
-    def _check_shapes(self, model_part: ModelPart, misfits: Misfits) -> None:
-        """Note state of the saved parameter's shape, if the parameter has another."""
-        params = {
-            alias: param
-            for names, param in parameters_by_name(self._model, self._optimizers)
-            for alias in names
-        }
+        _compare_names(first_name, self._saved, self._groups, model_part.of_others, misfits)
+        _compare_classes(model, optimizers, self._saved, misfits)
         for entry, (name, keys) in self._places.items():
             info = self._infos[entry]
+            # State of the saved parameter's shape, if the parameter has another.
             of_model = self._infos.get(model_part.entries.get(name, ""))
             if info is not None and of_model is not None and info.shape == of_model.shape:
                 where = ".".join(map(str, (name, *keys)))
@@ -270,10 +252,8 @@ class OptimizerPart:
             if isinstance(groups, list):
                 return groups
         flat = {entry.removeprefix(prefix): values[entry] for entry in entries}
-        result: list[dict[str, Any]] = unflatten(self._model, self._optimizers, flat)[
-            "param_groups"
-        ]
-        return result
+        unflat = unflatten(self._model, self._optimizers, flat)
+        return list(unflat["param_groups"])
 
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Give the optimizers their state."""
@@ -372,14 +352,7 @@ class ExtrasPart:
         objects: Mapping[str, Any],
         misfits: Misfits,
     ) -> None:
-        """Find the extras.
-
-        Args:
-            source: The saved state.
-            claimed: Entries of model and optimizers.
-            objects: Objects to be loaded in place.
-            misfits: List of what does not fit.
-        """
+        """Find the extras."""
         self._objects = objects
         self._paths = {
             entry: extra_path(path) for entry, path in source.paths.items() if entry not in claimed

@@ -52,12 +52,7 @@ def entries_of_models(entries: Collection[str]) -> set[str]:
 def entries_of_other_stages(
     stages: Sequence[frozenset[str]], wanted: Collection[str]
 ) -> frozenset[str]:
-    """Return entries that were saved by stages of a pipeline of which a model has none.
-
-    Args:
-        stages: Entries of each stage; some may be in several.
-        wanted: Entries of the model, which may be one stage, some, or all.
-    """
+    """Return entries that were saved by stages of a pipeline of which a model has none."""
     everything = frozenset().union(*stages)
     own, rest = frozenset[str](), everything.intersection(wanted)
     while rest:

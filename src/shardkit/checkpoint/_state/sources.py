@@ -116,11 +116,7 @@ class DistributedCheckpoint(Source):
 
 
 class StateInMemory(Source):
-    """A state dict.
-
-    Args:
-        state: Whole, plain tensors by name, on any device.
-    """
+    """A state dict of whole, plain tensors, on any device."""
 
     def __init__(self, state: Mapping[str, Any] | None) -> None:
         if not isinstance(state, Mapping):
@@ -226,13 +222,7 @@ class FromFirstRank(Source):
 
 
 def from_rank0(entries: Mapping[Any, Any] | None, device: torch.device) -> FromFirstRank:
-    """Return what rank 0 of the default process group has; see `FromFirstRank`.
-
-    Args:
-        entries: Values on rank 0, by any keys; not looked at on others. Tensors are plain and
-            whole.
-        device: Device on which tensors are sent.
-    """
+    """Return what rank 0 of the default process group has, whole and plain; see `FromFirstRank`."""
     world = dist.group.WORLD
     axes = [ProcessGroupAxis(world)] if world is not None else []
     return FromFirstRank(lambda: StateInMemory(entries), "the state dict", axes, device)

@@ -16,7 +16,7 @@ from shardkit.backends.watch.channel import Channel
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardkit.backends.watch.channel import Wait
+    from shardkit.backends.watch.history import Wait
 
 
 class Watchdog:
@@ -30,7 +30,7 @@ class Watchdog:
     world_size = 4
 
     def __init__(self) -> None:
-        self.verdict: str | None = None
+        self.final_text: str | None = None
         self.lock = threading.Lock()
         self.counted: list[tuple[str, int, str]] = []
         self.waits: list[Wait] = []
@@ -90,12 +90,12 @@ def test_ranks_that_part_count_in_at_different_keys() -> None:
     assert len(set(keys)) == 3
 
 
-def test_after_a_verdict_nothing_is_issued() -> None:
+def test_after_the_end_nothing_is_issued() -> None:
     watchdog = Watchdog()
     channel = make(watchdog)
     for _ in range(3):
         take_step(channel, "a", "b")
-    watchdog.verdict = "rank 2 is gone"
+    watchdog.final_text = "rank 2 is gone"
     position = channel.status().position
     with pytest.raises(RankMismatchError, match="rank 2 is gone"):
         channel.issue("all-gather", "a", 64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.backends.watch.watchdog import describe_record
+from shardkit.backends.watch.status import describe_record
 
 
 def entry(number: int, name: str, state: str, group: str = "0") -> dict[str, object]:

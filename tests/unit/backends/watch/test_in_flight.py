@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.backends.watch import channel
-from shardkit.backends.watch.channel import InFlight, Wait
+from shardkit.backends.watch import history
+from shardkit.backends.watch.history import CollectiveWait, InFlight
 
 
 class Clock:
@@ -13,11 +13,11 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(channel.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(history.time, "monotonic", lambda: self.now)
         self.flight = InFlight()
 
     def start(self, name: str, done_at: float) -> None:
-        self.flight.note(Wait("0", 0, name), lambda: self.now >= done_at)
+        self.flight.note(CollectiveWait("0", 0, name), lambda: self.now >= done_at)
 
     def oldest(self) -> str | None:
         found = self.flight.oldest()
@@ -68,7 +68,7 @@ def test_the_thread_that_watches_does_not_ask_a_device_early(clock: Clock) -> No
 
 
 def test_while_a_graph_is_captured_nothing_is_noted_and_nobody_waits(clock: Clock) -> None:
-    clock.flight.note(Wait("0", 0, "captured"), lambda: None)
+    clock.flight.note(CollectiveWait("0", 0, "captured"), lambda: None)
     assert clock.oldest() is None
     clock.now += 1
     clock.start("a", 1e9)

@@ -257,6 +257,7 @@ def test_a_rank_that_reads_slowly_does_not_miss_what_follows(
 ) -> None:
     """Other rounds have come and gone meanwhile."""
     monkeypatch.setattr(watch_settings, "answer_s", 0.02)
+    monkeypatch.setattr(module, "_DETAILS_S", 0.02)  # Who has ended gives none.
     store.set("end/1", RankStatus(1, state="ended").dump())
     slow = Answering(store.clone(), 0, lambda: waiting(0))
     asker = Rounds(store, 2, 1)

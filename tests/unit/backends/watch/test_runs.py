@@ -67,17 +67,17 @@ def test_the_last_diagnosis_is_found_with_its_answers(place: Path) -> None:
     assert runs.last_diagnosis() is None
     runs.keep_diagnosis("first", "rank 1 is gone", [])
     runs.keep_diagnosis("second", "rank 0 is stopped", [RankStatus(0, "host", 7, "stopped")])
-    os.utime(place / "first.verdict", (1, 1))
+    os.utime(place / "first.diagnosis", (1, 1))
     found = runs.last_diagnosis()
     assert found is not None
     assert found["text"] == "rank 0 is stopped"
     assert [RankStatus.load(text).state for text in found["answers"]] == ["stopped"]
 
 
-def test_only_the_latest_verdicts_are_kept(place: Path) -> None:
+def test_only_the_latest_diagnoses_are_kept(place: Path) -> None:
     for number in range(30):
         runs.keep_diagnosis(f"run-{number}", "text", [])
-    assert len(list(place.glob("*.verdict"))) == 20
+    assert len(list(place.glob("*.diagnosis"))) == 20
 
 
 def test_others_cannot_read_the_folder(place: Path) -> None:

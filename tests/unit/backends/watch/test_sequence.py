@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from shardkit.backends.watch import channel as module
-from shardkit.backends.watch.channel import Collective, CollectiveSequence
+from shardkit.backends.watch import history as module
+from shardkit.backends.watch.history import Collective, CollectiveSequence
 
 
 def surprises(names: str, sequence: CollectiveSequence | None = None) -> int:

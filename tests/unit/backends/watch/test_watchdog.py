@@ -15,8 +15,9 @@ import torch.distributed as dist
 from shardkit import RankMismatchError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import watchdog as module
-from shardkit.backends.watch.channel import Channel, Collective, InFlight, Wait
+from shardkit.backends.watch.channel import Channel
 from shardkit.backends.watch.diagnosis import Diagnosis
+from shardkit.backends.watch.history import Collective, CollectiveWait, InFlight
 from shardkit.backends.watch.status import GroupStatus
 from shardkit.backends.watch.watchdog import Watchdog
 
@@ -64,10 +65,10 @@ def test_a_device_that_waits_ends_the_process_if_it_cannot_be_freed(
 ) -> None:
     """The main thread is in no collective: it asks the device for a number, or is about to."""
     monkeypatch.setattr(watch_settings, "ask_unexpected_after_s", 0.0)
-    watchdog.channels["0"].in_flight.note(Wait("0", 3, LAYER), lambda: False)
+    watchdog.channels["0"].in_flight.note(CollectiveWait("0", 3, LAYER), lambda: False)
     watchdog._take_up(final("0 3 issued"), watchdog._store)  # noqa: SLF001 - called by its threads
     assert calls == ["end if stuck", "abort"]
-    assert watchdog.verdict == "rank 1 is gone"
+    assert watchdog.final_text == "rank 1 is gone"
 
 
 @pytest.mark.parametrize("awaited", ["0 2 issued", "0 3 agreed", "1 3 issued", ""])
@@ -75,11 +76,11 @@ def test_a_text_in_the_store_ends_nothing_of_which_this_rank_knows_nothing(
     watchdog: Watchdog, calls: list[str], awaited: str
 ) -> None:
     """It waits for something else; somebody may have written anything."""
-    with watchdog.watching(Wait("0", 3, LAYER)):
+    with watchdog.watching(CollectiveWait("0", 3, LAYER)):
         watchdog._take_up(final(awaited), watchdog._store)  # noqa: SLF001
     watchdog._take_up(final(awaited), watchdog._store)  # noqa: SLF001
     assert calls == []
-    assert watchdog.verdict is None
+    assert watchdog.final_text is None
 
 
 def test_ranks_in_collectives_of_the_user_raise_before_connections_close(
@@ -87,7 +88,7 @@ def test_ranks_in_collectives_of_the_user_raise_before_connections_close(
 ) -> None:
     """The engine's error would come first else, and say nothing of the reason."""
     diagnosis = dataclasses.replace(final("0 3 issued"), in_calls=[1])
-    with watchdog.watching(Wait("0", 3, LAYER)):
+    with watchdog.watching(CollectiveWait("0", 3, LAYER)):
         ends = threading.Thread(
             target=watchdog._take_up,  # noqa: SLF001
             args=(diagnosis, watchdog._store),  # noqa: SLF001
@@ -113,7 +114,7 @@ def test_a_wait_that_is_in_vain_raises(watchdog: Watchdog, calls: list[str]) -> 
     engine_error = RuntimeError("Application timeout caused pair closure")
 
     def fail() -> None:
-        with watchdog.watching(Wait("0", 3, LAYER)):
+        with watchdog.watching(CollectiveWait("0", 3, LAYER)):
             watchdog._take_up(final("0 3 issued"), watchdog._store)  # noqa: SLF001
             raise engine_error
 
@@ -122,7 +123,7 @@ def test_a_wait_that_is_in_vain_raises(watchdog: Watchdog, calls: list[str]) -> 
     assert raised.value.__suppress_context__, "the engine's error was ours"
     assert "pair closure" not in str(raised.value)
     assert calls == ["end if stuck", "abort"]
-    with pytest.raises(RankMismatchError), watchdog.watching(Wait("0", 4, LAYER)):
+    with pytest.raises(RankMismatchError), watchdog.watching(CollectiveWait("0", 4, LAYER)):
         pytest.fail("nothing is begun after that")
 
 
@@ -133,7 +134,7 @@ def test_an_error_of_the_engine_is_explained(
     said = "Connection closed by peer"
     with (
         pytest.raises(RankMismatchError, match="rank 1 has ended") as raised,
-        watchdog.watching(Wait("0", 3, LAYER)),
+        watchdog.watching(CollectiveWait("0", 3, LAYER)),
     ):
         raise RuntimeError(said)
     assert str(raised.value).endswith("(The engine said: Connection closed by peer)")
@@ -147,7 +148,7 @@ def test_an_error_that_nobody_explains_stays_as_it_is(
     engine_error = RuntimeError("out of memory")
     with (
         pytest.raises(RuntimeError, match="out of memory") as raised,
-        watchdog.watching(Wait("0", 3, LAYER)),
+        watchdog.watching(CollectiveWait("0", 3, LAYER)),
     ):
         raise engine_error
     assert raised.value is engine_error
@@ -165,7 +166,7 @@ def test_a_store_with_anything_in_it_stops_no_thread(
     store.set("result/6", "{}")
     store.set("wake/0/6", "")
     assert store.await_keys(["answer/6/0"], 10)
-    assert watchdog.verdict is None
+    assert watchdog.final_text is None
     assert "the watch over ranks met" not in caplog.text
 
 
@@ -201,7 +202,7 @@ def test_a_wait_is_told_of_again_when_it_is_six_times_as_long(
 ) -> None:
     passing = Diagnosis(is_final=False, text="rank 0 waits", told_by=0)
     monkeypatch.setattr(watchdog, "_look", lambda: None)  # It asks nobody meanwhile.
-    wait = Wait("0", 3, LAYER)
+    wait = CollectiveWait("0", 3, LAYER)
     with watchdog.watching(wait):
         for for_s in range(1, 300):
             wait.since = time.monotonic() - for_s

@@ -1,0 +1,170 @@
+"""Compare the steps that `shardkit plan --hardware` foresees with those of gloo ranks.
+
+python benchmarks/foreseen.py RANKS [--folder FOLDER]
+
+It calibrates, measures and plans; about a minute and a half for 4 ranks. Nothing else should run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardkit import DeviceMesh, checkpoint_activations, fully_shard, init_device_mesh, plan
+
+_WIDTH, _DEPTH, _NUM_ROWS = 384, 6, 128
+_ROUNDS, _STEPS, _LIMIT_S = 12, 2, 40.0
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+            for _ in range(_DEPTH)
+        )
+        self.head = nn.Linear(_WIDTH, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to shard.
+
+    Attributes:
+        mesh: Size of each axis.
+        blocks: Number of blocks of a group; 0: all is one group.
+        reshard: Whether groups are freed between forward and backward.
+        recompute: Whether blocks compute their activations again.
+    """
+
+    mesh: tuple[int, ...]
+    blocks: int
+    reshard: bool
+    recompute: bool
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a model."""
+        if self.recompute:
+            checkpoint_activations(model)
+        options = {"mesh": mesh, "reshard_after_forward": self.reshard}
+        blocks = [*model.get_submodule("blocks").children()]
+        for begin in range(0, len(blocks) if self.blocks else 0, self.blocks or 1):
+            fully_shard(blocks[begin : begin + self.blocks], **options)
+        fully_shard(model, **options)
+
+
+def _choices(num_ranks: int) -> list[Choice]:
+    meshes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]  # noqa: PLR2004
+    kinds = [(True, False), (True, True), (False, False)]
+    found = [Choice(m, b, *kind) for m, b, kind in product(meshes, (1, 2, 0), kinds)]
+    return [c for c in found if c.reshard or c.blocks]  # A root alone is kept all the same.
+
+
+def _step(choice: Choice) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model, rows = _Mlp(), torch.ones(_NUM_ROWS, _WIDTH)
+    choice.shard(model, init_device_mesh("cpu", choice.mesh))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        _loss(model(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def _measure(path: Path) -> None:
+    """Write the times of steps, as a rank: rounds over all choices, so that all see the same."""
+    torch.set_num_threads(1)
+    steps = [_step(choice) for choice in _choices(int(os.environ["WORLD_SIZE"]))]
+    times: list[list[float]] = [[] for _ in steps]
+    for step in steps * 2:
+        step()
+    for _ in range(_ROUNDS):
+        for step, own in zip(steps, times, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(_STEPS):
+                step()
+            dist.barrier()
+            own.append((time.perf_counter() - begin) / _STEPS)
+        is_late = torch.tensor(float(sum(map(sum, times)) * _STEPS > _LIMIT_S))
+        dist.all_reduce(is_late)
+        if is_late:
+            break
+    if os.environ["RANK"] == "0":
+        path.write_text(json.dumps([statistics.median(own) for own in times]), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _compare(num_ranks: int, profile: Path, measured: Path) -> str:
+    """Return a table of what was foreseen and what was measured."""
+    real = json.loads(measured.read_text(encoding="utf-8"))
+    foreseen = []
+    for choice in _choices(num_ranks):
+        model, rows = _Mlp(), torch.ones(_NUM_ROWS, _WIDTH)
+        found = plan(
+            model, rows, mesh=choice.mesh, device="cpu", loss=_loss, shard=choice.shard,
+            hardware=str(profile),
+        )  # fmt: skip
+        assert found.time is not None
+        foreseen.append(found.time.seconds)
+    errors = [a / b - 1 for a, b in zip(foreseen, real, strict=True)]
+    lines = ["| choice | measured, ms | foreseen, ms | error |", "| --- | --- | --- | --- |"]
+    for choice, a, b, error in zip(_choices(num_ranks), real, foreseen, errors, strict=True):
+        lines.append(f"| {choice} | {a * 1e3:.1f} | {b * 1e3:.1f} | {error:+.1%} |")
+    sizes = sorted(map(abs, errors))
+    order = torch.tensor([real, foreseen]).argsort().argsort().double()
+    lines.append(
+        f"median {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, rank correlation "
+        f"{torch.corrcoef(order)[0, 1].item():.2f}"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Calibrate, measure and compare; with ``--measure`` be a rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--measure", type=Path, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure is not None:
+        _measure(options.measure)
+        return
+    folder = options.folder or Path(tempfile.mkdtemp())
+    profile, measured = folder / "profile.toml", folder / "measured.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    calibrating = ["-m", "shardkit", "plan", "--device", "cpu", "--calibrate", str(profile)]
+    measuring = [__file__, str(options.ranks), "--measure", str(measured)]
+    for command in (calibrating, measuring):
+        subprocess.run([*launch, *command], env=environment, check=True)  # noqa: S603 - our own
+    sys.stdout.write(_compare(options.ranks, profile, measured) + "\n")
+
+
+if __name__ == "__main__":
+    main()

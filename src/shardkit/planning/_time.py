@@ -1,0 +1,267 @@
+"""How long a step takes: what a dry run saw, as tasks on the lanes of a machine, by a profile."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardkit.planning._replay import Task, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardkit._events import StepEvent
+    from shardkit.planning._meter import Operator
+    from shardkit.planning._profile import HardwareProfile
+    from shardkit.planning._run import DryRun, Run
+
+_NUM_MODULES = 10
+_OPS = {"gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCost:
+    """What a module computes in a step, or its backward.
+
+    Attributes:
+        name: Name of it, such as ``backward of blocks.3``.
+        seconds: Time of its operators, with nothing beside them.
+        flops: Number of operations of floating point.
+        nbytes: Bytes that its operators read and write.
+    """
+
+    name: str
+    seconds: float
+    flops: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that runs in a step.
+
+    Attributes:
+        lane: Name of what it runs on: ``compute``, ``gather``, ``reduce``.
+        name: Name of it.
+        begin: Time of the beginning in seconds.
+        end: Time of the end in seconds.
+    """
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long a step takes.
+
+    Attributes:
+        hardware: Name of the profile.
+        seconds: Time of the step.
+        exposed_s: Part of it that collectives cost: without them it would be so much shorter.
+        flops: Number of operations of floating point of a rank, without those of recomputes.
+        utilization: Part of the most operations that the device can make in this time. Where
+            products have several dtypes, each counts by its own peak.
+        modules: Modules with the longest operators, the longest first.
+        spans: Times of what runs, in the order of beginnings.
+    """
+
+    hardware: str
+    seconds: float
+    exposed_s: float
+    flops: int
+    utilization: float
+    modules: tuple[ModuleCost, ...]
+    spans: tuple[Span, ...]
+
+
+def time_of(run: Run, seen: DryRun, profile: HardwareProfile) -> StepTime:
+    """Return the time of the second step of a dry run."""
+    meter = seen.meter
+    start = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
+    operators = [each for each in meter.operators if each.after >= start]
+    tasks = _Tasks(run, profile).of((e for e in meter.events if e.opened >= start), operators)
+    seconds = replay(tasks, profile.overlap)
+    spans = tuple(
+        Span(task.lane, task.name, task.begin, task.end)
+        for task in sorted(tasks, key=lambda task: task.begin)
+        if task.end > task.begin and task.lane != "host"
+    )
+    for task in tasks:
+        if task.link:
+            task.seconds, task.link = 0.0, ""
+    alone = replay(tasks, profile.overlap)
+    counted = Counter[str]()
+    for each in operators:
+        if not each.is_again:
+            counted[each.dtype] += each.flops
+    at_best = sum(
+        flops / profile.peak.get(dtype, profile.peak["float32"]) for dtype, flops in counted.items()
+    )
+    return StepTime(
+        hardware=profile.name,
+        seconds=seconds,
+        exposed_s=seconds - alone,
+        flops=counted.total(),
+        utilization=at_best / seconds if seconds else 0.0,
+        modules=_modules(operators, profile),
+        spans=spans,
+    )
+
+
+def seconds_of(operator: Operator, profile: HardwareProfile) -> float:
+    """Return the time of an operator on the device, without what the host takes for it."""
+    if operator.kind == "product":
+        at_least = profile.memory_s(operator.nbytes, "in_place")
+        return max(profile.product_s(operator.flops, operator.dtype), at_least, profile.kernel_s)
+    return max(profile.memory_s(operator.nbytes, operator.kind), profile.kernel_s)
+
+
+def _modules(operators: Iterable[Operator], profile: HardwareProfile) -> tuple[ModuleCost, ...]:
+    found: dict[str, list[Operator]] = {}
+    for each in operators:
+        found.setdefault(each.owner, []).append(each)
+    costs = [
+        ModuleCost(
+            name,
+            sum(seconds_of(each, profile) for each in own),
+            sum(each.flops for each in own),
+            sum(each.nbytes for each in own),
+        )
+        for name, own in found.items()
+    ]
+    return tuple(sorted(costs, key=lambda cost: -cost.seconds)[:_NUM_MODULES])
+
+
+class _Tasks:
+    """Makes tasks of events and operators, in the order in which the host came to them.
+
+    On a CPU the host computes, so a collective begins when the host comes to it. On an accelerator
+    the host runs ahead: a gather waits for the host and for its memory, which its last reader gives
+    back; a reduction waits for compute as well.
+    """
+
+    def __init__(self, run: Run, profile: HardwareProfile) -> None:
+        self._profile = profile
+        self._on_cpu = run.on_cpu
+        self._world_size = math.prod(run.mesh)
+        self._tasks: list[Task] = []
+        self._host: Task | None = None
+        self._compute: Task | None = None
+        self._busy_s = self._host_s = 0.0
+        self._name = ""
+        self._under_way: dict[tuple[str, int], list[Task]] = {}
+        self._joined: tuple[str, Task, int] | None = None
+        self._returned: dict[int, list[Task | None]] = {}
+        self._taken: list[Task] = []
+        self._copied_nbytes = 0
+
+    def of(self, events: Iterable[StepEvent], operators: Sequence[Operator]) -> list[Task]:
+        """Return the tasks of a step."""
+        edges: list[tuple[float, Any]] = [(each.after + 0.5, each) for each in operators]
+        for event in events:
+            edges.append((event.opened, (event, True)))
+            if event.closed > event.opened:
+                edges.append((event.closed, (event, False)))
+        edges.sort(key=lambda edge: edge[0])
+        for _, what in edges:
+            if len(what) != 2:  # noqa: PLR2004 - an operator
+                self._operator(what)
+                continue
+            self._edge(*what)
+        self._end_segment("")
+        return self._tasks
+
+    def _edge(self, event: StepEvent, is_begin: bool) -> None:  # noqa: FBT001 - of a pair
+        """An event begins or ends."""
+        if is_begin and event.kind in _OPS:
+            self._collective(event)
+        elif event.kind == "wait" and not is_begin:
+            self._wait(event)
+        elif event.kind == "compute":
+            self._end_segment(event.name)
+            self._host_s += self._profile.group_s / 2  # Once where it begins, once at its end.
+        elif event.kind == "copy":
+            self._copied_nbytes += event.nbytes
+        elif not self._on_cpu and event.kind == "take":
+            self._take(event.nbytes)
+        elif not self._on_cpu and event.kind == "return":
+            self._end_segment(self._name)
+            last = self._compute if event.name.startswith("unsharded") else self._last("reduce")
+            self._returned.setdefault(event.nbytes, []).append(last)
+
+    def _operator(self, operator: Operator) -> None:
+        self._joined = None
+        profile = self._profile
+        self._busy_s += seconds_of(operator, profile)
+        is_step = operator.owner == "optimizer"
+        self._host_s += profile.sharded_operator_s if is_step else profile.operator_s
+        if is_step:
+            self._name = "optimizer"
+
+    def _end_segment(self, name: str) -> None:
+        """Make tasks of the operators since the last one; those that follow have another name."""
+        if self._busy_s or self._host_s:
+            if self._on_cpu:
+                self._add("compute", self._busy_s + self._host_s, ())
+            else:
+                before = self._host
+                self._host = self._add("host", self._host_s, ())
+                self._add("compute", self._busy_s, (before,))
+                self._add("compute", 0.0, (self._host,))  # It does not end before it is issued.
+            self._busy_s = self._host_s = 0.0
+        self._name = name
+
+    def _add(self, lane: str, seconds: float, after: Iterable[Task | None], link: str = "") -> Task:
+        known = [task for task in after if task is not None]
+        task = Task(lane, seconds, known, self._name, link)
+        self._tasks.append(task)
+        if lane == "compute":
+            self._compute = task
+        return task
+
+    def _last(self, lane: str) -> Task | None:
+        return next((task for task in reversed(self._tasks) if task.lane == lane), None)
+
+    def _take(self, nbytes: int) -> None:
+        """Let the next gather wait for its memory: what compute gave back comes first."""
+        free = self._returned.get(nbytes, [])
+        at = next((i for i, task in enumerate(free) if task and task.lane == "compute"), 0)
+        if free and (task := free.pop(at)) is not None:
+            self._taken.append(task)
+
+    def _collective(self, event: StepEvent) -> None:
+        """Start a collective, or let the one that started just before take this along."""
+        joined = self._joined if self._joined and self._joined[0] == event.kind else None
+        name = self._name
+        self._end_segment(event.name)
+        lane = "gather" if event.kind == "gather" else "reduce"
+        nbytes = event.nbytes + (joined[2] if joined else 0)
+        span = self._world_size if event.axis == "replicate" else event.num_ranks
+        op = _OPS[event.kind]
+        seconds = self._profile.collective_s(op, nbytes, event.num_ranks, span)
+        seconds += self._copied_nbytes / self._profile.host_bytes_per_s
+        self._copied_nbytes = 0
+        if joined:
+            task = joined[1]
+            task.name, task.seconds = f"{task.name}, {event.name}", max(seconds, task.seconds)
+        else:
+            begun = self._compute if self._on_cpu or lane == "reduce" else None
+            task = self._add(lane, seconds, (begun, self._host, *self._taken), event.axis or "all")
+            self._taken = []
+        self._name, self._joined = name, (event.kind, task, nbytes)
+        self._under_way.setdefault((lane, event.group), []).append(task)
+
+    def _wait(self, event: StepEvent) -> None:
+        """Let compute wait for what was started for the group of the event."""
+        name = self._name
+        self._end_segment(name)
+        self._joined = None
+        found = self._under_way.pop(("gather", event.group), None)
+        if found is None:
+            found = self._under_way.get(("reduce", event.group), [])
+        self._add("compute", 0.0, found)

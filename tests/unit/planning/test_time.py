@@ -1,0 +1,179 @@
+"""How long a step takes: profiles, what they are asked, and what a plan makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import pytest
+import torch
+
+from planned_runs import Mlp
+from shardkit import ConfigError, RunPlan, plan
+from shardkit.planning._profile import (
+    HardwareProfile,
+    Route,
+    profile_names,
+    profile_text,
+    rate_at,
+    read_profile,
+)
+
+if typing.TYPE_CHECKING:
+    import pathlib
+
+WIDTH, DEPTH, NUM_ROWS = 1024, 4, 2048
+IDEAL = HardwareProfile(
+    name="ideal",
+    device="cuda",
+    memory_nbytes=1e12,
+    overlap=1.0,
+    operator_s=0.0,
+    sharded_operator_s=0.0,
+    group_s=0.0,
+    kernel_s=0.0,
+    host_bytes_per_s=1e15,
+    peak={"float32": 1e12},
+    products={"float32": ((1.0, 1e12),)},
+    memory={"new": ((1.0, 1e18),)},
+    links=(Route(8, 0.0, ((1.0, 1e18),)), Route(1e9, 0.0, ((1.0, 1e18),))),
+)
+
+
+@pytest.fixture
+def planned(tmp_path: pathlib.Path) -> typing.Callable[..., RunPlan]:
+    def make(profile: HardwareProfile = IDEAL, **options: typing.Any) -> RunPlan:
+        path = tmp_path / "here.toml"
+        path.write_text(profile_text(profile, "Of a test."))
+        given = {"mesh": 8, "policy": {"blocks.*": {}}, "optimizer": "none", **options}
+        rows = torch.empty(NUM_ROWS, WIDTH, device="meta")
+        with torch.device("meta"):
+            model = Mlp(WIDTH, DEPTH)
+        return plan(model, rows, hardware=str(path), **given)
+
+    return make
+
+
+def _changed(**changes: typing.Any) -> HardwareProfile:
+    return dataclasses.replace(IDEAL, **changes)
+
+
+def _flops(*, recompute: bool = False) -> int:
+    forward = 2 * NUM_ROWS * (8 * WIDTH * WIDTH * DEPTH + 7 * WIDTH)
+    first_input = 2 * NUM_ROWS * 4 * WIDTH * WIDTH  # Nobody wants the gradient of the rows.
+    again = 2 * NUM_ROWS * 8 * WIDTH * WIDTH * DEPTH if recompute else 0
+    return 3 * forward - first_input + again
+
+
+def test_products_alone_are_what_can_be_reckoned(planned: typing.Any) -> None:
+    time = planned().time
+    assert time.flops == _flops()
+    assert time.seconds == pytest.approx(_flops() / 1e12, rel=1e-3)
+    assert time.utilization == pytest.approx(1.0, rel=1e-3)
+    assert time.exposed_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_recompute_takes_time_and_is_no_use(planned: typing.Any) -> None:
+    time = planned(recompute=True).time
+    assert time.flops == _flops()
+    # The last product of a block is not computed again: nobody asks for its result.
+    assert _flops() < time.seconds * 1e12 <= _flops(recompute=True) * 1.001
+    assert time.utilization < 0.9
+
+
+def test_a_slow_link_is_exposed_and_a_faster_one_hidden(planned: typing.Any) -> None:
+    def exposed(rate: float, **options: typing.Any) -> float:
+        profile = _changed(links=(Route(1e9, 0.0, ((1.0, rate),)),))
+        found: float = planned(profile, **options).time.exposed_s
+        return found
+
+    model_nbytes = 4 * 8 * WIDTH * WIDTH * DEPTH
+    sent = 3 * model_nbytes * 7 / 8  # Two gathers, but that of the last block, and a reduction.
+    slow_s = sent / 1e8 - _flops() / 1e12
+    assert exposed(1e8) == pytest.approx(slow_s, rel=0.25)
+    assert exposed(1e8, reshard_after_forward=False) < 0.8 * exposed(1e8)
+    assert exposed(1e11) < 0.05 * _flops() / 1e12
+
+
+def test_where_the_processor_sends_nothing_is_hidden(planned: typing.Any) -> None:
+    links = (Route(1e9, 0.0, ((1.0, 2e10),)),)
+    beside = planned(_changed(links=links), device="cpu").time
+    instead = planned(_changed(links=links, overlap=0.0), device="cpu").time
+    assert instead.exposed_s > 1.5 * beside.exposed_s
+    assert instead.seconds - instead.exposed_s == pytest.approx(beside.seconds - beside.exposed_s)
+
+
+def test_a_host_that_is_slow_decides(planned: typing.Any) -> None:
+    one, two = (planned(_changed(operator_s=each)).time.seconds for each in (1e-2, 2e-2))
+    assert two > 1.8 * one > 1.8 * planned().time.seconds
+
+
+def test_ranks_of_a_host_send_to_others_together() -> None:
+    profile = _changed(links=(Route(8, 0.0, ((1.0, 4e11),)), Route(1e9, 0.0, ((1.0, 5e10),))))
+    within = profile.collective_s("all_gather", 8e9, 8, 8)
+    assert within == pytest.approx(7e9 / 4e11)
+    # Eight devices of a host send on eight links, so NVLink's rate remains.
+    assert profile.collective_s("all_gather", 16e9, 16, 16) == pytest.approx(15e9 / 4e11)
+    # Of a replicate axis over 8 hosts each device has its own link.
+    assert profile.collective_s("all_reduce", 8e9, 8, 64) == pytest.approx(2 * 7e9 / 5e10)
+    assert profile.collective_s("all_gather", 8e9, 1, 1) == 0
+
+
+def test_a_measured_link_is_that_of_the_same_collective_and_size() -> None:
+    two, four = (Route(n, n / 1e3, ((1.0, 1e9),), "all_gather", n) for n in (2, 4))
+    profile = _changed(links=(two, four))
+    assert profile.collective_s("all_gather", 4e9, 4, 4) == pytest.approx(0.004 + 3)
+    assert profile.collective_s("all_gather", 4e9, 2, 2) == pytest.approx(0.002 + 2)
+
+
+def test_rates_between_sizes_are_interpolated() -> None:
+    curve = ((10.0, 1.0), (1000.0, 100.0))
+    assert [rate_at(curve, size) for size in (1, 10, 100, 1000, 1e6)] == pytest.approx(
+        [1, 1, 10, 100, 100]
+    )
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_profiles_that_come_with_the_package_are_read(name: str) -> None:
+    profile = read_profile(name)
+    assert profile.name == name
+    assert profile.links[-1].span >= 2
+    assert all(
+        rate <= profile.peak[dtype]
+        for dtype, curve in profile.products.items()
+        for _, rate in curve
+    )
+
+
+def test_a_profile_is_read_as_it_is_written(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_text(profile_text(IDEAL, "Two\nlines."))
+    assert read_profile(str(path)) == IDEAL
+
+
+def test_what_is_no_profile_is_refused(tmp_path: pathlib.Path, planned: typing.Any) -> None:
+    with pytest.raises(ConfigError, match="hardware must be one of a100, cpu, h100"):
+        read_profile("abacus")
+    path = tmp_path / "wrong.toml"
+    path.write_text("[products]\nbfloat16 = 1e12\n[memory]\nnew = 1e9\n")
+    with pytest.raises(ConfigError, match="is no profile of hardware"):
+        read_profile(str(path))
+    with pytest.raises(ConfigError, match="choose needs hardware"):
+        plan(Mlp(8, 1), torch.empty(2, 8), mesh=2, choose=True)
+    assert planned().choices == ()
+
+
+def test_choices_fit_and_the_fastest_comes_first(planned: typing.Any) -> None:
+    links = (Route(8, 0.0, ((1.0, 1e10),)), Route(1e9, 0.0, ((1.0, 1e9),)))
+    profile = _changed(links=links, memory={"new": ((1.0, 1e12),), "host": ((1.0, 1e9),)})
+    asked = planned(profile, mesh=16, optimizer="adamw")
+    found = planned(profile, mesh=16, optimizer="adamw", choose=True)
+    assert 1 <= len(found.choices) <= 3
+    assert [c.seconds for c in found.choices] == sorted(c.seconds for c in found.choices)
+    assert found.choices[0].seconds <= asked.time.seconds
+    assert "choice 1: " in str(found)
+    tight = planned(
+        profile, mesh=16, optimizer="adamw", choose=True, budget=asked.peak_nbytes - 2**20
+    )
+    assert all(choice.peak_nbytes < asked.peak_nbytes for choice in tight.choices)
+    assert tight.choices
