@@ -253,6 +253,13 @@ def forget_old_meshes() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
 
 
+def _forget_watch_settings() -> None:
+    """Set what a call chose by `set_watch` back to what the environment says."""
+    if settings := sys.modules.get("shardkit._watch_settings"):
+        chosen = dataclasses.asdict(settings.WatchSettings.of_environment())
+        settings.watch_settings.update(chosen, {})
+
+
 def _reset_state(environment: dict[str, str]) -> None:
     """Undo what the last call left.
 
@@ -265,6 +272,7 @@ def _reset_state(environment: dict[str, str]) -> None:
     _collect_garbage()
     os.environ.clear()
     os.environ.update(environment)
+    _forget_watch_settings()
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -354,6 +354,21 @@ def test_a_transform_by_sharded_values_is_refused_with_the_line(spawn_errors: Sp
         assert "{name: param.full_tensor().detach() for name, param in" in error.message
 
 
+def twice_differentiable() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    model(torch.ones(1, 3)).sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_that_makes_a_graph_is_refused(spawn_errors: Spawn, world_size: int) -> None:
+    for error in spawn_errors(twice_differentiable, world_size):
+        assert error.type_name == "StateError"
+        assert "backward(create_graph=True) made the gradient of parameter '0." in error.message
+        assert "torch.autograd.grad(loss, list(model.parameters()), create_graph=True)" in (
+            error.message
+        )
+
+
 def replaced_by_hand() -> None:
     model = fully_shard(nn.Linear(3, 2))
     model.weight = nn.Parameter(torch.ones(2, 3))

@@ -295,6 +295,8 @@ class Backward:
             self.begin_backward()
         self._any_fired = True
         group, state = self._groups[group_index], self._schedule.states[group_index]
+        if self._makes_graph and grad.requires_grad:
+            raise _no_graph_of(gradients.bucket.entries[index].name)
         grad = self._passes.enter_gradient(group, gradients.bucket, grad)
         is_layer = state.num_watched > 0
         if watch_settings.check_gradients:
@@ -449,6 +451,15 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     ]
     with torch.set_grad_enabled(create_graph):
         return _combined(found, pairs, allow_unused=bool(more[0]))
+
+
+def _no_graph_of(name: str) -> StateError:
+    msg = (
+        f"backward(create_graph=True) made the gradient of parameter {name!r}: it goes to a buffer of its "
+        f"group, which has no graph. Take differentiable gradients by "
+        f"torch.autograd.grad(loss, list(model.parameters()), create_graph=True)."
+    )
+    return StateError(msg)
 
 
 def _pair(tensor: Any) -> tuple[Any, Any]:

@@ -152,8 +152,8 @@ class Exchange:
             self._work = _start_all_to_all(self._received, sent, axis, of)
 
     def add(self) -> None:
-        """Block until all pieces have come, and add them; again is free."""
-        if self._total is not None:
+        """Block until all pieces have come, and add them; free when done."""
+        if self._total is not None or self._reduction is None:
             return
         if self._work is not None:
             self._work.wait()
