@@ -523,6 +523,7 @@ class Filling:
             self._fill_all()
         finally:
             self._forget_unwritten()
+            self._move_home()
         self._check_all_have_values()
 
     def run_where_possible(self) -> None:
@@ -551,11 +552,8 @@ class Filling:
             if not group.mesh.backend.is_traced:
                 _give_memory(group, self._pending)
         with self._plain_rnns():
-            try:
-                for unit in self._units:
-                    give_back(self._fill(unit))
-            finally:
-                self._move_home()
+            for unit in self._units:
+                give_back(self._fill(unit))
         self._execute(None)
         for group, values in self._values.items():
             group.take_up_pieces()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from recording import recording_mesh
 from shardkit import ShardedTensor, fully_shard, materialize
-from shardkit._tensor.ops.dispatch import is_exact_in_pieces
 
 pytestmark = pytest.mark.helpers
 
@@ -468,17 +467,6 @@ def test_modules_inside_are_written_in_pieces() -> None:
     mesh, log = recording_mesh((2,))
     materialize(fully_shard(on_meta(Wide), mesh))
     assert {what for what, _ in log} == {"all_reduce_max"}  # Whether any is left to draw.
-
-
-aten = torch.ops.aten
-
-
-def test_what_is_rounded_by_the_cut_is_computed_in_wholes() -> None:
-    """So that values do not depend on the number of ranks."""
-    exact = (aten.mul_.Tensor, aten.copy_.default, aten.normal_.default, aten.any.default)
-    others = (aten.pow_.Scalar, aten.sum.default, aten.linalg_vector_norm.default, aten.mean.dim)
-    assert all(map(is_exact_in_pieces, exact))
-    assert not any(map(is_exact_in_pieces, (*others, aten._foreach_mul_.Scalar)))
 
 
 def test_sharded_tensors_inside_cannot_be_written_by_numpy() -> None:
