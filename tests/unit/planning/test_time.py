@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planned_runs import Mlp
-from shardkit import ConfigError, RunPlan, plan
+from shardkit import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, RunPlan, plan
 from shardkit.planning._profile import (
     HardwareProfile,
     Route,
@@ -42,13 +42,15 @@ IDEAL = HardwareProfile(
 
 @pytest.fixture
 def planned(tmp_path: pathlib.Path) -> typing.Callable[..., RunPlan]:
-    def make(profile: HardwareProfile = IDEAL, **options: typing.Any) -> RunPlan:
+    def make(
+        profile: HardwareProfile = IDEAL, width: int = WIDTH, **options: typing.Any
+    ) -> RunPlan:
         path = tmp_path / "here.toml"
         path.write_text(profile_text(profile, "Of a test."))
         given = {"mesh": 8, "policy": {"blocks.*": {}}, "optimizer": "none", **options}
-        rows = torch.empty(NUM_ROWS, WIDTH, device="meta")
+        rows = torch.empty(NUM_ROWS, width, device="meta")
         with torch.device("meta"):
-            model = Mlp(WIDTH, DEPTH)
+            model = Mlp(width, DEPTH)
         return plan(model, rows, hardware=str(path), **given)
 
     return make
@@ -93,6 +95,32 @@ def test_a_slow_link_is_exposed_and_a_faster_one_hidden(planned: typing.Any) -> 
     assert exposed(1e8) == pytest.approx(slow_s, rel=0.25)
     assert exposed(1e8, reshard_after_forward=False) < 0.8 * exposed(1e8)
     assert exposed(1e11) < 0.05 * _flops() / 1e12
+
+
+@pytest.mark.parametrize("width", [1024, 64])  # Small collectives travel together.
+@pytest.mark.parametrize("mesh", [8, (2, 4)])
+def test_what_is_offloaded_is_copied_with_its_own_collectives(
+    planned: typing.Any, width: int, mesh: typing.Any
+) -> None:
+    profile = _changed(host_bytes_per_s=1e9, links=(Route(1e9, 0.0, ((1.0, 1e15),)),))
+    options = {"mesh": mesh, "width": width, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    time = planned(profile, offload_policy=CPUOffloadPolicy(), **options).time
+    num_shards = mesh if isinstance(mesh, int) else mesh[1]
+    block, head = (8 * width + 5) * width, 7 * width + 7
+    copied_s = {
+        lane: sum(span.end - span.begin for span in time.spans if span.lane == lane)
+        for lane in ("gather", "reduce")
+    }
+    # Shards are copied as they are, in float32; sums as they were sent, in bfloat16.
+    # The root's parameters stay, and those of the last block between forward and backward.
+    gathered = (2 * DEPTH - 1) * block + head
+    assert copied_s["gather"] == pytest.approx(4 * gathered / num_shards / 1e9, rel=0.02)
+    reduced = DEPTH * block + head
+    assert copied_s["reduce"] == pytest.approx(2 * reduced / num_shards / 1e9, rel=0.02)
+    if width == WIDTH:  # Blocks travel alone. Sums over replicas are not copied.
+        reductions = [s for s in time.spans if s.lane == "reduce" and "block" in s.name]
+        by_block = [s.end - s.begin for s in reductions if s.end - s.begin > 1e-6]
+        assert by_block == pytest.approx([2 * block / num_shards / 1e9] * DEPTH, rel=0.02)
 
 
 def test_where_the_processor_sends_nothing_is_hidden(planned: typing.Any) -> None:
