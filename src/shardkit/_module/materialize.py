@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from shardkit import _compat
 from shardkit._errors import StateError, listed
@@ -25,16 +25,11 @@ from shardkit._module.on_meta import buffers_on_meta, execute_sharding, params_o
 from shardkit._params.bucket import WholeValues
 from shardkit._params.memory import give_back
 from shardkit._progress import Meter
-from shardkit._tensor.ops.dispatch import is_exact_in_pieces, only_moves
-from shardkit._tensor.ops.structural import fills_by_shape
-from shardkit._tensor.ops.wholes import ShardedView, base_of, gathered, written_tensors
-from shardkit._tensor.ops.wholes import whole as on_wholes
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
-from shardkit._tree import iter_tensors, map_tensors
 from shardkit.backends.groups import group_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from shardkit._progress import Progress
     from shardkit._runtime.group import ParamGroup
@@ -168,19 +163,18 @@ def _takes(module: nn.Module, name: str, num_args: int) -> bool:
     return needed == num_args
 
 
-# --- what modules hold while they are initialized ------------------------------------------------
+# --- whole tensors for a while --------------------------------------------------------------------
+
+_UNWRITTEN_BYTE = 0xA5
 
 
-class Held:
-    """A context in which a module and those inside hold other tensors in the place of their own.
+class Borrowed:
+    """A context in which a module holds whole tensors, in the place of its own.
 
-    For one that has no values yet a whole, plain tensor. For another one a tensor of the same
-    memory, so that nothing is lost if it is replaced, or its ``.data``; or a copy, if that is plain
-    and elsewhere. On exit all hold their own again.
+    Replaced are those that have no values yet. On exit the module holds its own again.
 
     Attributes:
-        tensors: The tensors that are exchanged, by id, with their names in the model.
-        stand_ins: Tensors that are held in their place, by the same id.
+        stand_ins: The whole tensors, by the id of the module's own.
     """
 
     def __init__(
@@ -188,62 +182,45 @@ class Held:
     ) -> None:
         self._device = device
         self._pending = pending
-        self.tensors: dict[int, tuple[str, Tensor]] = {}
         self.stand_ins: dict[int, Tensor] = {}
-        self._places: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
-        for inner, holder in unit.module.named_modules(prefix=unit.name):
-            for tensors in (holder._parameters, holder._buffers):  # noqa: SLF001 - tied ones apart
-                for attribute, tensor in tensors.items():
-                    if tensor is not None and (id(tensor) in pending or _is_common(tensor)):
-                        self._places.append((holder, tensors, attribute, tensor))
-                        name = f"{inner}.{attribute}".removeprefix(".")
-                        self.tensors.setdefault(id(tensor), (name, tensor))
+        self._places = [
+            (holder, tensors, attribute, tensor)
+            for holder in unit.holders
+            for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
+            for attribute, tensor in tensors.items()
+            if tensor is not None and id(tensor) in pending
+        ]
 
     def __enter__(self) -> Self:
         for holder, tensors, attribute, tensor in self._places:
             stand_in = self.stand_ins.get(id(tensor))
             if stand_in is None:
-                stand_in = self.stand_ins[id(tensor)] = self._stand_in(tensor)
+                stand_in = self.stand_ins[id(tensor)] = self._whole(tensor)
             put(holder, tensors, attribute, stand_in)
         return self
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self._pending:
-            result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-            mark_unwritten(result)
-        else:
-            result = tensor.detach()
-            if not isinstance(tensor, ShardedTensor) and not tensor.is_meta:
-                result = result.to(self._device)
+    def _whole(self, tensor: Tensor) -> Tensor:
+        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        mark_unwritten(whole)
         if isinstance(tensor, nn.Parameter):
-            result = nn.Parameter(result, requires_grad=tensor.requires_grad)
-        result.__dict__.update(user_attributes(tensor))
-        return result
+            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        whole.__dict__.update(user_attributes(tensor))
+        return whole
+
+    def unwritten(self) -> set[int]:
+        """Return the ids of the module's tensors that have no values still."""
+        held = self.results()
+        wanted = [key for key in held if key in self._pending]
+        return {key for key in wanted if held[key].is_meta or is_unwritten(held[key])}
 
     def results(self) -> dict[int, Tensor]:
-        """Return what is held, by the id of the module's own tensor."""
-        found: dict[int, Tensor] = {}
-        for _, tensors, attribute, tensor in self._places:
-            held, key = tensors.get(attribute), id(tensor)
-            if held is not None and (key not in found or held is not self.stand_ins[key]):
-                found[key] = held
-        return found
-
-    def unwritten(self, keys: Iterable[int]) -> set[int]:
-        """Return which of some tensors have no values still, by id."""
-        held = self.results()
-        wanted = [key for key in keys if key in held]
-        return {key for key in wanted if held[key].is_meta or is_unwritten(held[key])}
+        """Return what the module holds, by the id of its own tensor."""
+        held = [(tensor, tensors.get(name)) for _, tensors, name, tensor in self._places]
+        return {id(tensor): found for tensor, found in held if found is not None}
 
     def __exit__(self, *error: object) -> None:
         for holder, tensors, attribute, tensor in self._places:
             put(holder, tensors, attribute, tensor)
-
-
-def _is_common(tensor: Tensor) -> bool:
-    return isinstance(tensor, ShardedTensor) or (
-        type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    )
 
 
 def put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Tensor) -> None:
@@ -253,105 +230,7 @@ def put(holder: nn.Module, tensors: dict[str, Any], attribute: str, tensor: Tens
         setattr(holder, attribute, tensor)  # It keeps a list of its weights as well.
 
 
-def _memory_of(tensor: Tensor) -> int | None:
-    """Return what tensors of the same memory have in common; None: it has none."""
-    if isinstance(tensor, ShardedTensor | ShardedView):
-        return id(base_of(tensor).local_piece)
-    if tensor.layout is not torch.strided or tensor.device.type in ("meta", "xla"):
-        return None
-    return tensor.untyped_storage().data_ptr() or None
-
-
-class OperatorsInside(TorchDispatchMode):
-    """A context in which operators on sharded tensors do what they would do on whole ones.
-
-    A module may initialize what modules inside hold, as `nn.Transformer` does for a whole model.
-    The sharded tensor's operators do it, but for three things. What may be rounded otherwise in
-    pieces is computed in wholes, so that values do not depend on how many ranks there are. If the
-    pieces are on another device, all is computed in wholes on the device of the initialization.
-    Writes to `kept` tensors are undone as soon as an operator has others.
-
-    Args:
-        device: The device on which modules are initialized.
-        kept: Tensors that keep their values.
-        before_write: A function that is called with a sharded tensor before it gets values that
-            were computed on another device.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        kept: Iterable[Tensor],
-        before_write: Callable[[ShardedTensor], None],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-        self._kept = {key: each for each in kept if (key := _memory_of(each)) is not None}
-        self._before_write = before_write
-        self._saved: dict[int, Tensor] = {}
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._restore_but(())
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operator."""
-        del types
-        kwargs = kwargs or {}
-        tensors = [*iter_tensors([args, kwargs], depth=0)]
-        if self._kept:
-            self._save(tensors, written_tensors(func, args, kwargs))
-        found = [each for each in tensors if isinstance(each, ShardedTensor | ShardedView)]
-        if not found:
-            return func(*args, **kwargs)
-        home = found[0].device
-        if home.type in ("meta", self._device.type):
-            exact = is_exact_in_pieces(func)
-            return func(*args, **kwargs) if exact else on_wholes(func, args, kwargs)
-        if only_moves(func):
-            return func(*args, **kwargs)
-        return self._run_on_device(func, args, kwargs)
-
-    def _run_on_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator where modules are initialized, and write back what it has written."""
-        wholes: dict[int, Tensor] = {}
-        draws = fills_by_shape(func)
-
-        def to_whole(tensor: Tensor) -> Tensor:
-            if draws and tensor is args[0]:
-                size, strides = tensor.shape, tensor.stride()
-                whole = torch.empty_strided(size, strides, dtype=tensor.dtype, device=self._device)
-            else:
-                whole = gathered(func, tensor).to(self._device)
-            return wholes.setdefault(id(tensor), whole)
-
-        result = func(*map_tensors(to_whole, args), **map_tensors(to_whole, kwargs))
-        given = {}
-        for target in written_tensors(func, args, kwargs):
-            whole = wholes[id(target)]
-            if isinstance(target, ShardedTensor | ShardedView):
-                self._before_write(base_of(target))
-            target.copy_(whole)
-            given[id(whole)] = target
-        return map_tensors(lambda tensor: given.get(id(tensor), tensor), result)
-
-    def _save(self, touched: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        self._restore_but([_memory_of(each) for each in touched])
-        for each in written:
-            key = _memory_of(each)
-            if key in self._kept and key not in self._saved:
-                self._saved[key] = self._kept[key].detach().clone()
-
-    def _restore_but(self, keys: Container[int | None]) -> None:
-        for key in [key for key in self._saved if key not in keys]:
-            self._kept[key].copy_(self._saved.pop(key))
-
-
 # --- tensors without values -----------------------------------------------------------------------
-
-_UNWRITTEN_BYTE = 0xA5
 
 
 def mark_unwritten(tensor: Tensor) -> None:
@@ -382,6 +261,288 @@ def _may_be_nan(tensor: Tensor) -> bool:
     return is_number and tensor.dtype.itemsize > 1
 
 
+# --- tensors lent to an initialization ------------------------------------------------------------
+#
+# [Note: memory for one operator] A module may initialize what modules inside hold, as
+# `nn.Transformer` does for a whole model. So its stand-ins for their tensors have a storage
+# without memory. A function of torch that gets one, or a view of it, finds the values there. The
+# next function that gets another one lets them go, to where they belong. So one tensor is whole
+# at a time, however many the module writes.
+
+# fmt: off
+_OVERWRITES = frozenset((
+    "normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "kaiming_uniform_",
+    "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_",
+))
+"""Functions after which nothing of their first argument is left."""
+
+_LOOKS = frozenset((
+    "__get__", "__set__", "__len__", "__hash__", "dim", "ndimension", "size", "stride", "numel",
+    "nelement", "element_size", "storage_offset", "is_contiguous", "is_floating_point",
+    "is_complex", "get_device", "requires_grad_", "detach", "view", "view_as", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "zeros_like", "ones_like",
+    "full_like", "rand_like", "randn_like",
+))
+"""Functions that read no values of their first argument, and do not ask for the size of memory."""
+
+_STRIDED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Attributes that torch makes only where there is memory."""
+# fmt: on
+
+_LEAKS = frozenset(["numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"])
+"""Functions whose results lead to the memory past torch."""
+
+_PLAIN = (Tensor, int, float, complex, bool, str, torch.dtype, torch.device, torch.layout)
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    """A tensor, and what stands in for it.
+
+    Attributes:
+        name: The name of the tensor in the model.
+        target: The tensor.
+        stand_in: The tensor that modules hold in its place.
+        whole: Shares the memory of `stand_in`, whatever becomes of that.
+        storage: The memory of both.
+        is_loaded: Whether the memory is there.
+        is_pinned: Whether somebody may reach the memory past torch's functions.
+    """
+
+    name: str
+    target: Tensor
+    stand_in: Tensor
+    whole: Tensor
+    storage: torch.UntypedStorage
+    is_loaded: bool = False
+    is_pinned: bool = False
+
+
+class Lent(TorchFunctionMode):
+    """A context in which a module and those inside hold stand-ins for what is not borrowed.
+
+    Args:
+        name: The name of the module.
+        module: The module.
+        device: The device of the stand-ins.
+        borrowed: The stand-ins for the module's own tensors that are initialized, by their id.
+        pending: The tensors that have no values yet, by id.
+        take: A function that is called with the name, the tensor and its values, where they may
+            have been written. What it is not to keep it leaves out. The values are let go after the
+            call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        device: torch.device,
+        borrowed: Mapping[int, Tensor],
+        pending: Container[int],
+        take: Callable[[str, Tensor, Tensor], None],
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._borrowed = borrowed
+        self._pending = pending
+        self._take = take
+        stand_ins = set(map(id, borrowed.values()))
+        self._places = [
+            (f"{name}.{inner}.{attribute}".replace("..", ".").strip("."), *place)
+            for inner, holder in module.named_modules()
+            for tensors in (holder._parameters, holder._buffers)  # noqa: SLF001
+            for attribute, tensor in tensors.items()
+            if tensor is not None and id(tensor) not in stand_ins and _can_lend(tensor)
+            for place in [(holder, tensors, attribute, tensor)]
+        ]
+        self._loans: dict[int, _Loan] = {}
+        self._by_storage: dict[int, _Loan] = {}
+        self._loaded: list[_Loan] = []
+
+    def __enter__(self) -> Self:
+        for name, holder, tensors, attribute, tensor in self._places:
+            stand_in = self._borrowed.get(id(tensor))
+            if stand_in is None:
+                loan = self._loans.get(id(tensor)) or self._lend(name, tensor)
+                stand_in = loan.stand_in
+            put(holder, tensors, attribute, stand_in)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def _lend(self, name: str, tensor: Tensor) -> _Loan:
+        whole = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        storage = whole.untyped_storage()
+        storage.resize_(0)
+        stand_in = whole.detach()
+        if isinstance(tensor, nn.Parameter):
+            stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+        stand_in.__dict__.update(user_attributes(tensor))
+        loan = _Loan(name, tensor, stand_in, whole, storage)
+        self._loans[id(tensor)] = self._by_storage[id(storage)] = loan
+        return loan
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        held = [(loan, tensors.get(attr)) for loan, tensors, attr in self._places_of_loans()]
+        for _, holder, tensors, attribute, tensor in self._places:
+            put(holder, tensors, attribute, tensor)
+        try:
+            if error[0] is None:
+                for loan, found in held:
+                    if found is not None:
+                        self._settle(loan, found)
+                for loan in list(self._loaded):
+                    self._let_go(loan)
+        finally:
+            held.clear()
+            self._by_storage.clear()
+            while self._loans:
+                _drop(self._loans.popitem()[1])
+
+    def _places_of_loans(self) -> Iterator[tuple[_Loan, dict[str, Any], str]]:
+        for _, _, tensors, attribute, tensor in self._places:
+            if id(tensor) in self._loans:
+                yield self._loans[id(tensor)], tensors, attribute
+
+    def _settle(self, loan: _Loan, found: Tensor) -> None:
+        """Take over what the initialization has put in the place of a stand-in."""
+        if found.untyped_storage() is not loan.storage and not found.is_meta:
+            self._load_for(_overwrites_none, (found,), {})
+            self._take(loan.name, loan.target, found.detach().clone())
+        if id(loan.target) in self._pending or not loan.target.is_meta:
+            loan.target.__dict__.update(user_attributes(found))
+
+    # --- touched tensors --------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, _: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function on values."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        looks = name in _LOOKS and _attribute_of(func) not in _STRIDED
+        touched = self._load_for(func, args[1:] if looks else args, kwargs)
+        result = func(*args, **kwargs)
+        if touched and (name in _LEAKS or not _is_plain(result)):
+            for loan in touched:
+                loan.is_pinned = True
+        return result
+
+    def _load_for(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> list[_Loan]:
+        """Have the values of the tensors that a function gets, and no others."""
+        tensors = [*_tensors_in((args, kwargs))]
+        touched = {id(loan): loan for loan in map(self._loan_of, tensors) if loan is not None}
+        if not touched:
+            return []
+        for loan in list(self._loaded):
+            if id(loan) not in touched and not loan.is_pinned:
+                self._let_go(loan)
+        is_overwritten = getattr(func, "__name__", "") in _OVERWRITES
+        for loan in touched.values():
+            if loan.is_loaded:
+                continue
+            aliases = [t for t in tensors if self._loan_of(t) is loan]
+            self._load(
+                loan,
+                is_overwritten=is_overwritten and aliases == tensors[:1] and _is_all(loan, tensors),
+            )
+        return [*touched.values()]
+
+    def _loan_of(self, tensor: Tensor) -> _Loan | None:
+        if isinstance(tensor, ShardedTensor) or tensor.layout is not torch.strided:
+            return None
+        try:
+            return self._by_storage.get(id(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # A subclass that has none.
+            return None
+
+    def _load(self, loan: _Loan, *, is_overwritten: bool) -> None:
+        target = loan.target
+        values: Tensor | None = None
+        if id(target) not in self._pending and not is_overwritten:
+            values = _whole_of(loan)
+        loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
+        loan.is_loaded = True
+        self._loaded.append(loan)
+        if values is not None:
+            loan.whole.copy_(values)
+        elif not is_overwritten:
+            mark_unwritten(loan.whole)
+
+    def _let_go(self, loan: _Loan) -> None:
+        self._loaded.remove(loan)
+        if loan.stand_in.untyped_storage() is loan.storage:
+            self._take(loan.name, loan.target, loan.whole)
+        loan.is_loaded = False
+        if loan.is_pinned:  # At the end; torch refuses to resize what NumPy shares.
+            return
+        nbytes = loan.storage.nbytes()
+        loan.storage.resize_(0)
+        if self._device.type == "cpu":
+            give_back(nbytes)
+
+
+def _attribute_of(func: Any) -> str:
+    """Return the name of the attribute that a function gets or sets."""
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _drop(loan: _Loan) -> None:
+    """Let go of a loan. What somebody still holds of it may be printed: it needs some memory."""
+    if not loan.is_loaded and not loan.is_pinned:
+        loan.storage.resize_(loan.whole.numel() * loan.whole.element_size())
+
+
+def _overwrites_none() -> None:
+    """Stand for the end of the initialization, which reads."""
+
+
+def _can_lend(tensor: Tensor) -> bool:
+    """Whether a plain tensor can stand in for one."""
+    if isinstance(tensor, ShardedTensor):
+        return True
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _whole_of(loan: _Loan) -> Tensor:
+    target = loan.target
+    if not isinstance(target, ShardedTensor):
+        return target.detach()
+    if target.spec.is_traced:
+        msg = (
+            f"an initialization reads parameter {loan.name!r} of a module inside, or writes a "
+            f"part of it. On XLA it can only overwrite it as a whole (nn.init, fill_, copy_). Pass "
+            f"materialize(model, init_fn), a function that initializes each module by itself."
+        )
+        raise StateError(msg)
+    return target.whole_values().detach()
+
+
+def _is_all(loan: _Loan, tensors: list[Tensor]) -> bool:
+    """Whether the first of some tensors is all of what is lent, each element once."""
+    first = tensors[0]
+    return first.numel() == loan.whole.numel() and first.is_contiguous()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in([*value.values()])
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether nothing in a result leads to memory, but tensors."""
+    if isinstance(result, list | tuple):
+        items: Iterable[Any] = result
+        return all(map(_is_plain, items))
+    return result is None or isinstance(result, _PLAIN)
+
+
 # --- materialize ----------------------------------------------------------------------------------
 
 
@@ -408,8 +569,7 @@ def materialize(
     ``model.apply``: children in the order in which they were registered, then the module itself. In
     that moment its own parameters are whole and plain. Without `init_fn`, modules that hold nothing
     have their turn, too, if they have an initialization: it may write or scale what modules inside
-    hold, as those of `nn.Transformer` and of transformers' GPT2 and T5 do. What those hold are
-    sharded tensors: all ranks run the same operators on them.
+    hold, as those of `nn.Transformer` and of transformers' GPT2 and T5 do.
 
     What has values already keeps them, so after `load_full` this fills in what the file lacks, as
     buffers with ``persistent=False``. A parameter that several modules hold gets its values from
@@ -443,11 +603,12 @@ def materialize(
             initialization has left a tensor unwritten, or made one of another shape or dtype. Names
             are those in `model`.
 
-    Cost: no collectives where each module writes its own tensors. Those of modules inside are
-    sharded: a fill, a copy, sums and products of elements, and a write of a part send nothing;
-    sums, norms and other operators gather what they need, each time. Memory: the shards, then the
-    largest module's own parameters once more, whole, and of modules inside those that one operator
-    gets. Of a group the pieces once more, while it gets its memory.
+    Cost: no collectives where each module writes its own tensors, or overwrites whole ones of
+    modules inside. One that reads those, or writes a part of them, costs a gather of each at its
+    first touch after another one. On XLA that is refused. Memory: the shards, then the largest
+    module's own parameters once more, whole, and of modules inside one tensor at a time, or those
+    that one function of torch gets; what was made NumPy's, or replaced, to the end of the module's
+    turn. Of a group the pieces once more, while it gets its memory.
     Source: `param_init_fn` of PyTorch's FSDP1 and torch_xla.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -493,7 +654,6 @@ class Filling:
         self._units = [
             u for u in units_of(model, init_fn) if any(self._wanted_of(u)) or self._writes_inside(u)
         ]
-        self._plain: list[Tensor] = []
         self._last_group: ParamGroup | None = None
         self._meter = Meter(progress=False, what="", rank=0)
 
@@ -533,7 +693,6 @@ class Filling:
                 with contextlib.suppress(Exception):
                     self._fill(unit)
         self._execute(None)
-        self._move_home()
 
     def _forget_unwritten(self) -> None:
         """Put pieces that have memory and no values back on meta: after an error."""
@@ -551,11 +710,8 @@ class Filling:
             if not group.mesh.backend.is_traced:
                 _give_memory(group, self._pending)
         with self._plain_rnns():
-            try:
-                for unit in self._units:
-                    give_back(self._fill(unit))
-            finally:
-                self._move_home()
+            for unit in self._units:
+                give_back(self._fill(unit))
         self._execute(None)
         for group, values in self._values.items():
             group.take_up_pieces()
@@ -629,57 +785,51 @@ class Filling:
 
     def _fill(self, unit: InitializedModule) -> int:
         """Initialize a module, keep what is wanted of it; return the bytes that are let go then."""
-        wanted = {id(tensor) for _, tensor in self._wanted_of(unit)}
+        freed = 0
+        wanted = list(self._wanted_of(unit))
         if not wanted and not self._writes_inside(unit):
-            return 0  # Tied to what an earlier module has initialized.
+            return freed  # Tied to what an earlier module has initialized.
+        with Borrowed(unit, self.device, self._pending) as borrowed, self._lent(unit, borrowed):
+            for initialize in unit.initializers:
+                self._run(unit, initialize)
+                unwritten = borrowed.unwritten()
+                if not unwritten:
+                    break
+            results = borrowed.results()
+        for name, tensor in wanted:
+            result = results.pop(id(tensor), None)
+            if isinstance(tensor, nn.Parameter):
+                _check_result(name, tensor, result, unwritten=id(tensor) in unwritten)
+            elif result is None or id(tensor) in unwritten:
+                continue  # A buffer, which stays on meta.
+            self._execute(self._group_of.get(id(tensor)))
+            self._take(tensor, cast("Tensor", result))
+            del self._pending[id(tensor)]
+            self._meter.add(tensor.nbytes)
+            if isinstance(tensor, ShardedTensor) and result is not None:
+                freed += result.nbytes if result.device.type == "cpu" else 0
+        return freed
+
+    def _lent(
+        self, unit: InitializedModule, borrowed: Borrowed
+    ) -> contextlib.AbstractContextManager[object]:
+        """Let the rest of what a unit and the modules inside hold be there where it is touched."""
+        if self.device.type == "xla":  # Its tensors have no storages.
+            return contextlib.nullcontext()
         own = {id(tensor) for tensors in _dicts_of(unit) for tensor in tensors.values()}
-        with Held(unit, self.device, self._pending) as held:
-            kept = [
-                stand_in
-                for key, stand_in in held.stand_ins.items()
-                if key not in self._pending and (key in own or key not in self._fresh)
-            ]
-            with OperatorsInside(self.device, kept, self._execute_before):
-                for initialize in unit.initializers:
-                    self._run(unit, initialize)
-                    unwritten = held.unwritten(key for key in held.tensors if key in self._pending)
-                    if not unwritten & wanted:
-                        break
-            results = held.results()
-        return sum(
-            self._settle(
-                name, tensor, results.get(key), is_own=key in own, is_left=key in unwritten
-            )
-            for key, (name, tensor) in held.tensors.items()
-            if key in self._fresh
-        )
 
-    def _settle(
-        self, name: str, target: Tensor, result: Tensor | None, *, is_own: bool, is_left: bool
-    ) -> int:
-        """Take over what the initialization has made of a tensor; return the bytes to let go."""
-        is_pending = id(target) in self._pending
-        if is_pending and is_own and isinstance(target, nn.Parameter):
-            _check_result(name, target, result, unwritten=is_left)
-        if result is None or is_left:
-            return 0  # A buffer, which stays on meta.
-        if not is_pending and (is_own or _memory_of(result) == _memory_of(target)):
-            target.__dict__.update(user_attributes(result))
-            return 0  # It is tied to what has got values, or these were written to it.
-        if not is_own:
-            _check_result(name, target, result, unwritten=False)
-        self._execute(self._group_of.get(id(target)))
-        self._take(target, result)
-        if not is_pending:
-            return 0
-        del self._pending[id(target)]
-        self._meter.add(target.nbytes)
-        is_freed = isinstance(target, ShardedTensor) and result.device.type == "cpu"
-        return result.nbytes if is_freed else 0
+        def take(name: str, target: Tensor, whole: Tensor) -> None:
+            if id(target) not in self._fresh or id(target) in own:
+                return  # It had values before, or it is tied to what has got them.
+            if id(target) in self._pending and is_unwritten(whole):
+                return
+            _check_result(name, target, whole, unwritten=False)
+            self._execute(self._group_of.get(id(target)))
+            is_kept = target.is_meta and not isinstance(target, ShardedTensor)
+            self._take(target, whole.clone() if is_kept else whole)
+            self._pending.pop(id(target), None)
 
-    def _execute_before(self, target: ShardedTensor) -> None:
-        entry: Any = None if target.spec.entry is None else target.spec.entry()
-        self._execute(None if entry is None else self._group_of.get(id(entry.param)))
+        return Lent(unit.name, unit.module, self.device, borrowed.stand_ins, self._pending, take)
 
     def _run(self, unit: InitializedModule, initialize: Callable[[], object]) -> None:
         try:
@@ -702,29 +852,18 @@ class Filling:
         elif not target.is_meta:
             target.detach().copy_(result)
         else:
-            _replace(target, result.detach().to(self.device))
-            self._plain.append(target)
+            new = result.detach().to(self._home)
+            if isinstance(target, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=target.requires_grad)
+            new.__dict__.update(user_attributes(target))
+            torch.utils.swap_tensors(target, new)
         target.__dict__.update(added)
-
-    def _move_home(self) -> None:
-        """Move plain tensors, when no module is initialized any more."""
-        for tensor in self._plain:
-            if tensor.device.type != self._home.type:
-                _replace(tensor, tensor.detach().to(self._home))
 
     def _execute(self, group: ParamGroup | None) -> None:
         """Where operators are traced, run what was traced for the last group."""
         last, self._last_group = self._last_group, group
         if last is not None and last is not group and last.mesh.backend.is_traced:
             execute_sharding(last.mesh.backend.region)
-
-
-def _replace(target: Tensor, new: Tensor) -> None:
-    """Let a plain tensor of a model have other memory."""
-    if isinstance(target, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=target.requires_grad)
-    new.__dict__.update(user_attributes(target))
-    torch.utils.swap_tensors(target, new)
 
 
 def _dicts_of(unit: InitializedModule) -> Iterator[dict[str, Any]]:

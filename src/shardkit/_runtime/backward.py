@@ -455,8 +455,8 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def _no_graph_of(name: str) -> StateError:
     msg = (
-        f"backward(create_graph=True) made the gradient of parameter {name!r}: it goes to a buffer of its "
-        f"group, which has no graph. Take differentiable gradients by "
+        f"backward(create_graph=True) made the gradient of parameter {name!r}: it goes to a buffer "
+        f"of its group, which has no graph. Take differentiable gradients by "
         f"torch.autograd.grad(loss, list(model.parameters()), create_graph=True)."
     )
     return StateError(msg)

@@ -139,7 +139,7 @@ def _tried(
 ) -> Choice | None:
     """Return what a run comes to; None: it cannot be, whatever the user's code raises."""
     with contextlib.suppress(Exception):
-        seen = dry_run(run)
+        seen = dry_run(run, is_timed=True)
         time, peak = time_of(run, seen, profile), max(seen.meter.totals()[seen.begin :])
         why = (
             f"{time.seconds * 1e3:.1f} ms, collectives cost {time.exposed_s * 1e3:.1f} ms, "

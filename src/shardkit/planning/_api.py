@@ -131,7 +131,7 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         loss=loss,
         accumulate=accumulate,
     )
-    result = plan_of(run, dry_run(run), budget, profile)
+    result = plan_of(run, dry_run(run, is_timed=profile is not None), budget, profile)
     if profile is not None and choose:
         most = int(profile.memory_nbytes) if budget is None else budget
         result = replace(result, choices=choose_among(run, most, profile))

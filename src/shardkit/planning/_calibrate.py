@@ -129,7 +129,7 @@ def _operator_s(probe: _Probe) -> float:
         model.zero_grad()
 
     step()
-    meter = MemoryMeter(on_cpu=probe.on_cpu)
+    meter = MemoryMeter(on_cpu=probe.on_cpu, is_timed=True)
     with observe(meter.told), meter:
         step()
     return probe.seconds(step) / len(meter.operators)
@@ -296,7 +296,7 @@ def _with_groups(probe: _Probe, profile: HardwareProfile) -> HardwareProfile:
 
     forward_and_backward()
     optimizer.step()
-    meter = MemoryMeter(on_cpu=probe.on_cpu)
+    meter = MemoryMeter(on_cpu=probe.on_cpu, is_timed=True)
     with observe(meter.told) as observer, meter:
         observer.tell("step", "2")
         forward_and_backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,14 @@ def without_packed_sequences() -> Iterator[None]:
         masks.find_packed_sequence_indices = original
 
 
+def _are_fused(query: Any, key: Any, value: Any, options: Any) -> bool:
+    """Whether fused kernels take these inputs: they broadcast nothing, but heads if asked to."""
+    if query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:  # noqa: PLR2004
+        return False
+    heads = {each.shape[1] for each in (query, key, value)}
+    return len(heads) == 1 or bool(options.get("enable_gqa"))
+
+
 def _whole_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """Return the inputs with as many heads of keys as of queries."""
     times = query.shape[1] // key.shape[1]
@@ -102,7 +111,8 @@ def _added(mask: Any, query: Any) -> Any:
 def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
     """Return what the CPU's kernel returns; None: it does not take these inputs."""
     has_mask_grad = attn_mask is not None and attn_mask.requires_grad
-    if query.dim() != 4 or options.get("dropout_p") or has_mask_grad:  # noqa: PLR2004
+    are_alike = _are_fused(query, key, value, options) and query.shape[-1] == value.shape[-1]
+    if not are_alike or options.get("dropout_p") or has_mask_grad:
         return None
     attn_mask = _added(attn_mask, query)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -113,13 +123,14 @@ def _on_cpu(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **option
 
 def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
     """Return what the kernel of CUDA that keeps the least returns; None: none takes these."""
-    if query.dim() != 4:  # noqa: PLR2004 - batch, head, sequence, dim
+    if not _are_fused(query, key, value, options):
         return None
     inputs = _whole_heads(query, key, value)
     dropout, causal = options.get("dropout_p", 0.0), options.get("is_causal", False)
     scale, ops = options.get("scale"), torch.ops.aten
     is_half = query.dtype in {torch.float16, torch.bfloat16}
-    if attn_mask is None and is_half and query.shape[-1] % _HEAD_DIMS == 0:
+    are_whole = query.shape[-1] == value.shape[-1] and query.shape[-1] % _HEAD_DIMS == 0
+    if attn_mask is None and is_half and are_whole:
         flash = ops._scaled_dot_product_flash_attention  # noqa: SLF001
         return flash(*inputs, dropout, causal, False, scale=scale)[0]
     if attn_mask is not None:
@@ -128,17 +139,21 @@ def _on_cuda(*, query: Any, key: Any, value: Any, attn_mask: Any = None, **optio
     return efficient(*inputs, attn_mask, True, dropout, causal, scale=scale)[0]
 
 
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION = "_scaled_dot_product_"
 
 
 def flops_of(func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> int:
-    """Return the operations of floating point of an operator; 0: torch counts none."""
+    """Return the operations of floating point of an operator; 0: no formula says how many."""
     name = func.overloadpacket.__name__
-    if name == _ATTENTION:  # Two products; five in backward, which makes the scores again.
-        return int(4 * args[0].numel() * args[1].shape[-2])
-    if name == f"{_ATTENTION}_backward":
-        return int(10 * args[1].numel() * args[2].shape[-2])
+    if name.startswith(_ATTENTION):  # Two products; five in backward, which makes scores again.
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        wide, deep = query.shape[-1], value.shape[-1]
+        of_score = 2 * (3 * wide + 2 * deep if is_backward else wide + deep)
+        return int(math.prod(query.shape[:-1]) * key.shape[-2] * of_score)
     formula = FLOP_FORMULAS.get(func.overloadpacket)
-    if formula is None:
-        return 0
-    return int(formula(*args, **options, out_val=results[0] if len(results) == 1 else results))
+    if formula is not None:
+        out = results[0] if len(results) == 1 else results
+        with contextlib.suppress(Exception):  # Formulas are also users', and check what they like.
+            return int(formula(*args, **options, out_val=out))
+    return 0

@@ -152,20 +152,22 @@ class MemoryMeter(TorchDispatchMode):
 
     Args:
         on_cpu: Whether the memory is the CPU's.
+        is_timed: Whether operators are recorded.
 
     Attributes:
         memories: Records of all memory, in the order of birth.
         collectives: Records of all collectives, in the order of issue.
-        operators: Records of all operators that compute, in order.
+        operators: Records of all operators that compute, in order, where they are recorded.
         events: Events that the core told.
         position: Number of births and deaths so far.
         modules: Names of the modules whose forward is under way, the innermost last.
         failed: Name of the module in which an operator raised; None: none did.
     """
 
-    def __init__(self, *, on_cpu: bool) -> None:
+    def __init__(self, *, on_cpu: bool, is_timed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_cpu = on_cpu
+        self._is_timed = is_timed
         self.memories: list[HeldMemory] = []
         self.collectives: list[IssuedCollective] = []
         self.operators: list[Operator] = []
@@ -214,6 +216,8 @@ class MemoryMeter(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, options: Any, results: tuple[Tensor, ...]) -> None:
         """Record an operator, unless it computes nothing, or is a part of a collective."""
+        if not self._is_timed:
+            return
         observer = _events.observer
         if observer is None or any(event.kind == "wait" for event in observer.under_way):
             return

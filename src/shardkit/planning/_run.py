@@ -118,15 +118,19 @@ def batch_on_meta(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
     return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)
 
 
-def dry_run(run: Run) -> DryRun:
+def dry_run(run: Run, *, is_timed: bool = False) -> DryRun:
     """Shard a copy of the model and make two steps, of which the second is as all that follow.
+
+    Args:
+        run: Run to make.
+        is_timed: Whether operators are recorded, for `time_of`.
 
     Raises:
         ConfigError: An operator of the model needs values, which tensors on meta have not.
         StateError: This process has a process group.
     """
     model = on_meta(run.model)
-    meter = MemoryMeter(on_cpu=run.on_cpu)
+    meter = MemoryMeter(on_cpu=run.on_cpu, is_timed=is_timed)
     world = dry_world(math.prod(run.mesh), run.rank, has_streams=not run.on_cpu)
     with world, meter, observe(meter.told, meter.clock) as observer:
         names = ("replicate", "shard")[-len(run.mesh) :]

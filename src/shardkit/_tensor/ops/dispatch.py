@@ -464,44 +464,12 @@ _HANDLERS: dict[Any, Any] = {}
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` by the handler of its kind."""
-    handler = _HANDLERS.get(func) or _handler_of(func)
+    handler = _HANDLERS.get(func)
+    if handler is None:
+        handler = _HANDLERS[func] = _classify(func)
     if torch.is_grad_enabled() and handler is not same_memory:
         cut_gradients(args, kwargs)
     return handler(func, args, kwargs)
-
-
-def _handler_of(func: Any) -> Any:
-    if func not in _HANDLERS:
-        _HANDLERS[func] = _classify(func)
-    return _HANDLERS[func]
-
-
-_REDUCTIONS = vector_norm.__module__
-# fmt: off
-_EXACT_IN_PIECES = frozenset((
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "clamp", "clamp_min", "clamp_max",
-    "erfinv", "masked_fill", "where", "minimum", "maximum", "eq", "ne", "lt", "gt", "le", "ge",
-    "bitwise_or", "bitwise_and", "bitwise_not", "logical_or", "logical_and", "logical_not",
-    "any", "all", "max", "min", "amax", "amin", "equal", "count_nonzero",
-))
-"""Elementwise operators and reductions whose results do not depend on how a tensor is cut."""
-# fmt: on
-
-
-def is_exact_in_pieces(func: Any) -> bool:
-    """Whether an operator gives the same bits however a tensor is cut, if it runs on pieces at all.
-
-    Sums of pieces are rounded otherwise, and some kernels round the last elements in another way.
-    """
-    handler = _handler_of(func)
-    name = func.name().split("::")[-1].split(".")[0].removesuffix("_")
-    computes = handler in (pointwise, pointwise_mutating, foreach)
-    return name in _EXACT_IN_PIECES or not (computes or handler.__module__ == _REDUCTIONS)
-
-
-def only_moves(func: Any) -> bool:
-    """Whether an operator computes nothing: it copies, fills or views."""
-    return func.is_view or _handler_of(func) in _MOVERS
 
 
 def nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -549,8 +517,6 @@ def _register(handler: Any, *funcs: Any) -> None:
     for func in funcs:
         _HANDLERS[func] = handler
 
-
-_MOVERS = (same_memory, structural, state_like, mutating, plain_empty, new_like, copy_into)
 
 _register(same_memory, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 _register(structural, _aten.clone.default, _aten.empty_like.default, _compat.copy_to_op)

@@ -23,7 +23,6 @@ from shardkit._tensor.ops.wholes import (
     slice_operand,
     whole,
     wrap,
-    written_tensors,
 )
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import is_param, note_written
@@ -262,8 +261,7 @@ def dispatcher_of_views(
             handler = _handler_of_view(func)
             if handler is not None:
                 return handler(func, args, kwargs)
-        written = written_tensors(func, args, kwargs)
-        if runs_on_wholes(args, kwargs) or any(type(t) is ShardedView for t in written):
+        if runs_on_wholes(args, kwargs) or _writes_views(func, args, kwargs):
             return whole(func, args, kwargs)
         args, kwargs = _without_views(func, args), _without_views(func, kwargs)
         has_sharded = any(type(t) is ShardedTensor for t in iter_tensors([args, kwargs], depth=0))
@@ -294,6 +292,12 @@ def _empty_as(shown: ShardedView) -> Tensor:
     return torch.empty_strided(
         geometry.shape, geometry.stride(), dtype=geometry.dtype, device=shown.device
     )
+
+
+def _writes_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    changed, filled = _compat.written_arguments(func)
+    written = [kwargs.get(k) if isinstance(k, str) else args[k] for k in (*changed, *filled)]
+    return any(type(t) is ShardedView for t in iter_tensors(written, depth=0))
 
 
 def _without_views(func: Any, tree: Any) -> Any:

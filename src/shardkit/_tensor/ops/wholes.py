@@ -302,7 +302,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
     written = [t for t in (*changed, *filled) if _is_sharded(t)]
     for target in written:
-        check_in_place(func, base_of(target), args, kwargs)
+        check_in_place(func, _base(target), args, kwargs)
     for target in filled:
         if _is_sharded(target):  # It gets the shape of what is put there.
             outs[id(target)] = torch.empty(0, dtype=target.dtype, device=target.device)
@@ -320,7 +320,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else map_tensors(to_whole, value)
         for key, value in kwargs.items()
     }
-    is_traced = any(base_of(target).spec.is_traced for target in filled if _is_sharded(target))
+    is_traced = any(_base(target).spec.is_traced for target in filled if _is_sharded(target))
     call = functools.partial(without_out, func) if is_traced else func
     try:
         result = call(*plain_args, **plain_kwargs)
@@ -349,7 +349,7 @@ def _fill(filled: list[Tensor], results: tuple[Tensor, ...], outs: dict[int, Ten
 
 def store(func: Any, target: Tensor, values: Tensor) -> None:
     """Write the values of the whole into a sharded tensor or a view."""
-    base = base_of(target)
+    base = _base(target)
     if values.shape != target.shape:
         why = (
             f"its shape cannot change, and the result has shape {tuple(values.shape)}. Give out= a "
@@ -365,16 +365,9 @@ def store(func: Any, target: Tensor, values: Tensor) -> None:
     note_written(base, lambda: [values])
 
 
-def base_of(tensor: Any) -> ShardedTensor:
-    """Return the tensor that a view shows, or itself."""
+def _base(tensor: Any) -> ShardedTensor:
     base: ShardedTensor = tensor.base if type(tensor) is ShardedView else tensor
     return base
-
-
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator changes or fills."""
-    keys = sum(_compat.written_arguments(func), ())
-    return list(iter_tensors([_argument(args, kwargs, key) for key in keys], depth=0))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str) -> Any:
@@ -390,7 +383,7 @@ def followed(result: Any, args: Any, kwargs: Any) -> Any:
     the same.
     """
     tensors = list(iter_tensors([args, kwargs], depth=0))
-    if not any(_is_sharded(tensor) and base_of(tensor).spec.is_traced for tensor in tensors):
+    if not any(_is_sharded(tensor) and _base(tensor).spec.is_traced for tensor in tensors):
         return result
     plain = [tensor for tensor in tensors if not _is_sharded(tensor)]
     if any(tensor.device.type == "xla" and not _compat.is_tracked(tensor) for tensor in plain):
@@ -405,7 +398,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 def _explain(error: RuntimeError, args: Any, kwargs: Any) -> None:
     """Name the sharded operands in an error of torch, which knows of wholes only."""
     named = [
-        f"{base_of(t).spec.name!r} ({str(t.dtype).removeprefix('torch.')}, {tuple(t.shape)})"
+        f"{_base(t).spec.name!r} ({str(t.dtype).removeprefix('torch.')}, {tuple(t.shape)})"
         for t in iter_tensors([args, kwargs], depth=0)
         if _is_sharded(t)
     ]

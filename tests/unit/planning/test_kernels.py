@@ -1,0 +1,111 @@
+"""Attention in plans: which kernel is taken, and how many operations any operator has."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from planned_runs import Mlp
+from shardkit import plan
+from shardkit.planning._kernels import flops_of
+from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
+
+NUM_ROWS, NUM_HEADS, LENGTH, DIM = 2, 4, 512, 32
+
+
+class Attention(nn.Module):
+    """Attention whose keys and values are a part of what the queries are made of.
+
+    Args:
+        rows: Number of rows of the batch that keys and values are of.
+        heads: Number of heads of keys and values.
+        value_dim: Size of the values.
+        options: Options of torch's function.
+    """
+
+    def __init__(
+        self,
+        rows: int = NUM_ROWS,
+        heads: int = NUM_HEADS,
+        value_dim: int = DIM,
+        **options: typing.Any,
+    ) -> None:
+        super().__init__()
+        self.project = nn.Linear(DIM, DIM)
+        self.rows, self.heads, self.value_dim, self.options = rows, heads, value_dim, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.project(x)
+        key = query[: self.rows, : self.heads]
+        return F.scaled_dot_product_attention(
+            query, key, key[..., : self.value_dim], **self.options
+        )
+
+
+def _batch(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(NUM_ROWS, NUM_HEADS, LENGTH, DIM, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "is_fused"),
+    [
+        ({}, True),
+        ({"is_causal": True}, True),
+        ({"heads": 2, "enable_gqa": True}, True),
+        ({"rows": 1}, False),  # Keys broadcast, for which torch has the matrix of scores only.
+        ({"heads": 1}, False),
+        ({"value_dim": 16}, None),  # Some kernels of CUDA take it, that of the CPU does not.
+    ],
+)
+def test_attention_is_planned_and_counted_whatever_broadcasts(
+    device: str, dtype: torch.dtype, options: dict[str, typing.Any], is_fused: bool | None
+) -> None:
+    model, batch = Attention(**options).to(dtype), _batch(dtype)
+    assert plan(model, batch, mesh=2, device=device).num_params == DIM * DIM + DIM
+    seen = dry_run(Run(on_meta(model), batch_on_meta(batch), (2,), device=device), is_timed=True)
+    scores = NUM_ROWS * NUM_HEADS * LENGTH * LENGTH
+    has_scores = any(
+        memory.nbytes >= scores * dtype.itemsize and memory.kind == "activations"
+        for memory in seen.meter.memories
+    )
+    assert has_scores is not (device == "cuda" if is_fused is None else is_fused)
+    start = next(e.opened for e in seen.meter.events if (e.kind, e.name) == ("step", "2"))
+    counted = sum(each.flops for each in seen.meter.operators if each.after >= start)
+    linear = 2 * 2 * batch.numel() * DIM  # Nobody asks for the gradient of the batch.
+    attention = 3 * 2 * scores * (DIM + options.get("value_dim", DIM))
+    again = 0 if has_scores else 2 * scores * DIM
+    assert counted == linear + attention + again
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_fused_attention_has_as_many_operations_as_torch_counts(name: str) -> None:
+    ops: typing.Any = torch.ops.aten
+    query, key = torch.empty(2, 4, 64, 32, device="meta"), torch.empty(2, 4, 16, 32, device="meta")
+    forward = getattr(ops, f"_scaled_dot_product_{name}_attention")
+    backward = getattr(ops, f"_scaled_dot_product_{name}_attention_backward")
+    value, grad = key[..., :8], query[..., :8]
+    for func, args in ((forward, (query, key, value)), (backward, (grad, query, key, value))):
+        formula = flop_registry[func]
+        assert flops_of(func.default, args, {}, (grad,)) == formula(*args, out_val=grad)
+
+
+def test_a_formula_that_raises_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formula(*args: object, **options: object) -> int:
+        raise AssertionError(args, options)
+
+    rows = torch.empty(8, 16, device="meta")
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, formula)
+    assert plan(Mlp(16, 1), rows, mesh=2, hardware="h100").time is not None
+
+
+def test_operators_are_recorded_only_for_the_time_of_a_step() -> None:
+    run = Run(on_meta(Mlp(16, 1)), batch_on_meta(torch.empty(8, 16)), (2,))
+    assert not dry_run(run).meter.operators
+    assert dry_run(run, is_timed=True).meter.operators
