@@ -518,6 +518,11 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer)
 
 
+def note_step(optimizer: Any, *_: object) -> None:
+    """Let learning rate schedules know that an optimizer has stepped, though another one did."""
+    optimizer._opt_called = True
+
+
 def register_device_module(name: str) -> None:
     """Give torch a module of a device type, for functions that look for one: checkpoint does.
 

@@ -51,8 +51,8 @@ def test_all_that_does_not_fit_is_listed(
     for error in spawn_errors(load_misfits, 2, str(tmp_path), strict):
         assert error.type_name == "CheckpointError"
         shapes = "expected shape (5, 6) of float32, found shape (2, 5) of float32"
-        assert f"another shape or kind: 'head.weight': {shapes}" in error.message
-        assert "another shape or kind: 'stages.0.1.num_batches_tracked'" in error.message
+        assert f"expected another shape: 'head.weight': {shapes}" in error.message
+        assert "expected another dtype: 'stages.0.1.num_batches_tracked'" in error.message
         for text in (
             "missing in the file: 'head.bias': expected shape (5,)",
             "unexpected in the file: 'nobody': found shape (3,)",

@@ -85,7 +85,7 @@ def load_wrong(kind: str) -> None:
         ("none", "the first rank must have it"),
         ("sharded", "'weight' in the state dict is a ShardedTensor"),
         ("missing", "missing in the file: 'bias'"),
-        ("shape", "another shape or kind: 'weight'"),
+        ("shape", "expected another shape: 'weight'"),
     ],
 )
 def test_all_ranks_say_what_is_wrong(spawn_errors: Spawn, kind: str, message: str) -> None:

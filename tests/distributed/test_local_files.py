@@ -189,7 +189,7 @@ def load_of_other(folder: str, how: str) -> None:  # noqa: C901 - a branch for e
         ("foreign on one", "[rank 1] the state dict is not what shardkit.checkpoint.local_state_d"),
         ("newer", "has version 2 of the format"),
         ("one element", "not what is said of it: 'layers.0.weight'"),
-        ("other kind", "another shape or kind: 'layers.0.weight': expected shape"),
+        ("other kind", "expected another dtype: 'layers.0.weight': expected shape"),
         ("junk groups", "its parameter groups are no groups"),
         ("other save", "the ranks have state dicts of different saves"),
         ("no optimizer", "no state of an optimizer was saved"),

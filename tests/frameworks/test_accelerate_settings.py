@@ -6,6 +6,7 @@ import importlib.metadata
 import typing
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from accelerate_runs import accelerate_ranks, make, prepare
@@ -88,6 +89,41 @@ def test_use_comes_before_the_accelerator(spawn_errors: Spawn) -> None:
     for error in spawn_errors(use_too_late, 2, timeout_s=TIMEOUT_S):
         assert error.type_name == "IntegrationError"
         assert "before Accelerator(...)" in error.message
+
+
+def say_nothing_of_the_cpu(before: str) -> tuple[str, int]:
+    """Make an Accelerator as `accelerate launch` has scripts make it, where nothing says CPU."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    with accelerate_ranks(), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("ACCELERATE_USE_CPU")
+        if before == "a state":
+            PartialState()
+        elif before == "no launcher":
+            patch.delenv("LOCAL_RANK")
+            patch.setattr(torch.accelerator, "is_available", lambda: True)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        if before or dist.get_rank() > 0:
+            accelerator = Accelerator(fsdp_plugin=plugin)
+        else:
+            with pytest.warns(UserWarning, match="no accelerator was found, so the ranks train on"):
+                accelerator = Accelerator(fsdp_plugin=plugin)
+        return accelerator.distributed_type.value, accelerator.num_processes
+
+
+def test_ranks_of_the_cpu_train_together(spawn: Spawn) -> None:
+    assert spawn(say_nothing_of_the_cpu, 2, "", timeout_s=TIMEOUT_S) == [("FSDP", 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "cause"),
+    [("a state", "a PartialState was made before"), ("no launcher", "LOCAL_RANK is not set")],
+)
+def test_no_rank_trains_alone(spawn_errors: Spawn, before: str, cause: str) -> None:
+    for error in spawn_errors(say_nothing_of_the_cpu, 2, before, timeout_s=TIMEOUT_S):
+        assert error.type_name == "IntegrationError"
+        assert f"takes this rank for a run of its own, since {cause}" in error.message
 
 
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,14 @@ import accelerate.utils.fsdp_utils
 import torch
 import torch.distributed.fsdp
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from accelerate.utils.other import is_compiled_module
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from shardkit._errors import IntegrationError
+from shardkit import _compat
+from shardkit._errors import IntegrationError, OptimizerError, warn_user
 from shardkit._install import Installed, catch_up, install, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
 from shardkit._module.fully_shard import fully_shard
@@ -67,6 +68,8 @@ def use() -> Installed:
             one is made: FSDP1 is asked for, or a device of XLA; when a model is prepared: only
             parts of it are sharded; when transformers loads one: it is to be sharded while it is
             loaded (``DistributedConfig(fsdp_size=n)``).
+        OptimizerError: When it is prepared: an optimizer inherits from one of torchao, and its
+            attributes do not tell how to make it again.
     """
     check_version("accelerate")
     used = Installed()
@@ -199,17 +202,27 @@ def _also_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
             )
             raise IntegrationError(msg)
         is_rank = plugin is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if is_rank and is_first and not torch.accelerator.is_available():
+        has_accelerator = torch.accelerator.is_available()
+        if is_rank and is_first and not has_accelerator:
+            if not (kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")):
+                warn_user(
+                    "no accelerator was found, so the ranks train on the CPU. If that is meant, "
+                    "pass Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true.",
+                    is_first_rank=os.environ.get("RANK", "0") == "0",
+                )
             kwargs["cpu"] = True  # Else each rank trains a model of its own, without a word.
         original(self, *args, **kwargs)
         if plugin is None or not is_first:
             return
         if is_rank and self.distributed_type == DistributedType.NO:
-            msg = (
-                "Accelerate takes this rank for a run of its own, since a PartialState was made "
-                "before that found no accelerator. Make the Accelerator first, or set "
-                "ACCELERATE_USE_CPU=true."
+            cause = (
+                "LOCAL_RANK is not set. Start the script by torchrun or accelerate launch, or set "
+                "it to the number of this rank on its host."
+                if has_accelerator and "LOCAL_RANK" not in os.environ
+                else "a PartialState was made before that found no accelerator. Make the "
+                "Accelerator first, or set ACCELERATE_USE_CPU=true."
             )
+            msg = f"Accelerate takes this rank for a run of its own, since {cause}"
             raise IntegrationError(msg)
         if self.distributed_type == DistributedType.XLA:
             msg = (
@@ -273,16 +286,65 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
 def _step_pieces(prepared: Iterable[Any]) -> None:
     """Have torchao's optimizers step this rank's pieces: their compiled steps know DTensors only.
 
-    Who holds the one that was made, a schedule, shares its groups.
+    Who holds the one that was made, a schedule, goes on to write to the groups that are stepped.
     """
     for each in prepared:
         made = getattr(each, "optimizer", None)
         if not isinstance(each, AcceleratedOptimizer) or made is None or not is_of_torchao(made):
             continue
-        given = {**vars(made), **made.defaults}
-        options = {k: given[k] for k in inspect.signature(type(made)).parameters if k in given}
-        options["lr"] = float(options["lr"])  # A tensor in its groups.
-        each.optimizer = LocalOptimizer(made.param_groups, type(made), **options)
+        local = LocalOptimizer(made.param_groups, type(made), **_options_of(made))
+        share_groups = functools.partial(_share_groups, made, local)
+        share_groups()
+        local.register_load_state_dict_post_hook(share_groups)
+        local.register_step_post_hook(functools.partial(_compat.note_step, made))
+        each.optimizer = local
+        each.__setstate__({})  # A GradScaler calls methods that it has bound before.
+
+
+def _share_groups(made: Any, local: LocalOptimizer, *_: Any) -> None:
+    """Have one list of groups in both, also after a state dict was loaded."""
+    made.param_groups = local.param_groups
+
+
+def _options_of(optimizer: Any) -> dict[str, Any]:
+    """Return the arguments that make such an optimizer again.
+
+    Raises:
+        OptimizerError: Its settings do not tell them.
+    """
+    kind, wanted = type(optimizer), _settings_of(optimizer)
+    options = {name: wanted[name] for name in inspect.signature(kind).parameters if name in wanted}
+    reason = "its constructor asks for more than its attributes tell"
+    for _ in range(2):  # The second time with what it takes as **kwargs.
+        try:
+            again = _settings_of(kind([nn.Parameter(torch.zeros(1))], **options))
+        except TypeError:
+            break
+        differing = {k: wanted[k] for k, v in again.items() if k in wanted and wanted[k] != v}
+        if not differing:
+            return options
+        reason = "it would have " + ", ".join(
+            f"{name}={again[name]!r} instead of {value!r}" for name, value in differing.items()
+        )
+        options |= differing
+    msg = (
+        f"{kind.__name__} inherits from an optimizer of torchao, and cannot be made again for this "
+        f"rank's pieces: {reason}. Have its constructor take all settings by the names of its "
+        f"attributes, or pass prepare(...) a "
+        f"shardkit.optim.LocalOptimizer(params, {kind.__name__}, ...)."
+    )
+    raise OptimizerError(msg)
+
+
+def _settings_of(optimizer: Any) -> dict[str, Any]:
+    """Return the numbers, texts and tuples that an optimizer has been made with."""
+    found = {**vars(optimizer), **optimizer.defaults}
+    # A learning rate may be a tensor.
+    found = {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in found.items()}
+    kinds = (int, float, str, tuple, list, type(None))
+    settings = {k: v for k, v in found.items() if isinstance(v, kinds) and not k.startswith("_")}
+    settings.pop("param_groups")
+    return settings
 
 
 @contextlib.contextmanager

@@ -33,15 +33,19 @@ class Misfits:
 
     def compare(self, name: str, wanted: Any, found: TensorInfo | None) -> bool:
         """Note an entry of another shape or kind of dtype, or a tensor on one side only."""
-        if isinstance(wanted, Tensor) and found is not None:
-            is_lossless = kind_of(found.dtype) <= kind_of(wanted.dtype)
-            if tuple(wanted.shape) == found.shape and is_lossless:
-                return True
-        elif not isinstance(wanted, Tensor) and found is None:
-            return True
-        difference = f"{name}: expected {described(wanted)}, found {described(found)}"
-        self.wrong.append(f"expected another shape or kind: {difference}")
-        return False
+        differing = []
+        if not isinstance(wanted, Tensor) or found is None:
+            if isinstance(wanted, Tensor) or found is not None:
+                differing.append("another kind")
+        else:
+            if tuple(wanted.shape) != found.shape:
+                differing.append("another shape")
+            if kind_of(found.dtype) > kind_of(wanted.dtype):
+                differing.append("another dtype")
+        if differing:
+            difference = f"{name}: expected {described(wanted)}, found {described(found)}"
+            self.wrong.append(f"expected {' and '.join(differing)}: {difference}")
+        return not differing
 
     def common(self, of_all_ranks: Sequence[Misfits]) -> Misfits:
         """Return these without what another rank wants: stages of a pipeline differ in entries."""
@@ -63,4 +67,4 @@ def described(value: Any) -> str:
     """Describe a tensor, or what was saved of one."""
     if isinstance(value, Tensor | TensorInfo):
         return f"shape {tuple(value.shape)} of {dtype_name(value.dtype)}"
-    return "no tensor"
+    return "something that is no tensor"
