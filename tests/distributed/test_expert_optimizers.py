@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import typing
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
+from models import Parameters
+from reference import make_mesh
 from shardkit import (
     CPUOffloadPolicy,
     OptimizerError,
@@ -170,6 +173,7 @@ def test_a_class_for_matrices_alone_refuses_stacks() -> None:
     with pytest.raises(ValueError, match="only supports 2D") as raised:
         MatrixOptimizer(matrices, torch.optim.Muon)
     assert "stacks=True" in raised.value.__notes__[0]
+    assert "not weights of convolutions" in raised.value.__notes__[0]
     plain = nn.Parameter(torch.zeros(2, 4, 4))
     optimizer = MatrixOptimizer([*matrices, plain], torch.optim.Muon, stacks=True)
     with pytest.raises(OptimizerError, match=r"shape \(2, 4, 4\) that is not sharded"):
@@ -233,6 +237,182 @@ def test_muon_steps_each_matrix_of_a_stack(
     spawn: Spawn, ranks: int, shapes: list[tuple[int, ...]], tmp_path: typing.Any
 ) -> None:
     spawn(step_each_matrix, ranks, shapes, str(tmp_path / "checkpoint"))
+
+
+# --- stacks that are stepped by matrix ------------------------------------------------------------
+
+
+class Rule(torch.optim.Optimizer):
+    """A class for single matrices, whose rule is ``act(number, param, state)``."""
+
+    def __init__(self, params: typing.Any, act: typing.Any = None) -> None:
+        super().__init__(params, {})
+        self.act = act
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in enumerate(each for each in params if each.grad is not None):
+            assert param.ndim <= 2
+            self.act(number, param, self.state)
+
+
+def make_stacks(act: typing.Any, shapes: dict[str, tuple[int, ...]]) -> tuple[typing.Any, ...]:
+    """Return a model of ones on all ranks, and its optimizer, which steps by a rule."""
+    model: typing.Any = Parameters(shapes)
+    for param in model.parameters():
+        nn.init.ones_(param)
+    fully_shard(model, make_mesh((dist.get_world_size(),)))
+    return model, MatrixOptimizer(model.parameters(), Rule, stacks=True, act=act)
+
+
+def step_by_ones(model: typing.Any, optimizer: MatrixOptimizer) -> None:
+    """Step with gradients that are one everywhere."""
+    optimizer.zero_grad()
+    model({name: torch.ones(param.shape) for name, param in model.named_parameters()}).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_class_may_assign_the_data_of_a_matrix(ranks: int) -> None:
+    del ranks
+
+    def assign(number: int, param: typing.Any, state: typing.Any) -> None:
+        del state
+        if number != 1:
+            param.data = param.data - 0.25 * param.grad
+        else:
+            param.sub_(param.grad, alpha=0.25)
+
+    model, optimizer = make_stacks(assign, {"a": (3, 2, 2), "b": (2, 2)})
+    for step in range(1, 4):
+        step_by_ones(model, optimizer)
+        for param in model.parameters():
+            assert torch.equal(param.full_tensor(), torch.full(param.shape, 1 - 0.25 * step))
+
+
+@on_ranks(2)
+def test_a_step_that_failed_between_matrices_leaves_no_state() -> None:
+    fails = True
+
+    def count(number: int, param: typing.Any, state: typing.Any) -> None:
+        if fails and number == 1:
+            msg = "no eigenvalues"
+            raise ArithmeticError(msg)
+        state[param]["sum"] = torch.ones_like(param)
+        param.data = param.data - 0.25 * param.grad
+
+    # One for each rank: both fail before they send values.
+    model, optimizer = make_stacks(count, {"a": (3, 2, 2), "b": (3, 2, 2)})
+    with pytest.raises(ArithmeticError):
+        step_by_ones(model, optimizer)
+    for _ in range(2):
+        assert optimizer.state_dict()["state"] == {}
+    assert len(optimizer.inner.state) == 1, "of the first matrix; looks at it add nothing"
+    fails = False
+    step_by_ones(model, optimizer)
+    for param, entries in zip(
+        model.parameters(), optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert torch.equal(entries["sum"].full_tensor(), torch.ones(3, 2, 2))
+        assert torch.equal(param.full_tensor(), torch.full((3, 2, 2), 0.75))
+
+
+Kept = dict[str, typing.Any]
+
+DIFFERENT: dict[str, Callable[[int, Kept], object]] = {
+    "numbers": lambda number, kept: kept.update(x=number),
+    "shapes": lambda number, kept: kept.update(x=torch.zeros(number)),
+    "kinds": lambda number, kept: kept.update(x=torch.zeros(2) if number else 5),
+    "lengths": lambda number, kept: kept.update(x=[5] * number),
+    "names": lambda number, kept: kept.update({"x" if number else "y": 5}),
+    "nothing": lambda number, kept: kept.clear() if number else kept.update(x=5),
+}
+
+
+def keep(how: str | None) -> typing.Any:
+    """Return a rule that keeps a number for each matrix, or what differs between them."""
+
+    def act(number: int, param: typing.Any, state: typing.Any) -> None:
+        state[param].clear()
+        state[param].update(x=5)
+        if how is not None:
+            DIFFERENT[how](number, state[param])
+
+    return act
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+@on_ranks(2)
+def test_state_that_differs_between_matrices_raises_on_all_ranks(how: str) -> None:
+    message = r"state '[xy]' of 'a' must be .* for all matrices of the stack, got "
+    # A difference in the first step is told by the step.
+    with pytest.raises(OptimizerError, match=message):
+        step_by_ones(*make_stacks(keep(how), {"a": (3, 2, 2)}))
+    model, optimizer = make_stacks(keep(None), {"a": (3, 2, 2)})
+    step_by_ones(model, optimizer)
+    assert optimizer.state_dict()["state"] == {0: {"x": 5}}
+    optimizer.inner.act = keep(how)  # type: ignore[union-attr]
+    step_by_ones(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match=message):
+            optimizer.state_dict()
+    optimizer.inner.act = keep(None)  # type: ignore[union-attr]
+    step_by_ones(model, optimizer)
+    assert optimizer.state_dict()["state"] == {0: {"x": 5}}
+
+
+@on_ranks(4)
+def test_ranks_of_other_groups_hear_of_state_that_differs() -> None:
+    """Two ranks have a stack; the others have nothing but a matrix together with them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: typing.Any = Parameters({"a": (3, 2, 2), "b": (2, 2)})
+    for param in model.parameters():
+        nn.init.ones_(param)
+    if dist.get_rank() % 2:
+        del model.a
+    of_some = getattr(model, "a", None)
+    fully_shard(
+        model, mesh, shard_placement_fn=lambda p: mesh["replicate"] if p is of_some else None
+    )
+    optimizer = MatrixOptimizer(model.parameters(), Rule, stacks=True, act=keep("numbers"))
+    with pytest.raises(OptimizerError, match="state 'x' of 'a'"):
+        step_by_ones(model, optimizer)
+    with pytest.raises(OptimizerError, match="state 'x' of 'a'"):
+        optimizer.state_dict()
+
+
+@on_ranks(2)
+def test_empty_stacks_are_not_stepped() -> None:
+    shapes = {"a": (3, 2, 2), "b": (0, 2, 2), "c": (2, 0, 2), "d": (2, 2, 0)}
+    model: typing.Any = fully_shard(Parameters(shapes), make_mesh((2,)))
+    for _ in range(2):
+        optimizer = MatrixOptimizer(model.parameters(), torch.optim.Muon, stacks=True)
+        for _ in range(2):
+            step_by_ones(model, optimizer)
+        saved = optimizer.state_dict()
+        assert list(saved["state"]) == [0]
+        optimizer.load_state_dict(saved)
+        step_by_ones(model, optimizer)
+
+
+@on_ranks(2)
+def test_state_is_stacked_where_it_is_shown_alone() -> None:
+    def act(_: int, param: typing.Any, state: typing.Any) -> None:
+        state[param]["sum"] = torch.ones_like(param)
+        state[param]["step"] = torch.tensor(5.0)
+
+    model, optimizer = make_stacks(act, {"a": (3, 2, 4)})
+    model({"a": torch.ones(3, 2, 4)}).backward()
+    with mock.patch.object(torch, "stack", wraps=torch.stack) as stack:
+        optimizer.step()
+        assert stack.call_count == 0
+        shown = optimizer.state_dict()["state"][0]
+        assert stack.call_count == (2 if dist.get_rank() == 0 else 0)
+    assert shown["sum"].shape == (3, 2, 4)
+    assert torch.equal(shown["step"].full_tensor(), torch.full((3,), 5.0))
 
 
 # --- offload, compression, copies -----------------------------------------------------------------

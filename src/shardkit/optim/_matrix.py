@@ -40,11 +40,17 @@ class _Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __repr__(self) -> str:
+        return f"a tensor {self.shape} of {self.dtype}"
+
 
 def _form_of(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().cpu() if leaf.ndim == 0 else _Form(tuple(leaf.shape), leaf.dtype)
+    return _Form(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _form_or_number(leaf: Any) -> Any:
+    is_number = isinstance(leaf, Tensor) and leaf.ndim == 0
+    return leaf.detach().cpu() if is_number else _form_of(leaf)
 
 
 # --- stacks ---------------------------------------------------------------------------------------
@@ -54,24 +60,43 @@ def _form_of(leaf: Any) -> Any:
 
 
 def _matrices(stack: Tensor) -> Sequence[Tensor]:
-    return stack.detach().view(-1, *stack.shape[-2:]).unbind()
+    """Return views of a stack's matrices; of one without elements none, as nothing is to step."""
+    return stack.detach().flatten(0, -3).unbind() if stack.numel() else ()
 
 
-def _stacked(entries: Sequence[Any], lead: Sequence[int], name: str = "") -> Any:
+def _form_of_stack(entries: Sequence[Entries], lead: Sequence[int], name: str) -> Entries:
+    """Return the form of what `_stacked` makes of the state of all matrices of a parameter.
+
+    Raises:
+        OptimizerError: They have different forms or numbers.
+    """
+    first, *others = [map_leaves(each, _form_of) for each in entries]
+    for other in others:
+        for key in {**first, **other}:
+            one, another = first.get(key, "nothing"), other.get(key, "nothing")
+            if one != another:
+                msg = (
+                    f"state {key!r} of {name!r} must be tensors of one shape and dtype, or equal, "
+                    f"for all matrices of the stack, got {one} and {another}. Keep a tensor there, "
+                    f"or pass a class that takes stacks, and stacks=False."
+                )
+                raise OptimizerError(msg)
+
+    def stacked(form: Any) -> Any:
+        return _Form((*lead, *form.shape), form.dtype) if isinstance(form, _Form) else form
+
+    return {key: map_leaves(form, stacked) for key, form in first.items()}
+
+
+def _stacked(entries: Sequence[Any], lead: Sequence[int]) -> Any:
     """Return the state of all matrices of a stack; `lead` is its shape without theirs."""
     first = entries[0]
     if isinstance(first, Tensor):
         return torch.stack(list(entries)).unflatten(0, tuple(lead))
     if isinstance(first, dict):
-        return {key: _stacked([each[key] for each in entries], lead, key) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_stacked(each, lead, name) for each in zip(*entries, strict=True))
-    if any(each != first for each in entries):
-        msg = (
-            f"state {name!r} must be a tensor, or equal for all matrices of a stack, got {first!r} "
-            f"and others. Keep a tensor there, or pass a class that takes stacks, and stacks=False."
-        )
-        raise OptimizerError(msg)
+        return {key: _stacked([each[key] for each in entries], lead) for key in first}
+    if isinstance(first, list) or type(first) is tuple:
+        return type(first)(_stacked(each, lead) for each in zip(*entries, strict=True))
     return first
 
 
@@ -97,6 +122,7 @@ class OwnedParams:
 
     def __init__(self, group: OwnerGroup, *, stacks: bool) -> None:
         self.group = group
+        self._stacks = stacks
         self.stepped: set[int] = set()
         # Memory of its own, with a version counter of its own, until values are brought.
         self.wholes = {
@@ -106,7 +132,7 @@ class OwnedParams:
         }
         self.stepped_as: dict[int, list[nn.Parameter]] = {
             index: [nn.Parameter(each) for each in _matrices(whole)]
-            if stacks and whole.ndim > 2  # noqa: PLR2004 - a matrix has two dims
+            if self._is_stack(index)
             else [whole]
             for index, whole in self.wholes.items()
         }
@@ -146,17 +172,20 @@ class OwnedParams:
             for index, whole in Gathering(self.group, batch, pieces, "values").finish().items():
                 if self.group.is_whole_here(index):
                     self.wholes[index].data = whole
-                    if self._is_stack(index):
-                        for each, view in zip(
-                            self.stepped_as[index], _matrices(whole), strict=True
-                        ):
-                            each.data = view
                 else:
                     self.wholes[index].data.copy_(whole)
+                for each, view in self._views(index):
+                    each.data = view
         return active
 
     def _is_stack(self, index: int) -> bool:
-        return self.stepped_as[index][0] is not self.wholes[index]
+        return self._stacks and self.wholes[index].ndim > 2  # noqa: PLR2004 - a matrix has two
+
+    def _views(self, index: int) -> Sequence[tuple[nn.Parameter, Tensor]]:
+        """Return what is stepped of a stack, each with the view of the whole that it has to be."""
+        if not self._is_stack(index):
+            return ()
+        return list(zip(self.stepped_as[index], _matrices(self.wholes[index]), strict=True))
 
     def take_gradient(self, index: int, gradient: Tensor) -> list[nn.Parameter]:
         """Give what the inner optimizer steps of a parameter its gradient; return that."""
@@ -165,6 +194,18 @@ class OwnedParams:
         for each, part in zip(steps, parts, strict=True):
             each.grad = part
         return steps
+
+    def stepped_whole(self, index: int) -> Tensor:
+        """Return a parameter as it was stepped, contiguous.
+
+        What a class assigned to the data of a matrix (``p.data = p.data - update``) is copied to
+        its place in the stack.
+        """
+        for each, view in self._views(index):
+            if not each.is_set_to(view):
+                view.copy_(each)
+                each.data = view
+        return self.wholes[index].detach().contiguous()
 
     def _is_stale(self, index: int) -> bool:
         """Whether this rank's piece was written by others since the whole was made of it."""
@@ -186,25 +227,46 @@ class OwnedParams:
 
     # --- state ---
 
-    def exchange_forms(self, inner: Optimizer) -> None:
+    def exchange_forms(self, inner: Optimizer, reason: str | None) -> str | None:
         """Tell the others the form of what the optimizer has here. Collective.
 
         Numbers, also in tensors without dimensions, go as they are.
 
+        Args:
+            inner: The optimizer.
+            reason: Text of why another group did not; None: it did.
+
+        Returns:
+            The first reason why a rank did not, or None. The forms are those of before then.
+
         Cost: one exchange of some hundred bytes for each parameter.
         """
-        own = self._state_in(inner)
-        forms = {index: map_leaves(entries, _form_of) for index, entries in own.items()}
-        self._forms = {}
-        for each in self.group.axis.exchange(forms):
-            self._forms.update(each)
+        forms: dict[int, Entries] = {}
+        try:
+            for index in self.wholes:
+                entries = self._entries(index, inner)
+                if not entries:
+                    continue
+                forms[index] = (
+                    _form_of_stack(entries, self._lead(index), self.group.spec_of(index).name)
+                    if self._is_stack(index)
+                    else map_leaves(entries[0], _form_or_number)
+                )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+            kind = "" if isinstance(error, OptimizerError) else f"{type(error).__name__}: "
+            reason = reason or f"{kind}{error}"
+        everyone = self.group.axis.exchange((reason, forms))
+        reason = next((each for each, _ in everyone if each is not None), None)
+        if reason is None:
+            self._forms = {index: form for _, of_one in everyone for index, form in of_one.items()}
+        return reason
 
     def show(self, inner: Optimizer) -> State:
         """Return the state by parameter; views of what this rank has, where they can be."""
         self._copies = []
-        own, result = self._state_in(inner), {}
+        result = {}
         for index, form in self._forms.items():
-            entries = own.get(index) if self.group.owners[index] == self.group.me else form
+            entries = self._own_state(index, inner) if index in self.wholes else form
             if entries:
                 result[self.group.params[index]] = self._shown(index, entries)
         return result
@@ -228,12 +290,11 @@ class OwnedParams:
             if not self._is_stack(index):
                 inner.state[self.wholes[index]] = entries
                 continue
-            lead = self.wholes[index].ndim - 2
+            lead = len(self._lead(index))
             for number, each in enumerate(self.stepped_as[index]):
                 part = functools.partial(_of_matrix, number=number, lead=lead)
                 inner.state[each] = map_leaves(entries, part)
         self.stepped = set(given)
-        self.exchange_forms(inner)
 
     def _shown(self, index: int, entries: Entries) -> Any:
         spec, group = self.group.spec_of(index), self.group
@@ -268,17 +329,26 @@ class OwnedParams:
             return leaf.local_piece.view(tuple(leaf.shape)) if is_mine else None
         return leaf.full_tensor()
 
-    def _state_in(self, inner: Optimizer) -> dict[int, Entries]:
-        """Return an optimizer's state of what belongs to this rank."""
-        state: Mapping[Any, Any] = inner.state
-        found = {}
-        for index, steps in self.stepped_as.items():
-            if not state.get(steps[0]):
-                continue
-            entries = [state[each] for each in steps]
-            is_stack, lead = self._is_stack(index), self.wholes[index].shape[:-2]
-            found[index] = _stacked(entries, lead) if is_stack else entries[0]
-        return found
+    def _lead(self, index: int) -> tuple[int, ...]:
+        return tuple(self.wholes[index].shape[:-2])
+
+    def _entries(self, index: int, inner: Optimizer) -> list[Entries]:
+        """Return the state of all that is stepped of a parameter; empty: there is none to show."""
+        state: Mapping[Any, Entries] = inner.state
+        entries = [state.get(each) or {} for each in self.stepped_as[index]]
+        # Before the first step of all matrices there is nothing, also where that step has raised.
+        is_complete = all(entries) or index in self.stepped
+        return entries if is_complete and any(entries) else []
+
+    def _own_state(self, index: int, inner: Optimizer) -> Entries:
+        """Return an optimizer's state of a parameter that belongs to this rank."""
+        entries = self._entries(index, inner)
+        if not entries or not self._is_stack(index):
+            return entries[0] if entries else {}
+        lead = self._lead(index)
+        _form_of_stack(entries, lead, self.group.spec_of(index).name)
+        result: Entries = _stacked(entries, lead)
+        return result
 
 
 class Batch:
@@ -310,8 +380,8 @@ class Batch:
 
     def start_values(self) -> None:
         """Send whole parameters, as they are now, to those who hold pieces of them."""
-        wholes = self._owned.wholes
-        mine = {i: wholes[i].detach().contiguous() for i in self._indices if i in wholes}
+        owned = self._owned
+        mine = {i: owned.stepped_whole(i) for i in self._indices if i in owned.wholes}
         self._values = Scattering(self._owned.group, self._indices, mine, "values")
 
     def finish_values(self) -> None:
@@ -397,7 +467,8 @@ class MatrixOptimizer(DelegatingOptimizer):
             batch_bytes: Bytes of gradients that a rank gets at once, about.
             stacks: Whether parameters of more than two dims are stacks of matrices, such as
                 experts, of which `optimizer_class` steps each matrix by itself. Their state is
-                shown stacked. Otherwise it gets them as they are.
+                shown stacked: it must be alike for all of them. Stacks without elements are not
+                stepped. Otherwise it gets them as they are.
             **defaults: Options of `optimizer_class`.
 
         Raises:
@@ -448,7 +519,8 @@ class MatrixOptimizer(DelegatingOptimizer):
                 if any(len(shape) > 2 for shape in shapes):  # noqa: PLR2004 - a matrix has two
                     error.add_note(
                         "MatrixOptimizer(..., stacks=True) has the class step each matrix of a "
-                        "parameter of more than two dims by itself."
+                        "parameter of more than two dims by itself: if it is a stack of matrices, "
+                        "as experts are; not weights of convolutions."
                     )
                 raise
 
@@ -571,10 +643,10 @@ class MatrixOptimizer(DelegatingOptimizer):
         self, inner: Optimizer, active: Sequence[tuple[OwnedParams, list[int]]]
     ) -> None:
         """Tell the others the form of state that the step has made."""
+        made = [owned for owned, indices in active if not owned.stepped.issuperset(indices)]
         for owned, indices in active:
-            if not owned.stepped.issuperset(indices):
-                owned.stepped.update(indices)
-                owned.exchange_forms(inner)
+            owned.stepped.update(indices)
+        _exchange_forms(made, inner)
 
     def _drop(self) -> None:
         for owned in self._owned:
@@ -604,6 +676,7 @@ class MatrixOptimizer(DelegatingOptimizer):
                 inner.state[param] = state[param]
         for owned in self._owned:
             owned.put(state, inner)
+        _exchange_forms(self._owned, inner)
 
     def _is_written(self) -> bool:
         return any(owned.is_written for owned in self._owned)
@@ -618,18 +691,33 @@ class MatrixOptimizer(DelegatingOptimizer):
     def _learn_numbers(self) -> None:
         """Make what this rank shows of others' state that of the last step. Collective."""
         assert self.inner is not None
-        for owned in self._owned:
-            owned.exchange_forms(self.inner)
+        _exchange_forms(self._owned, self.inner)
         self._shown = self._as_shown = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, each tensor sharded so that its owner has all. Call it on all ranks.
+
+        Raises:
+            OptimizerError: On all ranks: matrices of a stack have state of different forms.
 
         Cost: one exchange of some hundred bytes for each parameter.
         """
         if self.inner is not None and not self._is_state_written():
             self._learn_numbers()
         return super().state_dict()
+
+
+def _exchange_forms(groups: Sequence[OwnedParams], inner: Optimizer) -> None:
+    """Tell other ranks the form of state of some groups. Collective.
+
+    Raises:
+        OptimizerError: On all ranks of these groups: one of them cannot show its state.
+    """
+    reason: str | None = None
+    for owned in reversed(groups):  # Those inside of others first: so all of the others hear of it.
+        reason = owned.exchange_forms(inner, reason)
+    if reason is not None:
+        raise OptimizerError(reason)
 
 
 def _step_some(
