@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import typing
 import warnings
 
 import pytest
 import torch
-from accelerate_runs import accelerate_ranks, make
+from accelerate_runs import accelerate_ranks, make, without_compiler
 from launched import TIMEOUT_S, forget_accelerate
 from zoo import ZOO
 
@@ -16,8 +15,6 @@ from shardkit import OptimizerError
 from shardkit.optim import LocalOptimizer
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from workers import Spawn
 
 pytestmark = pytest.mark.frameworks
@@ -69,16 +66,8 @@ def prepare(kind: type | None = None, *, scale: float | None = None, **options: 
     return prepared
 
 
-@contextlib.contextmanager
-def accelerate_without_compiler() -> Iterator[None]:
-    """Run torchao's steps as they are written, in a second instead of twenty."""
-    with accelerate_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda step, **_: step)
-        yield
-
-
 def train_scaled() -> None:
-    with accelerate_without_compiler():
+    with accelerate_ranks(), without_compiler():
         wanted = prepare().train()
         scaled = prepare(scale=8.0)
         assert scaled.train() == wanted  # A power of two rounds nothing.
@@ -98,7 +87,7 @@ def test_a_gradient_scaler_steps_what_is_stepped_without(spawn: Spawn) -> None:
 
 def follow_a_schedule() -> None:
     """Also after a state dict was loaded, of which torch makes new groups."""
-    with accelerate_without_compiler(), warnings.catch_warnings():
+    with accelerate_ranks(), without_compiler(), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*optimizer.step.*")
         run = prepare()
         run.train()
@@ -130,7 +119,7 @@ def prepare_subclasses() -> list[str]:
             super().__init__(params, lr, block_size=block)
 
     found = []
-    with accelerate_without_compiler():
+    with accelerate_ranks(), without_compiler():
         for kind, options in ((HandsOn, {"block_size": 128}), (Fixes, {}), (Hides, {})):
             run = prepare(kind, **options)
             run.train()

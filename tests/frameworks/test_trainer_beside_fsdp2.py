@@ -8,7 +8,7 @@ import typing
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate_runs import accelerate_ranks, fsdp2, make
+from accelerate_runs import accelerate_ranks, fsdp2, make, without_compiler
 from launched import TIMEOUT_S, forget_accelerate
 from test_transformers_trainer import SAVE_STEPS, STEPS, TOKENS, TOLERANCE, history, make_trainer
 
@@ -71,7 +71,8 @@ def train(
     trainer = make_trainer(folder, case.fsdp, model, **case.options)
     callback = generating()
     trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=resume)
+    with without_compiler():
+        trainer.train(resume_from_checkpoint=resume)
     if export is not None:
         trainer.save_model(export)
     return Run(

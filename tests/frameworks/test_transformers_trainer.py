@@ -67,13 +67,13 @@ def history(trainer: typing.Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def train_both(name: str, fsdp: dict[str, typing.Any], folder: str) -> None:
+def train_both(name: str, fsdp: dict[str, typing.Any], folder: str, optim: str) -> None:
     """Train replicated, sharded, and sharded from the checkpoint in the middle."""
     with accelerate_ranks():
-        plain = make_trainer(f"{folder}/plain", None, make(name))
+        plain = make_trainer(f"{folder}/plain", None, make(name), optim=optim)
         plain.train()
         forget_accelerate()
-        trainer = make_trainer(f"{folder}/sharded", fsdp, make(name))
+        trainer = make_trainer(f"{folder}/sharded", fsdp, make(name), optim=optim)
         trainer.train()
         assert isinstance(trainer.model, shardkit.FSDPModule)
         for each, tolerance in (("loss", 1), ("eval_loss", 1), ("grad_norm", 5)):
@@ -86,7 +86,7 @@ def train_both(name: str, fsdp: dict[str, typing.Any], folder: str) -> None:
             # AdamW divides by the size of a gradient, also where it is all rounding.
             torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-4, msg=key)
         forget_accelerate()
-        resumed = make_trainer(f"{folder}/sharded", fsdp, make(name, seed=1))
+        resumed = make_trainer(f"{folder}/sharded", fsdp, make(name, seed=1), optim=optim)
         resumed.train(resume_from_checkpoint=f"{folder}/sharded/checkpoint-{SAVE_STEPS}")
         assert history(resumed, "loss") == history(trainer, "loss")
         again = resumed.accelerator.get_state_dict(resumed.model)
@@ -117,7 +117,13 @@ CASES = {
 def test_training_and_resuming_equal_replicated_training(
     spawn: Spawn, tmp_path: pathlib.Path, name: str, fsdp: dict[str, typing.Any]
 ) -> None:
-    spawn(train_both, 2, name, fsdp, str(tmp_path), timeout_s=TIMEOUT_S)
+    spawn(train_both, 2, name, fsdp, str(tmp_path), "adamw_torch", timeout_s=TIMEOUT_S)
+
+
+def test_adafactor_trains_as_replicated(spawn: Spawn, tmp_path: pathlib.Path) -> None:
+    """Of transformers, which takes no DTensors of FSDP2."""
+    fsdp = {**WRAP, "state_dict_type": "FULL_STATE_DICT"}
+    spawn(train_both, 2, "llama", fsdp, str(tmp_path), "adafactor", timeout_s=TIMEOUT_S)
 
 
 def save_nothing(folder: str) -> None:

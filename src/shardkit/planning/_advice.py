@@ -35,7 +35,7 @@ def _reshard(run: Run) -> Run | None:
 
 
 def _shard_over_all(run: Run) -> Run | None:
-    if len(run.mesh) == 1 or run.shard is not None or "strategy" in run.options:
+    if len(run.mesh) == 1 or run.mesh[0] == 1 or run.shard is not None or "strategy" in run.options:
         return None
     return replace(run, mesh=(math.prod(run.mesh),))
 
@@ -164,7 +164,8 @@ def _meshes(run: Run) -> Variants:
         return []
     size = math.prod(run.mesh)
     shapes = [(size // n, n) if n < size else (size,) for n in range(2, size + 1) if size % n == 0]
-    steps = [shape for shape in shapes if shape != run.mesh][-_NUM_MESHES:]
+    asked = run.mesh[-1:] if run.mesh[0] == 1 else run.mesh  # (1, n) is (n,).
+    steps = [shape for shape in shapes if shape != asked][-_NUM_MESHES:]
     return [(f"a mesh of {'x'.join(map(str, shape))}", replace(run, mesh=shape)) for shape in steps]
 
 

@@ -78,7 +78,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         shard: Function of model and mesh that calls `fully_shard` itself, without `options`.
         budget: Bytes that a device may hold. If it does not fit, changes are tried.
         hardware: Name of a profile (``"a100"``, ``"cpu"``, ``"h100"``, ``"h200"``, ``"mi300x"``,
-            ``"tpu-v5p"``), or the path of one, for the time of a step.
+            ``"tpu-v5p"``), or the path of one, for the time of a step. Where `device` is
+            ``"cpu"`` it is a profile of that.
         choose: Whether other meshes, groups, recompute and offload are tried, and the fastest that
             fit are named. Needs `hardware`. Without `budget` a device holds what its profile says.
         **options: Options of `auto_shard`: `policy`, `strategy`, `mp_policy`, ...
@@ -118,6 +119,8 @@ def plan(  # noqa: PLR0913 - what a run consists of, in one call
         msg = "choose needs hardware, the name of a profile, and options in the place of shard."
         raise ConfigError(msg)
     profile = None if hardware is None else read_profile(hardware)
+    if profile is not None:
+        profile.check_run(device, size)
     run = Run(
         on_meta(model),
         batch_on_meta(batch),

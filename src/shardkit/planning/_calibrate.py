@@ -37,7 +37,7 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def calibrate(device: str) -> HardwareProfile:
-    """Return a profile of the ranks of this world. Collective; takes about half a minute.
+    """Return a profile of the ranks of this world. Collective; takes less than a minute.
 
     Args:
         device: Type of the devices.
@@ -60,7 +60,7 @@ def calibrate(device: str) -> HardwareProfile:
     profile = HardwareProfile(
         name=f"calibrated-{device}",
         device=device,
-        memory_nbytes=_memory_nbytes(device),
+        memory_nbytes=memory_nbytes(device),
         overlap=_overlap(probe),
         operator_s=operator_s,
         sharded_operator_s=operator_s,
@@ -70,7 +70,7 @@ def calibrate(device: str) -> HardwareProfile:
         peak={name: max(rate for _, rate in curve) for name, curve in products.items()},
         products=products,
         memory={**memory, "host": memory["in_place"]},
-        links=links or (Route(1, 0.0, ((1.0, 1.0),)),),
+        links=links,
     )
     return _with_groups(probe, profile)
 
@@ -169,11 +169,13 @@ def _host_rate(probe: _Probe) -> float:
     return _LARGE / probe.seconds(lambda: target.copy_(host, non_blocking=True))
 
 
-def _memory_nbytes(device: str) -> float:
+def memory_nbytes(device: str) -> float:
+    """Return a rank's memory: ranks share that of their host, and have a device each."""
     if device == "cpu":
         import psutil
 
-        return float(psutil.virtual_memory().total)
+        total = float(psutil.virtual_memory().total)
+        return total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     properties: Any = torch.get_device_module(device).get_device_properties(0)
     return float(properties.total_memory)
 

@@ -8,9 +8,12 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardkit._errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Curve = tuple[tuple[float, float], ...]
 """Points (size, rate) in the order of sizes; between two of them the logarithm is interpolated."""
@@ -55,7 +58,7 @@ class HardwareProfile:
         memory: Rates of other operators by kind: (bytes read and written, bytes in a second).
             Kinds are ``new`` (the result has new memory), ``in_place``, ``function`` (such as exp),
             and ``host`` (of offloaded tensors).
-        links: Links, those of the shortest span first.
+        links: Links, those of the shortest span first; none where one rank was measured.
     """
 
     name: str
@@ -71,6 +74,27 @@ class HardwareProfile:
     products: dict[str, Curve]
     memory: dict[str, Curve]
     links: tuple[Route, ...]
+
+    def check_run(self, device: str, num_ranks: int) -> None:
+        """Check that steps of a run can be timed.
+
+        Raises:
+            ConfigError: Its devices are others, or it has several ranks and no link was measured.
+        """
+        if (self.device == "cpu") != (device == "cpu"):
+            msg = (
+                f"hardware must be a profile of device {device!r}, the run's device, got "
+                f"{self.name!r}, a profile of {self.device!r}. Name another profile, or pass "
+                f"device={self.device!r}."
+            )
+            raise ConfigError(msg)
+        if num_ranks > 1 and not self.links:
+            msg = (
+                f"hardware must be a profile with links for a mesh of {num_ranks} ranks, got "
+                f"{self.name!r}, which has none. Calibrate with several ranks: python -m shardkit "
+                f"launch --nproc-per-node 8 -m shardkit plan --calibrate here.toml."
+            )
+            raise ConfigError(msg)
 
     def product_s(self, flops: float, dtype: str) -> float:
         """Return the seconds of a matrix product; a dtype that is not there counts as float32."""
@@ -138,17 +162,17 @@ def read_profile(name: str) -> HardwareProfile:
     """
     path: Any = Path(name) if name.endswith(".toml") else _folder() / f"{name}.toml"
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except OSError as error:
         known = ", ".join(profile_names())
         msg = f"hardware must be one of {known}, or the path of a .toml file, got {name!r}: {error}"
         raise ConfigError(msg) from error
     try:
-        return _profile_of(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
+        return _profile_of(tomllib.loads(content.decode("utf-8")))
+    except ValueError as error:  # What is no TOML, or not UTF-8, is one too.
         msg = (
-            f"{name!r} is no profile of hardware: {type(error).__name__}: {error}. Copy one of "
-            f"those in {_folder()}, or measure one by python -m shardkit plan --calibrate."
+            f"{name!r} is no profile of hardware: {error}. Copy one of those in {_folder()}, or "
+            f"measure one by python -m shardkit plan --calibrate."
         )
         raise ConfigError(msg) from error
 
@@ -157,29 +181,106 @@ def _folder() -> Any:
     return resources.files(__package__) / "profiles"
 
 
+_OPS = ("all_gather", "reduce_scatter", "all_reduce")
+_MOST = 1e300
+"""Numbers of profiles are smaller, so that they are finite."""
+_COSTS = ("operator_s", "sharded_operator_s", "group_s", "kernel_s")
+
+
 def _profile_of(found: dict[str, Any]) -> HardwareProfile:
-    curves: dict[str, Any] = {key: _curves(found[key]) for key in ("products", "memory")}
-    links = sorted((_link(link) for link in found["links"]), key=lambda link: link.span)
-    rest = {key: value for key, value in found.items() if key not in {*curves, "links"}}
-    if "float32" not in curves["products"] or "new" not in curves["memory"] or not links:
-        msg = "it needs products.float32, memory.new and a link"
-        raise ValueError(msg)
-    return HardwareProfile(**rest, **curves, links=tuple(links))
+    """Return the profile of a TOML document.
+
+    Raises:
+        ValueError: A field is none of a profile; it is named.
+    """
+    _check_names("a field", found, HardwareProfile)
+    routes = found.get("links", [])
+    if not isinstance(routes, list):
+        _refuse("links", "tables, each under [[links]]", routes)
+    links = [_route(f"links[{place}]", route) for place, route in enumerate(routes)]
+    values: dict[str, Any] = {key: _text(key, found.get(key)) for key in ("name", "device")}
+    values |= {key: _rate(key, found.get(key)) for key in ("memory_nbytes", "host_bytes_per_s")}
+    values |= {key: _at_least(key, found.get(key), 0) for key in _COSTS}
+    values["overlap"] = _number("overlap", found.get("overlap"), "at most 1", lambda x: x <= 1)
+    peak = _table("peak", found.get("peak"), "float32", _rate)
+    products = _table("products", found.get("products"), "float32", _curve)
+    memory = _table("memory", found.get("memory"), "new", _curve)
+    links.sort(key=lambda link: link.span)
+    return HardwareProfile(
+        **values, peak=peak, products=products, memory=memory, links=tuple(links)
+    )
 
 
-def _link(found: dict[str, Any]) -> Route:
-    return Route(**{**found, "bytes_per_s": _curve(found["bytes_per_s"])})
+def _route(field: str, found: Any) -> Route:
+    if not isinstance(found, dict):
+        _refuse(field, "a table", found)
+    _check_names(f"a field of {field}", found, Route)
+    op, num_ranks = found.get("op", ""), found.get("num_ranks", 0)
+    if op not in ("", *_OPS):
+        _refuse(f"{field}.op", f"empty or one of {', '.join(_OPS)}", op)
+    return Route(
+        _at_least(f"{field}.span", found.get("span"), 2),
+        _at_least(f"{field}.latency_s", found.get("latency_s"), 0),
+        _curve(f"{field}.bytes_per_s", found.get("bytes_per_s")),
+        op,
+        int(_at_least(f"{field}.num_ranks", num_ranks, 2 if op else 0)),
+    )
 
 
-def _curves(found: dict[str, Any]) -> dict[str, Curve]:
-    return {name: _curve(curve) for name, curve in found.items()}
+def _check_names(what: str, found: dict[str, Any], kind: type) -> None:
+    fields: Any = kind.__dict__["__dataclass_fields__"]
+    if others := sorted(set(found) - set(fields)):
+        _refuse(what, f"one of {', '.join(fields)}", others[0])
 
 
-def _curve(found: Any) -> Curve:
+def _refuse(field: str, expected: str, found: Any) -> NoReturn:
+    msg = f"{field} must be {expected}, got {'nothing' if found is None else repr(found)}"
+    raise ValueError(msg)
+
+
+def _text(field: str, found: Any) -> str:
+    if not isinstance(found, str) or not found:
+        _refuse(field, "a text that is not empty", found)
+    return found
+
+
+def _number(field: str, found: Any, expected: str, is_right: Callable[[float], bool]) -> float:
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    if not is_number or not abs(found) < _MOST or not is_right(found):
+        _refuse(field, f"a finite number, {expected}", found)
+    return float(found)
+
+
+def _at_least(field: str, found: Any, least: float) -> float:
+    return _number(field, found, f"{least} or more", lambda number: number >= least)
+
+
+def _rate(field: str, found: Any) -> float:
+    return _number(field, found, "more than 0", lambda number: number > 0)
+
+
+def _table(field: str, found: Any, needed: str, read: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return what each name of a table has; one name must be there."""
+    if not isinstance(found, dict):
+        _refuse(field, f"a table with {needed}", found)
+    given = {needed: None, **found}
+    return {name: read(f"{field}.{name}", value) for name, value in given.items()}
+
+
+def _curve(field: str, found: Any) -> Curve:
     """Return a curve; one number is a rate for all sizes."""
     if isinstance(found, (int, float)):
-        return ((1.0, float(found)),)
-    return tuple((float(size), float(rate)) for size, rate in found)
+        return ((1.0, _rate(field, found)),)
+    are_pairs = isinstance(found, list) and all(
+        isinstance(point, list) and len(point) == 2  # noqa: PLR2004 - size and rate
+        for point in found
+    )
+    if not found or not are_pairs:
+        _refuse(field, "a rate, or a list of [size, rate] that is not empty", found)
+    points = tuple((_rate(field, size), _rate(field, rate)) for size, rate in found)
+    if any(size <= smaller for (smaller, _), (size, _) in itertools.pairwise(points)):
+        _refuse(field, "a list of [size, rate] whose sizes rise", found)
+    return points
 
 
 def profile_text(profile: HardwareProfile, about: str) -> str:

@@ -158,7 +158,8 @@ class _Tasks:
         self._joined: tuple[str, Task, int] | None = None
         self._returned: dict[int, list[Task | None]] = {}
         self._taken: list[Task] = []
-        self._copied_nbytes = 0
+        self._copied_s = 0.0
+        self._begun: Task | None = None  # A reduction, if nothing came after its beginning.
 
     def of(self, events: Iterable[StepEvent], operators: Sequence[Operator]) -> list[Task]:
         """Return the tasks of a step."""
@@ -178,6 +179,7 @@ class _Tasks:
 
     def _edge(self, event: StepEvent, is_begin: bool) -> None:  # noqa: FBT001 - of a pair
         """An event begins or ends."""
+        begun, self._begun = self._begun, None
         if is_begin and event.kind in _OPS:
             self._collective(event)
         elif event.kind == "wait" and not is_begin:
@@ -186,13 +188,21 @@ class _Tasks:
             self._end_segment(event.name)
             self._host_s += self._profile.group_s / 2  # Once where it begins, once at its end.
         elif event.kind == "copy":
-            self._copied_nbytes += event.nbytes
+            self._copy(event.nbytes, begun)
         elif not self._on_cpu and event.kind == "take":
             self._take(event.nbytes)
         elif not self._on_cpu and event.kind == "return":
             self._end_segment(self._name)
             last = self._compute if event.name.startswith("unsharded") else self._last("reduce")
             self._returned.setdefault(event.nbytes, []).append(last)
+
+    def _copy(self, nbytes: int, begun: Task | None) -> None:
+        """Copy shards in front of the next gather, or sums behind a reduction that has begun."""
+        seconds = nbytes / self._profile.host_bytes_per_s
+        if begun is None:
+            self._copied_s += seconds
+        else:
+            begun.seconds += seconds
 
     def _operator(self, operator: Operator) -> None:
         self._joined = None
@@ -241,20 +251,24 @@ class _Tasks:
         self._end_segment(event.name)
         lane = "gather" if event.kind == "gather" else "reduce"
         nbytes = event.nbytes + (joined[2] if joined else 0)
-        span = self._world_size if event.axis == "replicate" else event.num_ranks
-        op = _OPS[event.kind]
-        seconds = self._profile.collective_s(op, nbytes, event.num_ranks, span)
-        seconds += self._copied_nbytes / self._profile.host_bytes_per_s
-        self._copied_nbytes = 0
+        seconds = self._sent_s(event, nbytes) + self._copied_s
+        self._copied_s = 0.0
         if joined:
             task = joined[1]
-            task.name, task.seconds = f"{task.name}, {event.name}", max(seconds, task.seconds)
+            task.name = f"{task.name}, {event.name}"
+            task.seconds += max(seconds - self._sent_s(event, joined[2]), 0.0)
         else:
             begun = self._compute if self._on_cpu or lane == "reduce" else None
             task = self._add(lane, seconds, (begun, self._host, *self._taken), event.axis or "all")
             self._taken = []
         self._name, self._joined = name, (event.kind, task, nbytes)
+        self._begun = task if event.kind == "reduce_scatter" else None
         self._under_way.setdefault((lane, event.group), []).append(task)
+
+    def _sent_s(self, event: StepEvent, nbytes: int) -> float:
+        """Return the time of a collective like that of an event, of so many bytes."""
+        span = self._world_size if event.axis == "replicate" else event.num_ranks
+        return self._profile.collective_s(_OPS[event.kind], nbytes, event.num_ranks, span)
 
     def _wait(self, event: StepEvent) -> None:
         """Let compute wait for what was started for the group of the event."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tomllib
 import typing
 
 import pytest
 import torch
 
 from planned_runs import Mlp
-from shardkit import ConfigError, RunPlan, plan
+from shardkit import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, RunPlan, plan
+from shardkit.planning import _advice, _calibrate
 from shardkit.planning._profile import (
     HardwareProfile,
     Route,
@@ -18,6 +21,7 @@ from shardkit.planning._profile import (
     rate_at,
     read_profile,
 )
+from shardkit.planning._run import DryRun, Run, batch_on_meta, dry_run, on_meta
 
 if typing.TYPE_CHECKING:
     import pathlib
@@ -42,13 +46,15 @@ IDEAL = HardwareProfile(
 
 @pytest.fixture
 def planned(tmp_path: pathlib.Path) -> typing.Callable[..., RunPlan]:
-    def make(profile: HardwareProfile = IDEAL, **options: typing.Any) -> RunPlan:
+    def make(
+        profile: HardwareProfile = IDEAL, width: int = WIDTH, **options: typing.Any
+    ) -> RunPlan:
         path = tmp_path / "here.toml"
         path.write_text(profile_text(profile, "Of a test."))
         given = {"mesh": 8, "policy": {"blocks.*": {}}, "optimizer": "none", **options}
-        rows = torch.empty(NUM_ROWS, WIDTH, device="meta")
+        rows = torch.empty(NUM_ROWS, width, device="meta")
         with torch.device("meta"):
-            model = Mlp(WIDTH, DEPTH)
+            model = Mlp(width, DEPTH)
         return plan(model, rows, hardware=str(path), **given)
 
     return make
@@ -95,10 +101,36 @@ def test_a_slow_link_is_exposed_and_a_faster_one_hidden(planned: typing.Any) -> 
     assert exposed(1e11) < 0.05 * _flops() / 1e12
 
 
+@pytest.mark.parametrize("width", [1024, 64])  # Small collectives travel together.
+@pytest.mark.parametrize("mesh", [8, (2, 4)])
+def test_what_is_offloaded_is_copied_with_its_own_collectives(
+    planned: typing.Any, width: int, mesh: typing.Any
+) -> None:
+    profile = _changed(host_bytes_per_s=1e9, links=(Route(1e9, 0.0, ((1.0, 1e15),)),))
+    options = {"mesh": mesh, "width": width, "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    time = planned(profile, offload_policy=CPUOffloadPolicy(), **options).time
+    num_shards = mesh if isinstance(mesh, int) else mesh[1]
+    block, head = (8 * width + 5) * width, 7 * width + 7
+    copied_s = {
+        lane: sum(span.end - span.begin for span in time.spans if span.lane == lane)
+        for lane in ("gather", "reduce")
+    }
+    # Shards are copied as they are, in float32; sums as they were sent, in bfloat16.
+    # The root's parameters stay, and those of the last block between forward and backward.
+    gathered = (2 * DEPTH - 1) * block + head
+    assert copied_s["gather"] == pytest.approx(4 * gathered / num_shards / 1e9, rel=0.02)
+    reduced = DEPTH * block + head
+    assert copied_s["reduce"] == pytest.approx(2 * reduced / num_shards / 1e9, rel=0.02)
+    if width == WIDTH:  # Blocks travel alone. Sums over replicas are not copied.
+        reductions = [s for s in time.spans if s.lane == "reduce" and "block" in s.name]
+        by_block = [s.end - s.begin for s in reductions if s.end - s.begin > 1e-6]
+        assert by_block == pytest.approx([2 * block / num_shards / 1e9] * DEPTH, rel=0.02)
+
+
 def test_where_the_processor_sends_nothing_is_hidden(planned: typing.Any) -> None:
     links = (Route(1e9, 0.0, ((1.0, 2e10),)),)
-    beside = planned(_changed(links=links), device="cpu").time
-    instead = planned(_changed(links=links, overlap=0.0), device="cpu").time
+    beside = planned(_changed(links=links, device="cpu"), device="cpu").time
+    instead = planned(_changed(links=links, device="cpu", overlap=0.0), device="cpu").time
     assert instead.exposed_s > 1.5 * beside.exposed_s
     assert instead.seconds - instead.exposed_s == pytest.approx(beside.seconds - beside.exposed_s)
 
@@ -151,13 +183,122 @@ def test_a_profile_is_read_as_it_is_written(tmp_path: pathlib.Path) -> None:
     assert read_profile(str(path)) == IDEAL
 
 
-def test_what_is_no_profile_is_refused(tmp_path: pathlib.Path, planned: typing.Any) -> None:
+_LINK = {"span": 8, "latency_s": 0.0, "bytes_per_s": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("field", "found", "expected"),
+    [
+        ("peak.float32", None, "a finite number, more than 0, got nothing"),
+        ("peak.float32", 0, "a finite number, more than 0, got 0"),
+        ("peak", 1e12, "a table with float32"),
+        ("products", 1e12, "a table with float32"),
+        ("products.float32", [], "a rate, or a list of [size, rate] that is not empty, got []"),
+        ("products.float32", [1.0, 2.0], "a rate, or a list of [size, rate]"),
+        ("products.float32", [[8.0, 1e9], [4.0, 1e9]], "a list of [size, rate] whose sizes rise"),
+        ("products.float32", [[8.0, 0.0]], "more than 0, got 0.0"),
+        ("memory.new", -1e9, "more than 0, got -1000000000.0"),
+        ("memory.new", None, "a rate, or a list of [size, rate] that is not empty, got nothing"),
+        ("operator_s", "6us", "a finite number, 0 or more, got '6us'"),
+        ("operator_s", -1e-6, "a finite number, 0 or more, got -1e-06"),
+        ("kernel_s", True, "a finite number, 0 or more, got True"),
+        ("group_s", float("nan"), "a finite number, 0 or more, got nan"),
+        ("overlap", 2.0, "a finite number, at most 1, got 2.0"),
+        ("memory_nbytes", "25GB", "a finite number, more than 0, got '25GB'"),
+        ("memory_nbytes", float("inf"), "a finite number, more than 0, got inf"),
+        ("host_bytes_per_s", 0, "a finite number, more than 0, got 0"),
+        ("device", None, "a text that is not empty, got nothing"),
+        ("links", {"span": 8}, "tables, each under [[links]], got {'span': 8}"),
+        ("links", [3], "a table, got 3"),
+        ("links", [{**_LINK, "op": "allgather"}], "one of all_gather, reduce_scatter, all_reduce"),
+        ("links", [{**_LINK, "op": "all_gather"}], "a finite number, 2 or more, got 0"),
+        ("links", [{**_LINK, "span": 1}], "a finite number, 2 or more, got 1"),
+        ("links", [{**_LINK, "latency_s": "3us"}], "a finite number, 0 or more, got '3us'"),
+        ("links", [{**_LINK, "rate": 1e9}], "one of span, latency_s, bytes_per_s"),
+    ],
+)
+def test_a_wrong_field_of_a_profile_is_named(
+    tmp_path: pathlib.Path, field: str, found: typing.Any, expected: str
+) -> None:
+    given = tomllib.loads(profile_text(IDEAL, "Of a test."))
+    *within, last = field.split(".")
+    table = given[within[0]] if within else given
+    table[last] = found
+    if found is None:
+        del table[last]
+    path = tmp_path / "wrong.toml"
+    path.write_text(_as_toml(given))
+    with pytest.raises(ConfigError) as refused:
+        read_profile(str(path))
+    for part in ("wrong.toml", field, expected, "measure one by"):
+        assert part in str(refused.value)
+
+
+def _as_toml(given: typing.Any) -> str:
+    """Return TOML on one line for each field: tables inline, strings as JSON has them."""
+
+    def shown(value: typing.Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {shown(each)}" for key, each in value.items()) + "}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(shown, value))}]"
+        return str(value) if isinstance(value, float) else json.dumps(value)
+
+    return "".join(f"{key} = {shown(value)}\n" for key, value in given.items())
+
+
+def test_a_file_that_is_no_toml_is_no_profile(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "wrong.toml"
+    for content in (b'name = "caf\xe9"\n', b"name = \n", b"speed = 3\n"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"wrong\.toml' is no profile of hardware"):
+            read_profile(str(path))
+
+
+def test_a_profile_is_of_the_devices_of_the_run(planned: typing.Any) -> None:
+    with pytest.raises(ConfigError, match="hardware must be a profile of device 'cpu'"):
+        planned(device="cpu")
+    with pytest.raises(ConfigError, match="of device 'cuda', the run's device, got 'cpu'"):
+        plan(Mlp(8, 1), torch.empty(2, 8), mesh=2, hardware="cpu")
+    assert planned(device="xpu").time.seconds > 0
+
+
+def test_ranks_need_a_profile_with_links(planned: typing.Any) -> None:
+    alone = _changed(links=())
+    assert planned(alone, mesh=1).time.exposed_s == 0
+    for mesh in (2, (2, 1)):
+        with pytest.raises(ConfigError, match="with links for a mesh of 2 ranks"):
+            planned(alone, mesh=mesh)
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = _calibrate.memory_nbytes("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _calibrate.memory_nbytes("cpu") == total / 4
+
+
+@pytest.mark.parametrize("mesh", [(4,), (1, 4)])
+def test_a_mesh_with_one_replica_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...]
+) -> None:
+    tried = []
+
+    def seen(run: Run, **options: typing.Any) -> DryRun:
+        tried.append(run.mesh)
+        return dry_run(run, **options)
+
+    monkeypatch.setattr(_advice, "dry_run", seen)
+    run = Run(on_meta(Mlp(8, 1)), batch_on_meta(torch.empty(2, 8)), mesh)
+    _advice.choose_among(run, 10**9, IDEAL)
+    assert set(tried) == {mesh, (2, 2)}
+    tried.clear()
+    _advice.advise(run, 1)
+    assert set(tried) == {mesh}
+
+
+def test_what_is_no_profile_is_refused(planned: typing.Any) -> None:
     with pytest.raises(ConfigError, match="hardware must be one of a100, cpu, h100"):
         read_profile("abacus")
-    path = tmp_path / "wrong.toml"
-    path.write_text("[products]\nbfloat16 = 1e12\n[memory]\nnew = 1e9\n")
-    with pytest.raises(ConfigError, match="is no profile of hardware"):
-        read_profile(str(path))
     with pytest.raises(ConfigError, match="choose needs hardware"):
         plan(Mlp(8, 1), torch.empty(2, 8), mesh=2, choose=True)
     assert planned().choices == ()
