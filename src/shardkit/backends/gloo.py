@@ -164,8 +164,7 @@ class Exchange:
         else:
             self._total = _sum_of(self._pieces(self._received), self._received)
         self._custom = self._work = None
-        nothing = self._reduction.send.new_empty(0)  # What was joined needs its memory no more.
-        self._reduction = dataclasses.replace(self._reduction, send=nothing)
+        self._reduction = dataclasses.replace(self._reduction, send=self._reduction.send[:0])
 
     def _pieces(self, received: Tensor) -> list[Tensor]:
         """Return this rank's range of every rank's gradients, in rank order."""
