@@ -166,11 +166,6 @@ def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> s
 # --- what an observer is told ---------------------------------------------------------------------
 
 
-def _begin_wait(group: ParamGroup, nbytes: int) -> None:
-    assert _events.observer is not None
-    _events.observer.begin("wait", group.name, group=group.number, nbytes=nbytes)
-
-
 def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
     """Tell that stores of groups are gathered over `axis`; what is offloaded is copied first."""
     observer = _events.observer
@@ -326,7 +321,7 @@ class Gathers:
         handles = self._under_way.pop(group.index, None)
         if handles is not None:
             if _events.observer is not None:
-                _begin_wait(group, group.unsharded_nbytes)
+                _events.observer.begin("wait", group.name, group=group.number)
             with named_range("await gather", group):
                 for handle in handles:
                     handle.wait()
@@ -555,7 +550,7 @@ class Reductions:
         while self._num_sent < allowed:
             reducing = self._under_way[self._num_sent]
             if _events.observer is not None:
-                _begin_wait(reducing, reducing.gradients.send_nbytes)
+                _events.observer.begin("wait", reducing.name, group=reducing.number)
             reducing.gradients.wait_sent(self._slots)
             if _events.observer is not None:
                 _events.observer.end("wait", reducing.number)
@@ -631,7 +626,7 @@ class Reductions:
         group = self._under_way.pop(0)
         self._num_sent = max(self._num_sent - 1, 0)
         if _events.observer is not None:
-            _begin_wait(group, group.gradients.send_nbytes)
+            _events.observer.begin("wait", group.name, group=group.number)
         with named_range("await reduce", group):
             group.gradients.finish_reduce(self._slots)
         if _events.observer is not None:
