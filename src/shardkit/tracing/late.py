@@ -1,7 +1,8 @@
 """Which rank is late, in which phase and group, from what all ranks did.
 
 What a rank does itself in a phase of a step is compared with the median of the others in the same
-step: what all ranks do longer at once, as in a longer batch, is nobody's lateness.
+step: what all ranks do longer at once, as in a longer batch, is nobody's lateness. In the same way,
+and apart from that, the time for which a rank's link keeps itself or others waiting (`exposed`).
 
 - A rank is **slow** where the median of five steps in a row is behind by 2 % of a step, and by 3.1
   standard deviations of this difference from step to step. (Three of five normal values are above
@@ -10,6 +11,8 @@ step: what all ranks do longer at once, as in a longer batch, is nobody's latene
   ... steps, and in all of them, the deviations count less, by the root of their number.
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
+
+Where a rank is slow in several phases, as with a part of a processor, each is told.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER
+from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, LINK, OPTIMIZER, seconds_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +43,8 @@ class LateRank(NamedTuple):
         rank: Number of the rank.
         phase: Phase in which it is behind.
         group: Group in which it is; "" where it is outside of groups.
-        kind: ``slow``: in each step; ``irregular``: in some.
+        kind: ``slow``: in each step; ``irregular``: in some; ``slow link``, ``irregular link``: not
+            what it does itself, but what it sends or receives.
         seconds: Time that it is behind in such a step, in seconds.
         share: The same as a part of a step.
         first_step: Number of the first such step.
@@ -59,8 +63,10 @@ class LateRank(NamedTuple):
     def __str__(self) -> str:
         where = f"{self.phase} of {self.group}" if self.group else self.phase
         times = "" if self.kind == "slow" else f" in {self.num_steps} steps"
+        adjective, _, link = self.kind.partition(" ")
+        who = f"the link of rank {self.rank}" if link else f"rank {self.rank}"
         return (
-            f"rank {self.rank} is {self.kind} in {where}: {self.seconds * 1e3:.1f} ms behind the "
+            f"{who} is {adjective} in {where}: {self.seconds * 1e3:.1f} ms behind the "
             f"others ({self.share:.1%} of a step){times}, from step {self.first_step} on"
         )
 
@@ -73,51 +79,64 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
     """
     if len(by_rank) < 2:  # noqa: PLR2004 - nobody to compare with
         return []
-    own, of_group, lengths = _own_seconds(by_rank)
-    common = set.intersection(*(set(own[rank]) for rank in by_rank))
-    steps = sorted({step for step, _ in common})[1:]  # The first one makes what others reuse.
+    tables = {"": _own_seconds(by_rank), " link": _link_seconds(by_rank)}
+    common = set.intersection(*({each.step for each in slices} for slices in by_rank.values()))
+    steps = sorted(common)[1:]  # The first one makes what others reuse.
     if len(steps) < WINDOW:
         return []
-    step_s = statistics.median(lengths[step] for step in steps)
+    lengths = seconds_by(by_rank[min(by_rank)], "step")
+    step_s = statistics.median(lengths[step,] for step in steps)
     found = []
-    for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
-        table = {
-            rank: [own[rank].get((step, phase), 0.0) for step in steps] for rank in sorted(by_rank)
-        }
-        behind = _behind(table)
-        noise = _noise(behind)
-        for rank, values in behind.items():
-            late = _judge(rank, phase, values, noise, step_s)
-            if late is not None:
-                first, number = late.first_step, steps[late.first_step]
-                group = _group_of(of_group, rank, phase, steps[first:], late.seconds)
-                found.append(late._replace(group=group, first_step=number))
+    for suffix, of_group in tables.items():
+        own = {rank: _summed(of) for rank, of in of_group.items()}
+        for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
+            table = {rank: [own[rank][step, phase] for step in steps] for rank in sorted(by_rank)}
+            behind = _behind(table)
+            noise = _noise(behind)
+            for rank, values in behind.items():
+                late = _judge(rank, phase, values, noise, step_s)
+                if late is not None:
+                    first, number = late.first_step, steps[late.first_step]
+                    group = _group_of(of_group, rank, phase, steps[first:], late.seconds)
+                    kind = late.kind + suffix
+                    found.append(late._replace(kind=kind, group=group, first_step=number))
     return sorted(found, key=lambda late: -late.seconds * late.num_steps)
 
 
-def _own_seconds(
-    by_rank: Mapping[int, Sequence[TimeSlice]],
-) -> tuple[
-    dict[int, dict[tuple[int, str], float]],
-    dict[int, dict[tuple[int, str, str], float]],
-    dict[int, float],
-]:
-    """Return own seconds by rank, step and phase; by group as well; and the length of steps."""
-    own: dict[int, dict[tuple[int, str], float]] = {}
-    of_group: dict[int, dict[tuple[int, str, str], float]] = {}
-    lengths: dict[int, float] = collections.defaultdict(float)
-    first = min(by_rank)
+_Seconds = dict[tuple[int, str, str], float]
+"""Seconds of a rank by step, phase and group."""
+
+
+def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
+    """Return for each rank what it does itself."""
+    own: dict[int, _Seconds] = {}
     for rank, slices in by_rank.items():
         own[rank] = collections.defaultdict(float)
-        of_group[rank] = collections.defaultdict(float)
         for each in slices:
-            if rank == first:
-                lengths[each.step] += each.seconds
-            own[rank][each.step, each.phase] += 0.0
             if not each.is_exposed or each.cause == HOST:
-                own[rank][each.step, each.phase] += each.seconds
-                of_group[rank][each.step, each.phase, each.group] += each.seconds
-    return own, of_group, lengths
+                own[rank][each.step, each.phase, each.group] += each.seconds
+    return own
+
+
+def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
+    """Return for each rank how long its link keeps one waiting: itself, or of others the most."""
+    most: dict[int, _Seconds] = {rank: collections.defaultdict(float) for rank in by_rank}
+    for slices in by_rank.values():
+        links = (each for each in slices if each.cause == LINK)
+        sums = seconds_by(links, "late_rank", "step", "phase", "group")
+        for key, seconds in sums.items():
+            rank, step, phase, group = cast("tuple[int, int, str, str]", key)
+            where = (step, phase, group)
+            most[rank][where] = max(most[rank][where], seconds)
+    return most
+
+
+def _summed(of: _Seconds) -> dict[tuple[int, str], float]:
+    """Return the seconds of all groups together."""
+    sums: dict[tuple[int, str], float] = collections.defaultdict(float)
+    for (step, phase, _), seconds in of.items():
+        sums[step, phase] += seconds
+    return sums
 
 
 def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
@@ -177,7 +196,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _group_of(
-    of_group: Mapping[int, Mapping[tuple[int, str, str], float]],
+    of_group: Mapping[int, _Seconds],
     rank: int,
     phase: str,
     steps: Sequence[int],
