@@ -132,7 +132,11 @@ LARGEST_MIB = WIDTH * WIDTH * 5 * 4 / MIB
 
 @pytest.mark.parametrize(
     ("way", "above"),
-    [("load_full", disk.PART_NBYTES / MIB), ("set", disk.PART_NBYTES / MIB), ("torch", 2 * LARGEST_MIB)],
+    [
+        ("load_full", disk.PART_NBYTES / MIB),
+        ("set", disk.PART_NBYTES / MIB),
+        ("torch", 2 * LARGEST_MIB),
+    ],
 )
 def test_memory_above_the_shard(spawn: Spawn, way: str, above: float) -> None:
     """A part of a tensor; torch takes a whole one, and its first rank copies it as well."""
