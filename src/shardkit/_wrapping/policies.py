@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shardkit import _compat, _schedule
-from shardkit._errors import WrapError, nearest
+from shardkit._errors import WrapError
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
