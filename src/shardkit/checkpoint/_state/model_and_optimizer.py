@@ -379,7 +379,7 @@ def set_model_state_dict(
         RuntimeError: As `nn.Module.load_state_dict` does.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
-    for the largest.
+    for 16 MiB; for a tensor that is not sharded, or of another dtype, for all of it.
     """
     options = options or StateDictOptions()
     own = model.state_dict(keep_vars=True)
@@ -497,13 +497,13 @@ def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
         if isinstance(own.get(name), ShardedTensor):
             check_shape(name, info.shape, tuple(own[name].shape))
     received: dict[str, Any] = {}
-    for name, value in sent.receive():
+    for name, value in sent.receive(own):
         target = own.get(name)
-        if not isinstance(value, Tensor) or not isinstance(target, ShardedTensor):
-            received[name] = value
-        else:
+        if isinstance(value, Tensor) and isinstance(target, ShardedTensor) and value is not target:
             target.copy_values(value)  # At once: pieces laid aside would be a second shard.
             received[name] = target
+        else:
+            received[name] = value
     return received
 
 
