@@ -9,7 +9,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import StateError
 from shardkit._params.bucket import WholeValues
 from shardkit._params.gradients import GroupGradients
@@ -310,7 +310,7 @@ class ParamGroup:
     @property
     def was_written(self) -> bool:
         """Whether unsharded parameters, which have memory, were written since the last time."""
-        if _compat.versions_of(self._shown) != self._shown_versions:
+        if torch_tensors.versions_of(self._shown) != self._shown_versions:
             return True
         for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
             if bucket.store.has_moved():
@@ -321,14 +321,14 @@ class ParamGroup:
         """Return whose unsharded parameters were written, and regard this as known."""
         moved = [(b.store, i) for b in self.buckets for i in b.store.take_back()]
         found = list(dict.fromkeys((*self.written_places(), *moved)))
-        with _compat.plain_torch_functions():
-            self._shown_versions = _compat.versions_of(self._shown)
+        with torch_tensors.plain_torch_functions():
+            self._shown_versions = torch_tensors.versions_of(self._shown)
         return found
 
     def written_places(self) -> list[tuple[Store, int]]:
         """Return whose unsharded parameters were written since the last time."""
-        with _compat.plain_torch_functions():
-            versions = _compat.versions_of(self._shown)
+        with torch_tensors.plain_torch_functions():
+            versions = torch_tensors.versions_of(self._shown)
         pairs = zip(self._shown_versions, versions, self._writable, strict=True)
         return list(dict.fromkeys(place for old, new, place in pairs if old != new))
 
@@ -477,7 +477,7 @@ class ParamGroup:
                 is_own = bucket.store.has_piece_of(index)
                 number: int | None = first.get(id(entry))
                 if number is None:
-                    version = _compat.version_of(entry.param.local_piece)  # type: ignore[attr-defined]
+                    version = torch_tensors.version_of(entry.param.local_piece)  # type: ignore[attr-defined]
                     number = 0 if (is_untouched if is_own else version == 0) else None
                 default = None if number is None else unwritten(entry, number)
                 found[id(entry)] = written.get(id(entry), default)

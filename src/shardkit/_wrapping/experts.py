@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._errors import MeshError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
@@ -265,7 +265,7 @@ def _check_stacks(
                 f"not cut. Make it a plain parameter, or a DTensor on {meshes.axis!r} before."
             )
             raise WrapError(msg)
-        if parts is None and _compat.tensor_hooks(param):
+        if parts is None and torch_autograd.tensor_hooks(param):
             msg = (
                 f"parameter {name}.{attribute} has a hook on its gradient (register_hook), which "
                 f"expects that of all experts: experts= leaves a rank its part. Register the hook "

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shardkit import _compat, _schedule
+from shardkit import _schedule
+from shardkit._compat import torch_modules
 from shardkit._errors import WrapError
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
@@ -614,7 +615,7 @@ def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
         return _by_class(tree, _no_split_modules(tree.model))
     if policy == SIZE:
         policy = size_based_auto_wrap_policy
-    lambda_fn = _compat.lambda_of_custom_policy(policy)
+    lambda_fn = torch_modules.lambda_of_custom_policy(policy)
     if lambda_fn is not None:
         policy = lambda_fn
     if isinstance(policy, Mapping):
