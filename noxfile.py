@@ -238,7 +238,8 @@ def streams(session: nox.Session) -> None:
     install(session, "test")
     run_tests(session, "streams")
     # Cases of all backends, and others that were written for CPU ranks.
-    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *SIMULATED, *session.posargs)
+    wanted = (*SIMULATED, *(session.posargs or IN_PARALLEL))
+    session.run("pytest", "--simulated", "-m", NEED_NOTHING, *wanted)
 
 
 @nox.session
