@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardkit import _compat
-from shardkit._errors import MeshError, WrapError, listed, nearest
+from shardkit._compat import torch_autograd
+from shardkit._errors import MeshError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.placements import flattened
+from shardkit._text import listed, nearest
 from shardkit._wrapping.policies import chosen_by
 from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
 
@@ -264,7 +265,7 @@ def _check_stacks(
                 f"not cut. Make it a plain parameter, or a DTensor on {meshes.axis!r} before."
             )
             raise WrapError(msg)
-        if parts is None and _compat.tensor_hooks(param):
+        if parts is None and torch_autograd.tensor_hooks(param):
             msg = (
                 f"parameter {name}.{attribute} has a hook on its gradient (register_hook), which "
                 f"expects that of all experts: experts= leaves a rank its part. Register the hook "

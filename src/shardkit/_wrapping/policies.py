@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shardkit import _compat, _schedule
-from shardkit._errors import WrapError, nearest
+from shardkit import _schedule
+from shardkit._compat import torch_modules
+from shardkit._errors import WrapError
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -613,7 +615,7 @@ def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
         return _by_class(tree, _no_split_modules(tree.model))
     if policy == SIZE:
         policy = size_based_auto_wrap_policy
-    lambda_fn = _compat.lambda_of_custom_policy(policy)
+    lambda_fn = torch_modules.lambda_of_custom_policy(policy)
     if lambda_fn is not None:
         policy = lambda_fn
     if isinstance(policy, Mapping):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit import _compat
-from shardkit._errors import MeshError, StateError, nearest
+from shardkit._compat import torch_devices
+from shardkit._errors import MeshError, StateError
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +106,7 @@ class AcceleratorDevice:
 
         For threads beside the user's: one that has chosen no device would wake device 0.
         """
-        with _compat.unless_capturing() as may_ask:
+        with torch_devices.unless_capturing() as may_ask:
             if not may_ask:
                 return None
             with self._module.device(self.device.index):
@@ -136,7 +137,7 @@ class AcceleratorDevice:
     @contextlib.contextmanager
     def capturing(self, graph: Any, stream: Stream) -> Iterator[None]:
         """Capture what is issued on `stream`, and on streams that wait for it."""
-        with _compat.unless_capturing() as is_free:  # From now on captures are counted.
+        with torch_devices.unless_capturing() as is_free:  # From now on captures are counted.
             if not is_free:
                 msg = "a step cannot be captured while another CUDA graph is: end that first."
                 raise StateError(msg)
