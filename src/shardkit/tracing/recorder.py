@@ -117,10 +117,10 @@ def record(
         StateError: A record is being made already, ranks are threads of one process, or a rank did
             not call it within 300 seconds.
 
-    Cost: about 2.5 us for each event, of which a group has about 20 in a step, and 3 us and 10 bytes
-        more when it is written; nothing once the context has ended. At its begin and end ranks
-        compare their clocks: twelve round trips of each rank through the store, one rank after the
-        other.
+    Cost: about 2.5 us for each event, of which a group has about 20 in a step, and 3 us and 10
+        bytes more when it is written; nothing once the context has ended. At its begin and end
+        ranks compare their clocks: twelve round trips of each rank through the store, one rank
+        after the other.
     """
     rank, world_size = _place()
     if _events.observer is not None:
