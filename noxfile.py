@@ -51,7 +51,7 @@ CLIENTS = (
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch
     "not gpu and not models and not frameworks and not clients and not xla and not parting "
-    "and not hosts"
+    "and not hosts and not late"
 )
 
 # Ranks that wait for each other leave a core idle, and so do tests of one process. The tests of a
@@ -280,6 +280,13 @@ def eight_ranks(session: nox.Session) -> None:
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
     session.run("pytest", "-m", "eight_ranks", "tests/real_models", *session.posargs)
+
+
+@nox.session
+def late(session: nox.Session) -> None:
+    """Delay real ranks by 3 % of a step in each way; the machine must be idle."""
+    install(session, "test")
+    session.run("pytest", "-m", "late", "tests/distributed", *session.posargs)
 
 
 @nox.session

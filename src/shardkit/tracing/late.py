@@ -4,11 +4,13 @@ What a rank does itself in a phase of a step is compared with the median of the 
 step: what all ranks do longer at once, as in a longer batch, is nobody's lateness. In the same way,
 and apart from that, the time for which a rank's link keeps itself or others waiting (`exposed`).
 
-- A rank is **slow** where the median of five steps in a row is behind by 2 % of a step, and by 3.1
-  standard deviations of this difference from step to step. (Three of five normal values are above
-  that once in 100 million windows.) So a delay of 3 % of a step is found within five steps while
-  times vary by less than 0.6 % of a step. Where they vary more, it takes more steps: in 10, 20, 40,
-  ... steps, and in all of them, the deviations count less, by the root of their number.
+- A rank is **slow** where the median of the last five steps is behind by 2 % of a step, and by 3.1
+  standard deviations of this difference, as it changes from step to step. (Three of five normal
+  values are above that once in 100 million windows.) So a delay of 3 % of a step is found within
+  five steps while times vary by less than 0.6 % of a step. Where they vary more, it takes more
+  steps: in the last 10, 20, 40, ... steps, and in all of them, the deviations count less, by the
+  root of their number. Of windows before the end only those count that are a quarter of all
+  steps: on processors that do other work, too, a rank is behind for some steps now and then.
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
 
@@ -18,6 +20,7 @@ Where a rank is slow in several phases, as with a part of a processor, each is t
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 WINDOW = 5
 _LEAST = 0.02
 _DEVIATIONS = 3.1
+_PARTS = 4
 _SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
 _NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
 
@@ -94,12 +98,13 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
             behind = _behind(table)
             noise = _noise(behind)
             for rank, values in behind.items():
-                late = _judge(rank, phase, values, noise, step_s)
-                if late is not None:
-                    first, number = late.first_step, steps[late.first_step]
-                    group = _group_of(of_group, rank, phase, steps[first:], late.seconds)
-                    kind = late.kind + suffix
-                    found.append(late._replace(kind=kind, group=group, first_step=number))
+                kind, at = _judge(values, noise, step_s)
+                if at:
+                    seconds = statistics.median(values[i] for i in at)
+                    group = _group_of(of_group, rank, phase, [steps[i] for i in at], seconds)
+                    where = (rank, phase, group, kind + suffix)
+                    extent = (seconds, seconds / step_s, steps[at[0]], len(at))
+                    found.append(LateRank(*where, *extent))
     return sorted(found, key=lambda late: -late.seconds * late.num_steps)
 
 
@@ -156,37 +161,31 @@ def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
 
 
 def _noise(behind: Mapping[int, Sequence[float]]) -> float:
-    """Return the deviation of a rank's values about its own median, the same for all ranks."""
-    away = []
-    for values in behind.values():
-        middle = statistics.median(values)
-        away += [abs(value - middle) for value in values]
-    return _NORMAL * statistics.median(away)
+    """Return the deviation of a rank's values, the same for all ranks, from their changes.
+
+    Where a delay begins or ends is one change only.
+    """
+    changes = [
+        abs(after - before) for of in behind.values() for before, after in itertools.pairwise(of)
+    ]
+    return _NORMAL * statistics.median(changes) / math.sqrt(2)
 
 
-def _judge(
-    rank: int, phase: str, values: Sequence[float], noise: float, step_s: float
-) -> LateRank | None:
-    """Return what is to be said of a rank in a phase; `first_step` is an index here."""
+def _judge(values: Sequence[float], noise: float, step_s: float) -> tuple[str, list[int]]:
+    """Return how a rank is behind, and the indices of the steps; none: it is not."""
     number = len(values)
     for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
         # The median of more values varies less.
         least = max(_LEAST * step_s, _DEVIATIONS * noise * math.sqrt(WINDOW / width))
-        begins = range(0, number - width + 1, width // WINDOW)
-        is_slow = (statistics.median(values[at : at + width]) > least for at in begins)
-        begin = next((at for at, slow in zip(begins, is_slow, strict=True) if slow), None)
-        if begin is not None:
-            first = next(i for i in range(begin, number) if values[i] > least)
-            since = [value for value in values[first:] if value > least]
-            seconds = statistics.median(since)
-            return LateRank(rank, phase, "", "slow", seconds, seconds / step_s, first, len(since))
+        is_short = width * _PARTS < number
+        begins = range(number - width if is_short else 0, number - width + 1, width // WINDOW)
+        for begin in begins:
+            if statistics.median(values[begin : begin + width]) > least:
+                return "slow", [i for i in range(begin, number) if values[i] > least]
     spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
     spikes = [i for i, value in enumerate(values) if value > spike]
-    lost = sum(values[i] for i in spikes)
-    if len(spikes) > 1 and lost > _LEAST * step_s * len(values):
-        mean = lost / len(spikes)
-        return LateRank(rank, phase, "", "irregular", mean, mean / step_s, spikes[0], len(spikes))
-    return None
+    is_much = sum(values[i] for i in spikes) > _LEAST * step_s * number
+    return "irregular", spikes if len(spikes) > 1 and is_much else []
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
