@@ -376,9 +376,6 @@ def offload_to_fit(units: Sequence[Unit], budget_nbytes: int) -> None:
     Counted is what a rank keeps of a group between steps: its shard and, where it is trained, the
     gradients and two tensors of optimizer state (AdamW). Groups that are on the host already stay
     there. Of equal groups the one that is sharded first goes first.
-
-    Raises:
-        WrapError: The budget is no number of bytes.
     """
     if budget_nbytes < 0:
         msg = f"offload_budget_nbytes must be 0 or more bytes, got {budget_nbytes}."

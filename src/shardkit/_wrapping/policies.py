@@ -133,11 +133,7 @@ class ModuleTree:
         return ((name, m) for name, m in self.modules.items() if self.may_be_unit(m))
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the names that a pattern matches: `*` stands for a part of a name between dots.
-
-        Raises:
-            WrapError: There is none.
-        """
+        """Return the names that a pattern matches: `*` stands for a part of a name between dots."""
         parts = map(re.escape, pattern.split("*"))
         expression = re.compile("[^.]+".join(parts))
         found = [name for name in self.modules if name and expression.fullmatch(name)]
@@ -566,11 +562,7 @@ _WEIGHTS = {"free_full_weight": True, "keep_full_weight": False}
 def choose(
     tree: ModuleTree, policy: Any, *, mp_policy: MixedPrecisionPolicy, num_ranks: int
 ) -> Choice:
-    """Return the groups that a policy chooses, without the root's, in any order.
-
-    Raises:
-        WrapError: It chooses nothing, though not by size; names what is not there; or is no policy.
-    """
+    """Return the groups that a policy chooses, without the root's, in any order."""
     policy = _by_word(policy)
     if is_balanced(policy):
         return _Balance(tree, mp_policy, num_ranks).choose()
@@ -605,11 +597,7 @@ def _by_word(policy: Any) -> Any:
 
 
 def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
-    """Return the groups that a policy chooses, maybe none.
-
-    Raises:
-        WrapError: It names what is not there, or is no policy.
-    """
+    """Return the groups that a policy chooses, maybe none."""
     policy = _by_word(policy)
     if policy == NO_SPLIT:
         return _by_class(tree, _no_split_modules(tree.model))
@@ -718,9 +706,6 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
     """Choose modules by names or patterns; a tuple of names is one group.
 
     A name that is in several patterns takes the arguments of the last one.
-
-    Raises:
-        WrapError: No module has such a name, or it cannot be a group.
     """
     chosen: Choice = {}
     pairs = wanted.items() if isinstance(wanted, Mapping) else ((key, {}) for key in wanted)
@@ -753,11 +738,7 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
 
 
 def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
-    """Return what a policy says of one group as arguments of `fully_shard`.
-
-    Raises:
-        WrapError: It has no such argument.
-    """
+    """Return what a policy says of one group as arguments of `fully_shard`."""
     if isinstance(value, str) and value in _WEIGHTS:
         return {"reshard_after_forward": _WEIGHTS[value]}
     if value is None or value is True:

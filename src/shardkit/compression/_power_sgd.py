@@ -31,9 +31,6 @@ class LossScale:
     Attributes:
         value: The scale as it was read last.
         may_skip: Whether steps are skipped where gradients overflow.
-
-    Raises:
-        StateError: It is neither a GradScaler nor a finite number above 0.
     """
 
     def __init__(self, source: float | torch.amp.GradScaler) -> None:
@@ -194,23 +191,18 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class BucketState:
-    """What is kept of one bucket.
+    """What is kept of one bucket."""
 
-    Attributes:
-        iteration: Number of reductions so far.
-        error: 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
-        seconds: Second factors of the last step, by parameter name; nobody writes to them.
-        sent: Parts that this backward sent, until it is known who used which parameters.
-        error_before: Memory for a copy of `error`, where optimizer steps may be skipped.
-        seconds_before: `seconds` when the optimizer step began, as in `error_before`; None: it has
-            not begun.
-    """
-
-    iteration: int = 0
+    iteration: int = 0  # Number of reductions so far.
+    # 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
     error: Tensor | None = None
+    # Second factors of the last step, by parameter name; nobody writes to them.
     seconds: dict[str, Tensor] = field(default_factory=dict)
+    # Parts that this backward sent, until it is known who used which parameters.
     sent: list[Sent] = field(default_factory=list)
+    # Memory for a copy of `error`, where optimizer steps may be skipped.
     error_before: Tensor | None = None
+    # `seconds` when the optimizer step began, as in `error_before`; None: it has not begun.
     seconds_before: dict[str, Tensor] | None = None
 
     def begin_step(self) -> None:

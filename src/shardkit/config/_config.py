@@ -57,11 +57,7 @@ _TP_AXIS = "tp"
 def make(
     settings: Settings, strategy: Strategy, device_type: str
 ) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
-    """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one.
-
-    Raises:
-        MeshError: The ranks do not fit.
-    """
+    """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one."""
     _set_current_device(device_type)
     if device_type == "xla":
         world_size = as_device_mesh(None, device_type=device_type).size()
@@ -165,9 +161,6 @@ def _of_one_save(files: list[Path]) -> list[Path]:
 
     Args:
         files: Files that this rank reads.
-
-    Raises:
-        CheckpointError: On all ranks: some are not there, or no save has all of them.
     """
     found = _on_all("read", files[0], lambda: [_saves(file) for file in files])
     chosen, of_ranks = _common(files, found)
@@ -222,11 +215,7 @@ def _common(
 
 
 def _saves(file: Path) -> dict[object, Path]:
-    """Return by the number of a save where its file of this name is; the newest save first.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Return by the number of a save where its file of this name is; the newest save first."""
     found = {_number(path): path for path in (_aside(file), file) if path.exists()}
     if not found:
         msg = f"{file} is not there: it is what Config.save writes with this fsdp_state_dict_type."
@@ -309,22 +298,16 @@ def _on_all(what: str, path: Path, act: Callable[[], T]) -> T:
 
 @dataclass
 class Values:
-    """What rank 0's model holds, kept while the model is sharded on meta.
+    """What rank 0's model holds, kept while the model is sharded on meta."""
 
-    Attributes:
-        mesh: The mesh; all of its ranks make this object.
-        state: A state dict; on ranks other than 0 its tensors are not looked at.
-        other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
-            dicts leave out.
-        taken: Parameters that are on meta now, each with a parameter that has its values.
-        places: All names of a buffer in this rank's model, by each of them.
-    """
-
-    mesh: DeviceMesh
-    state: dict[str, Any]
+    mesh: DeviceMesh  # The mesh; all of its ranks make this object.
+    state: dict[str, Any]  # A state dict; on ranks other than 0 its tensors are not looked at.
+    # Tensors that `load_full` does not fill: ignored parameters, and buffers that state dicts leave
+    # out.
     other: dict[str, Tensor]
+    # Parameters that are on meta now, each with a parameter that has its values.
     taken: list[tuple[nn.Parameter, nn.Parameter]]
-    places: dict[str, list[str]]
+    places: dict[str, list[str]]  # All names of a buffer in this rank's model, by each of them.
 
     def put_back(self) -> None:
         """Give the values back to this rank's parameters, but for those that are sharded."""
@@ -353,9 +336,6 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
     Returns:
         The values; None: there is nothing to send: one rank, one process for all devices, or a
         model without values on rank 0.
-
-    Raises:
-        ConfigError: Replicas of torch_xla, each a process.
 
     Cost: one exchange of a flag per axis.
     """

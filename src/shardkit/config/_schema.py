@@ -133,20 +133,14 @@ Use = Literal["applied", "launcher", "noted"]
 
 @dataclass(frozen=True)
 class Field:
-    """One field.
+    """One field."""
 
-    Attributes:
-        kind: Kind of its value.
-        use: User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
-            ``"noted"``: nobody.
-        note: Reason why it changes nothing; empty: it does something.
-        default: Value where nothing is written.
-    """
-
-    kind: Kind
+    kind: Kind  # Kind of its value.
+    # User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks; ``"noted"``:
+    # nobody.
     use: Use = "applied"
-    note: str = ""
-    default: Any = None
+    note: str = ""  # Reason why it changes nothing; empty: it does something.
+    default: Any = None  # Value where nothing is written.
 
 
 _TPU = "Only accelerate tpu-config reads it."
@@ -376,11 +370,7 @@ class Found:
         self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
 
     def raise_complaints(self) -> None:
-        """Raise all complaints at once, by lines.
-
-        Raises:
-            ConfigError: There are some.
-        """
+        """Raise all complaints at once, by lines."""
         if self.complaints:
             ordered = sorted(self.complaints, key=lambda item: item[0].line or 0)
             raise ConfigError("\n".join(f"{place}: {text}" for place, text in ordered))
@@ -489,11 +479,7 @@ def is_fsdp_type(found: Found) -> bool:
 
 
 def strategy_name(found: Found) -> str | None:
-    """Return the sharding strategy that either field of version 1 names; None: no field does.
-
-    Raises:
-        NotOfKindError: fsdp_reshard_after_forward names none.
-    """
+    """Return the sharding strategy that either field of version 1 names; None: no field does."""
     written = found.value("fsdp_reshard_after_forward")
     if written is None:
         name: str | None = found.value("fsdp_sharding_strategy")

@@ -21,23 +21,16 @@ _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Tasks(NamedTuple):
-    """The tasks of a job step, and which of them this process is.
-
-    Attributes:
-        host: Number of its host in `hosts`.
-        hosts: Names of all hosts.
-        address: Host where the ranks meet: the first of them, or MASTER_ADDR.
-        port: Port there, or MASTER_PORT.
-    """
+    """The tasks of a job step, and which of them this process is."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    host: int
-    hosts: tuple[str, ...]
-    address: str
-    port: int
+    host: int  # Number of its host in `hosts`.
+    hosts: tuple[str, ...]  # Names of all hosts.
+    address: str  # Host where the ranks meet: the first of them, or MASTER_ADDR.
+    port: int  # Port there, or MASTER_PORT.
 
     @property
     def num_hosts(self) -> int:
@@ -80,11 +73,7 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 
 
 def tasks_of(environment: Mapping[str, str]) -> Tasks:
-    """Return what SLURM's variables say.
-
-    Raises:
-        LaunchError: See `slurm_environment`.
-    """
+    """Return what SLURM's variables say."""
 
     def find(*names: str) -> str:
         for name in names:
@@ -135,9 +124,6 @@ def host_names(nodelist: str) -> tuple[str, ...]:
     """Return the names that a list of SLURM's stands for, in its order.
 
     ``node[001-003,007],gpu-a`` is node001, node002, node003, node007 and gpu-a.
-
-    Raises:
-        LaunchError: It is no such list.
     """
     if _NAME.sub("", nodelist).strip(","):
         msg = f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,007]."
@@ -163,11 +149,7 @@ def host_names(nodelist: str) -> tuple[str, ...]:
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
-    """Return how many tasks each host has: ``2(x3),1`` is 2, 2, 2, 1.
-
-    Raises:
-        LaunchError: It is no such text.
-    """
+    """Return how many tasks each host has: ``2(x3),1`` is 2, 2, 2, 1."""
     found: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part)

@@ -47,19 +47,13 @@ _ERROR_FILE = "error.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank of this host failed.
-
-    Attributes:
-        at: Time in seconds since 1970.
-        message: Type and text of its exception, or how its process ended.
-        traceback: Traceback of its exception; empty: its process ended without one.
-    """
+    """How one rank of this host failed."""
 
     rank: int
     local_rank: int
-    at: float
-    message: str
-    traceback: str
+    at: float  # Time in seconds since 1970.
+    message: str  # Type and text of its exception, or how its process ended.
+    traceback: str  # Traceback of its exception; empty: its process ended without one.
 
     @property
     def diagnosis(self) -> str | None:
@@ -218,24 +212,16 @@ class RankLines:
 
 
 class Here(NamedTuple):
-    """This host, as another one sees it.
+    """This host, as another one sees it."""
 
-    Attributes:
-        address: Numeric.
-        interface: Name of the interface; None: the system does not tell.
-    """
-
-    address: str
-    interface: str | None
+    address: str  # Numeric.
+    interface: str | None  # Name of the interface; None: the system does not tell.
 
 
 def here_towards(host: str, port: int) -> Here:
     """Return the address and the interface by which this host reaches another one.
 
     Nothing is sent. If `host` is this one, it is the interface that has its address.
-
-    Raises:
-        LaunchError: The name is not known here, or no route leads there.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -273,9 +259,6 @@ def check_interface(variable: str, chosen: str, here: Here) -> None:
         variable: Variable by which they were chosen.
         chosen: Names, with commas between them.
         here: Address and interface by which this host reaches the first one.
-
-    Raises:
-        LaunchError: One of them is not there, or is for this host alone.
     """
     known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
