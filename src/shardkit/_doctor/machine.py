@@ -172,12 +172,10 @@ class Machine:
 
     def address_towards(self, host: str) -> str:
         """Return this machine's address on the way to a host."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((host, 9))  # Chooses an interface, and sends nothing.
-            except OSError:
-                return "127.0.0.1"
-            return str(probe.getsockname()[0])
+        try:
+            return address_towards(host, family=socket.AF_INET)
+        except OSError:
+            return "127.0.0.1"
 
     def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
         """Return a connection; raises `OSError`."""
@@ -229,6 +227,20 @@ def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
         port=port,
         **machine.facts(),
     )
+
+
+def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) -> str:
+    """Return this machine's address on the way to a host; raise `OSError` if no way leads there."""
+    problem: OSError | None = None
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
+    for kind, of_packets, protocol, _, address in found:
+        try:
+            with socket.socket(kind, of_packets, protocol) as probe:
+                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError as error:
+            problem = error
+    raise problem or OSError(f"{host} has no address")
 
 
 def interface_addresses() -> dict[str, list[str]]:

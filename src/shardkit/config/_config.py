@@ -268,11 +268,6 @@ def _write(file: Path, state: dict[str, Any]) -> None:
     fsync_directory(file.parent)
 
 
-def _write_optimizer(files: list[Path], whole: dict[str, Any]) -> None:
-    for file in files[1:]:
-        _write(file, {**whole, _SAVED_WITH: _crc32(_aside(files[0]))})
-
-
 def _name_all(files: list[Path]) -> None:
     from shardkit.checkpoint._files.disk import fsync_directory
 
@@ -627,8 +622,13 @@ class Config:
             _finish_last(mine)
             checkpoint.save_full(_aside(files[0]), model)
             if optimizer is not None:
-                whole = checkpoint.gather_optimizer_state(model, optimizer)
-                _on_all("write", files[1], lambda: _write_optimizer(mine, whole))
+                state = checkpoint.gather_optimizer_state(model, optimizer)
+
+                def write_optimizer() -> None:
+                    for file in mine[1:]:
+                        _write(file, {**state, _SAVED_WITH: _crc32(_aside(mine[0]))})
+
+                _on_all("write", files[1], write_optimizer)
         _on_all("complete", folder, lambda: _name_all(mine))
 
     def load(

@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from shardkit._doctor.machine import interface_addresses
+from shardkit._doctor.machine import address_towards, interface_addresses
 from shardkit._errors import LaunchError
 from shardkit.config import CONFIG_VARIABLE, from_config
-from shardkit.launch import slurm
 from shardkit.launch.arguments import check_script, meet, parse
+from shardkit.launch.slurm import slurm_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -223,8 +223,9 @@ def here_towards(host: str, port: int) -> Here:
 
     Nothing is sent. If `host` is this one, it is the interface that has its address.
     """
+    known = interface_addresses()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        own = address_towards(host, port)
     except socket.gaierror as error:
         msg = (
             f"this host ({socket.gethostname()}) does not know {host!r}, where the ranks are to "
@@ -232,24 +233,15 @@ def here_towards(host: str, port: int) -> Here:
             f"--main_process_ip, or the name that a name server or /etc/hosts has."
         )
         raise LaunchError(msg) from None
-    problem: OSError | None = None
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
-                own = probe.getsockname()[0].split("%")[0]
-        except OSError as error:
-            problem = error
-            continue
-        known = interface_addresses()
-        return Here(own, next((name for name, each in known.items() if own in each), None))
-    own_addresses = ", ".join(each[0] for each in interface_addresses().values() if each)
-    msg = (
-        f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks are "
-        f"to meet: {problem}. Its addresses are {own_addresses or 'none'}. Give an address "
-        f"of the network that all hosts share as --main_process_ip."
-    )
-    raise LaunchError(msg)
+    except OSError as error:
+        own_addresses = ", ".join(each[0] for each in known.values() if each)
+        msg = (
+            f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks "
+            f"are to meet: {error}. Its addresses are {own_addresses or 'none'}. Give an address "
+            f"of the network that all hosts share as --main_process_ip."
+        )
+        raise LaunchError(msg) from None
+    return Here(own, next((name for name, each in known.items() if own in each), None))
 
 
 def check_interface(variable: str, chosen: str, here: Here) -> None:
@@ -301,13 +293,16 @@ def launch(argv: Sequence[str]) -> int:
     check_script(arguments.torchrun.training_script, is_module=arguments.torchrun.module)
     os.environ.update(environment_of(arguments))
     if arguments.torchrun.slurm:
-        tasks = slurm.tasks_of(os.environ)
-        if tasks.world_size > tasks.num_hosts:  # Each task is a rank, SLURM has started them.
-            os.environ.update(slurm.slurm_environment())
-            _use_network(tasks.address, tasks.port)
+        tasks = slurm_environment()
+        address, port, hosts = (
+            tasks[name] for name in ("MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE")
+        )
+        if int(tasks["WORLD_SIZE"]) > int(hosts):  # Each task is a rank, SLURM has started them.
+            os.environ.update(tasks)
+            _use_network(address, int(port))
             os.execv(sys.executable, [sys.executable, "-u", *_program(arguments)])  # noqa: S606
-        arguments.torchrun.nnodes = str(tasks.num_hosts)
-        meet(arguments, host=tasks.address, port=tasks.port, host_rank=tasks.host)
+        arguments.torchrun.nnodes = hosts
+        meet(arguments, host=address, port=int(port), host_rank=int(tasks["GROUP_RANK"]))
     _reach_others(arguments)
     with _logs(arguments) as logs:
         return _run(arguments, logs)
