@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardkit._doctor.facts import LaunchPlace, RankFacts, Timing
 from shardkit.backends import accelerator_type
+from shardkit.backends.device import use_own_device
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
@@ -131,11 +132,8 @@ _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast
 def _device(place: LaunchPlace, device_type: str | None) -> torch.device:
     if device_type in (None, "cpu"):
         return torch.device("cpu")
-    # A launcher may let each rank see its own device only.
-    module = torch.get_device_module(device_type)
-    number = place.local_rank if place.local_rank < module.device_count() else 0
-    module.set_device(number)
-    return torch.device(device_type, number)
+    use_own_device(str(device_type), str(place.local_rank))
+    return torch.device(str(device_type), torch.get_device_module(device_type).current_device())
 
 
 def _first_line(error: BaseException) -> str:

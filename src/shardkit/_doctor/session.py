@@ -260,13 +260,7 @@ def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, hos
 class Session:
     """A rank's part in a checkup, each step of which waits for ranks for some seconds.
 
-    Args:
-        machine: Machine of the rank.
-        place: Place of the rank.
-        store: Store by which ranks meet.
-        timeout_s: Limit of a step.
-        device: Device type of timed collectives; None: the accelerator, if all ranks have one.
-        times_collectives: Whether collectives are timed.
+    Collectives are timed on `device`; None: on the accelerator, if all ranks have one.
     """
 
     def __init__(

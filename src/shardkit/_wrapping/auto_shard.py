@@ -17,7 +17,7 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
-from shardkit._wrapping.experts import ExpertMeshes, Experts, axis_of
+from shardkit._wrapping.experts import ExpertMeshes, Experts, PlacedExperts, axis_of
 from shardkit._wrapping.plan import (
     ShardPlan,
     assign_params,
@@ -363,7 +363,8 @@ def _place_experts(unit: Unit, experts: Experts) -> None:
             f"experts= those of the call, for experts are in it. Leave out one of them."
         )
         raise MeshError(msg)
-    unit.arguments["shard_placement_fn"] = experts.placed(unit.arguments["shard_placement_fn"])
+    fn = unit.arguments["shard_placement_fn"]
+    unit.arguments["shard_placement_fn"] = PlacedExperts(experts, fn)
     experts.plan(unit.entries)
 
 

@@ -151,10 +151,6 @@ class Experts:
             setattr(module, attribute, made.get(param, param))
         return made
 
-    def placed(self, fn: Callable[[nn.Parameter], Any] | None) -> PlacedExperts:
-        """Return the `shard_placement_fn` of a group with experts; `fn` is that of all else."""
-        return PlacedExperts(self, fn)
-
 
 class PlacedExperts:
     """A `shard_placement_fn` that knows the mesh of experts."""

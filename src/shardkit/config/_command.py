@@ -72,12 +72,7 @@ def default_fields(
 ) -> dict[str, Any]:
     """Return a config for this machine that is right for every model: version 2, full sharding.
 
-    Args:
-        num_processes: Number of ranks.
-        use_cpu: Whether they compute on the host.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        layers: Names of classes, with commas between them; None: modules of 100 million parameters
-            and more become groups.
+    Groups are the classes in `layers`, or modules of 100 million parameters and more.
     """
     fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if layers is None:

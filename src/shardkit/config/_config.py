@@ -25,7 +25,7 @@ from shardkit._wrapping.policies import size_policy
 from shardkit._wrapping.strategies import REPLICATE_AXIS, Strategy, strategy
 from shardkit.backends import accelerator_type, as_device_mesh, init_device_mesh, tensor_parallel_of
 from shardkit.backends.base import first_of_all
-from shardkit.backends.device import device_module
+from shardkit.backends.device import use_own_device
 from shardkit.backends.groups import (
     current_world_size,
     exchange,
@@ -58,7 +58,7 @@ def make(
     settings: Settings, strategy: Strategy, device_type: str
 ) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
     """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one."""
-    _set_current_device(device_type)
+    use_own_device(device_type)  # As Accelerate does.
     if device_type == "xla":
         world_size = as_device_mesh(None, device_type=device_type).size()
     else:
@@ -119,16 +119,6 @@ def _of_sizes(
     return mesh, whole[_TP_AXIS]
 
 
-def _set_current_device(device_type: str) -> None:
-    """Choose this rank's own accelerator, as Accelerate does."""
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    if device_type in ("cpu", "xla") or not local_rank.isdecimal():
-        return
-    module = device_module(device_type)
-    if int(local_rank) < module.device_count():
-        module.set_device(int(local_rank))
-
-
 # --- training state in three shapes ---------------------------------------------------------------
 #
 # Files of LOCAL and FULL state dicts take the place of those of the save before. Each is written
@@ -157,11 +147,7 @@ def _full_files(folder: Path, optimizer: Optimizer | None) -> list[Path]:
 
 
 def _of_one_save(files: list[Path]) -> list[Path]:
-    """Return where files of the same save are: of the newest that all ranks have.
-
-    Args:
-        files: Files that this rank reads.
-    """
+    """Return where files of the same save are: of the newest that all ranks have."""
     found = _on_all("read", files[0], lambda: [_saves(file) for file in files])
     chosen, of_ranks = _common(files, found)
     if chosen is not None:
@@ -179,11 +165,7 @@ def _of_one_save(files: list[Path]) -> list[Path]:
 
 
 def _finish_last(mine: list[Path]) -> None:
-    """Give the files of the last save their names, if it was killed while it did so.
-
-    Args:
-        mine: Files that this rank is about to write.
-    """
+    """Give the files of the last save their names, if it was killed while it did so."""
     found = [_saves_if_whole(file) for file in mine]
     chosen, _ = _common(mine, found)
     for file, whole in zip(mine, chosen or (), strict=False):

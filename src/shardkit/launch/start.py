@@ -245,13 +245,7 @@ def here_towards(host: str, port: int) -> Here:
 
 
 def check_interface(variable: str, chosen: str, here: Here) -> None:
-    """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour.
-
-    Args:
-        variable: Variable by which they were chosen.
-        chosen: Names, with commas between them.
-        here: Address and interface by which this host reaches the first one.
-    """
+    """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour."""
     known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
     for name in filter(None, chosen.split(",")):
