@@ -158,7 +158,7 @@ class LossScale:
                 f"Where the loss is not scaled, pass 1.0."
             )
             raise StateError(msg)
-        self._scaler: Any = source if number is None else None
+        self._scaler = None if isinstance(source, int | float) else source
         self._growth = 0
         self.value = 1.0 if number is None else number
         self.may_skip = self._scaler is not None and self._scaler.is_enabled()
