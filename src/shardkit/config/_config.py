@@ -19,6 +19,7 @@ from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.materialize import materialize
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._runtime.group import exchange_buffer
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.policies import size_policy
@@ -739,4 +740,4 @@ def _move(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter], *, off
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:
-                setattr(module, name, buffer.to(device))
+                exchange_buffer(module, name, buffer.to(device))
