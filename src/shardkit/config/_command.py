@@ -132,9 +132,7 @@ def _fsdp(ask: Terminal) -> dict[str, Any]:
     version = int(ask.choice("Which fsdp_version has the file?", ("1", "2"), "2"))
     fields: dict[str, Any] = {"fsdp_version": version}
     if version == 1:
-        fields["fsdp_sharding_strategy"] = ask.choice(
-            "What is sharded?", tuple(STRATEGIES), "FULL_SHARD"
-        )
+        fields["fsdp_sharding_strategy"] = ask.choice("What is sharded?", STRATEGIES, "FULL_SHARD")
     else:
         fields["fsdp_reshard_after_forward"] = ask.yes(
             "Are parameters resharded after forward (less memory, more traffic)?", default=True

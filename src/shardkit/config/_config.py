@@ -686,12 +686,11 @@ class Config:
 
     def _wrap_policy(self) -> Any:
         settings = self.settings
-        if settings.wrap == "TRANSFORMER_BASED_WRAP":
-            names = settings.transformer_layer_cls_to_wrap
-            return "no_split_modules" if names is None else set(names)
+        if settings.transformer_layer_cls_to_wrap is not None:
+            return set(settings.transformer_layer_cls_to_wrap)
         if settings.wrap == "SIZE_BASED_WRAP":
             return size_policy(settings.min_num_params)
-        return "no_wrap"
+        return settings.wrap  # A policy has Accelerate's name, too.
 
     def _check(self, model: nn.Module) -> None:
         sizes = self.settings.parallelism
