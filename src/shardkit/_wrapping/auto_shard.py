@@ -186,7 +186,7 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     }
     meshes = None if experts is None else _expert_meshes(mesh, axis_of(experts), is_plan=not apply)
     shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply, meshes=meshes)
-    tree = ModuleTree(model, common["ignored_params"])
+    tree = ModuleTree(model, ignored_params or ())
     choice = _choice(tree, policy, units, shard_mesh, common)
     spread = None
     if experts is not None and meshes is not None:
