@@ -19,7 +19,7 @@ from rich.text import Text
 import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
-from shardkit._wrapping.plan import shown_nbytes
+from shardkit._text import shown_nbytes
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
@@ -52,9 +52,6 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
     Returns:
         Lines: who waits for whom, then each rank with its stack, if that is wanted, and with what
         NCCL's flight recorder says of it.
-
-    Raises:
-        StateError: There is no such run, and no diagnosis of one.
     """
     running = [run for run in runs.running() if pid in (None, run.pid)]
     if running:

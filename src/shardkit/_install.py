@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from shardkit._compat import ASK_THE_CLASS, AfterImport
+from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, AfterImport
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method

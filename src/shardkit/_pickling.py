@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import MeshError, ShardedTensorError
 from shardkit._layout import EvenLayout, FlatLayout
 from shardkit._mesh import known_meshes
@@ -156,7 +156,7 @@ class SavedPiece(Tensor):
     What the process that ``dcp.async_save`` may start for writing gets.
     """
 
-    __torch_function__ = _compat.disabled_torch_function
+    __torch_function__ = torch_tensors.disabled_torch_function
 
     @staticmethod
     def __new__(  # noqa: D417 - the class needs no description
@@ -170,7 +170,7 @@ class SavedPiece(Tensor):
             boxes: Boxes of the piece that this rank writes.
             name: Name of the parameter, for errors.
         """
-        self: Self = _compat.make_wrapper(cls, shape, dtype=piece.dtype, device=piece.device)
+        self: Self = torch_tensors.make_wrapper(cls, shape, dtype=piece.dtype, device=piece.device)
         self.described = (piece, shape, boxes, name)
         return self
 

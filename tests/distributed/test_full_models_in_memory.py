@@ -132,10 +132,14 @@ LARGEST_MIB = WIDTH * WIDTH * 5 * 4 / MIB
 
 @pytest.mark.parametrize(
     ("way", "above"),
-    [("load_full", disk.PART_NBYTES / MIB), ("set", LARGEST_MIB), ("torch", 2 * LARGEST_MIB)],
+    [
+        ("load_full", disk.PART_NBYTES / MIB),
+        ("set", disk.PART_NBYTES / MIB),
+        ("torch", 2 * LARGEST_MIB),
+    ],
 )
 def test_memory_above_the_shard(spawn: Spawn, way: str, above: float) -> None:
-    """A part for `load_full`, a whole tensor for others; torch's first rank copies it as well."""
+    """A part of a tensor; torch takes a whole one, and its first rank copies it as well."""
     assert LAYERS * WIDTH * WIDTH * 4 / MIB == 200
     for _, shard_mib, grown_mib in spawn(measure, 2, way):
         assert shard_mib == 100

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models import CASES
 from reference import Differences, assert_within, make_mesh, rank_batch, shard
 from shardkit import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardkit._compat import tensor_hooks
+from shardkit._compat.torch_autograd import tensor_hooks
 
 if typing.TYPE_CHECKING:
     from workers import Spawn

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from reference import make_mesh
-from shardkit import FSDPModule, _compat, fully_shard
+from shardkit import FSDPModule, fully_shard
+from shardkit._compat import torch_tensors
 from shardkit._module.hooks import groups_in
 from step_counts import Counts, check, counts_of
 
@@ -19,7 +20,8 @@ if typing.TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.skipif(
-    not _compat.HAS_STORAGE_SWAP, reason="older torch allocates anew what newer torch hands on"
+    not torch_tensors.HAS_STORAGE_SWAP,
+    reason="older torch allocates anew what newer torch hands on",
 )
 
 

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs the simulation where torch cannot exchange the memory of storages."""
-    if _compat.HAS_STORAGE_SWAP:
+    if torch_tensors.HAS_STORAGE_SWAP:
         return
     here = pathlib.Path(__file__).parent
     for item in items:

@@ -24,7 +24,7 @@ from clocks import DEVICE, HOST, Checker, Clock, Memory, Use
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 
 if typing.TYPE_CHECKING:
     import types
@@ -428,7 +428,7 @@ class SimulatedDevice:
         other = self.new_storage(nbytes)
         if other.nbytes():
             self.simulation.find(other).label = label_of_caller()
-        _compat.swap_storage(storage, other)
+        torch_tensors.swap_storage(storage, other)
 
     def copy(self, tensor: Tensor) -> Tensor:
         block = self.simulation.block_of(tensor)

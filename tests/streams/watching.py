@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -362,7 +362,7 @@ class Watch(TorchDispatchMode):
                     target.view(-1).view(torch.uint8).fill_(0xFF)
 
         def run() -> None:
-            with torch.no_grad(), _compat.preserve_versions(into), _unwatched():
+            with torch.no_grad(), torch_tensors.preserve_versions(into), _unwatched():
                 result = func(*call_args, **call_kwargs)
                 if not writes_arguments:
                     values = [value for value in _tensors(result) if value.numel()]
@@ -462,7 +462,7 @@ def _run_collective(
 ) -> None:
     """Run a collective now and wait for it."""
     tensors = _tensors((args, kwargs))
-    with torch.no_grad(), _compat.preserve_versions(tensors), _unwatched():
+    with torch.no_grad(), torch_tensors.preserve_versions(tensors), _unwatched():
         result = func(*args, **kwargs)
         work = result[-1] if isinstance(result, tuple) else result
         dist.Work.unbox(work).wait()

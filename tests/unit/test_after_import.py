@@ -9,7 +9,7 @@ import typing
 
 import pytest
 
-from shardkit._compat import AfterImport
+from shardkit._compat.torch_checkpoints import AfterImport
 
 if typing.TYPE_CHECKING:
     import types

@@ -12,7 +12,8 @@ import typing
 import torch
 from parting_cases import SMALL, Run
 
-from shardkit import _compat, set_watch
+from shardkit import set_watch
+from shardkit._compat import torch_autograd
 from shardkit.backends.watch.history import is_main_thread
 from shardkit.backends.watch.status import is_in_backward, main_frame
 
@@ -78,7 +79,7 @@ def test_whose_wait_it_is(monkeypatch) -> None:  # noqa: ANN001
     found = []
     assert is_main_thread()
     run_as_engine(lambda: found.append(is_main_thread()))
-    monkeypatch.setattr(_compat, "in_backward", lambda: True)
+    monkeypatch.setattr(torch_autograd, "in_backward", lambda: True)
     run_as_engine(lambda: found.append(is_main_thread()))
     thread = threading.Thread(target=lambda: found.append(is_main_thread()))
     thread.start()

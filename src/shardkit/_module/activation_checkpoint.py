@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardkit import _compat
+from shardkit._compat import torch_devices, torch_tensors
 from shardkit._errors import StateError
 from shardkit._runtime.passes import buffers_of, open_passes, was_written
 from shardkit._tree import map_tensors
@@ -94,14 +94,14 @@ class SavedOperators:
         if callable(operators):
             return cls(decide=operators)
         for operator in operators:
-            if not isinstance(operator, _compat.OPERATOR_KINDS):
+            if not isinstance(operator, torch_tensors.OPERATOR_KINDS):
                 msg = (
                     f"operators has {operator!r}, which is a {type(operator).__name__} and no "
                     f"operator. Name those that torch dispatches, such as torch.ops.aten.mm or "
                     f"torch.ops.aten.addmm.default."
                 )
                 raise StateError(msg)
-        return cls(frozenset(map(_compat.operator_name, operators)))
+        return cls(frozenset(map(torch_tensors.operator_name, operators)))
 
     def contexts(self) -> tuple[Any, Any]:
         """Return contexts of one forward and of its repetition."""
@@ -134,7 +134,7 @@ class _Calls:
         """Say whether the output of this call is kept; torch <= 2.9 asks in the repetition too."""
         name = self._names.get(operator)
         if name is None:
-            name = self._names[operator] = _compat.operator_name(operator)
+            name = self._names[operator] = torch_tensors.operator_name(operator)
         keep = name in self._saved.names
         if name in self._saved.counted:
             keep = self._num_calls % self._saved.every == 0
@@ -170,7 +170,7 @@ class CheckpointedForward:
             # `checkpoint` has keywords of its own, which the module's may be called like.
             bound = functools.partial(forward, **kwargs)
             return checkpoint(bound, *args, use_reentrant=False, **options)
-        _compat.register_device_module("xla")
+        torch_devices.register_device_module("xla")
         repeat = _TracedRepeat(self._module, self._forward, passes.region, self._saved)
         return checkpoint(
             functools.partial(repeat.run, **kwargs),
@@ -196,13 +196,14 @@ class _Repeat:
         if self._versions is not None:
             with _replaced(buffers, self._again):
                 return self._forward(*args, **kwargs)
-        self._versions = {id(b): _compat.version_of(b) for _, _, b in buffers}
+        self._versions = {id(b): torch_tensors.version_of(b) for _, _, b in buffers}
         result = self._forward(*args, **kwargs)
         versions = self._versions
         self._written = {id(b) for child, _, b in buffers if was_written(child, b, versions[id(b)])}
         return result
 
-    @_compat.without_dispatch_modes  # Of selective checkpointing: the first run has no such copy.
+    # Those of selective checkpointing: the first run has no such copy.
+    @torch_tensors.without_dispatch_modes
     def _again(self, buffer: Tensor) -> Tensor:
         """Return what the repetition has as a buffer, and may write to."""
         return buffer.clone() if id(buffer) in self._written else buffer
@@ -249,7 +250,8 @@ class _TracedRepeat:
             args, kwargs = map_tensors(self._later, args), map_tensors(self._later, kwargs)
         return self._forward(*args, **kwargs)
 
-    @_compat.without_dispatch_modes  # Of selective checkpointing: the first run has no barrier.
+    # Those of selective checkpointing: the first run has no barrier.
+    @torch_tensors.without_dispatch_modes
     def _later(self, tensor: Tensor) -> Tensor:
         """Return an input that is there when backward is: or the compiler would run forward once.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import ShardkitError, StateError
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._tree import iter_tensors, map_tensors
@@ -547,7 +547,7 @@ class CapturedStep(Generic[P, R]):
         self._gradients.empty()
         frozen = _Frozen(self._name, roots)
         pieces: list[Any] = [e.param for g in groups for b in g.buckets for e in b.entries]
-        versions = [_compat.version_of(param.local_piece) for param in pieces]
+        versions = [torch_tensors.version_of(param.local_piece) for param in pieces]
         updates = _Updates(self._name)
         noting = register_optimizer_step_pre_hook(updates.note)
         try:
@@ -564,7 +564,7 @@ class CapturedStep(Generic[P, R]):
         self._written = [
             param.local_piece
             for param, version in zip(pieces, versions, strict=True)
-            if _compat.version_of(param.local_piece) != version
+            if torch_tensors.version_of(param.local_piece) != version
         ]
         self._frozen, self._updates, self.is_captured = frozen, updates, True
 

@@ -13,7 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from shardkit import _compat
+from shardkit._compat import torch_fsdp2, torch_modules
 from shardkit._errors import MeshError, WrapError
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
@@ -42,7 +42,7 @@ def check_module(module: nn.Module) -> None:
             f"per module, on the layers first and on the root last."
         )
         raise WrapError(msg)
-    if _compat.is_replicated(module):
+    if torch_fsdp2.is_replicated(module):
         msg = (
             f"replicate() was called on this {own_class(module).__name__}, and averages the "
             f"gradients of its parameters already. Call fully_shard on modules in it, before their "
@@ -126,7 +126,7 @@ def _held(modules: list[nn.Module]) -> Iterator[_Held]:
     Not those in modules that torch's composable `replicate` has taken.
     """
     for root in modules:
-        replicated = [m for m in root.modules() if _compat.is_replicated(m)]
+        replicated = [m for m in root.modules() if torch_fsdp2.is_replicated(m)]
         left_out = {id(inner) for each in replicated for inner in each.modules()}
         for prefix, module in root.named_modules():
             if id(module) in left_out:
@@ -280,7 +280,7 @@ def check_reparametrized(found: list[ParamEntry]) -> None:
     for item in found:
         for module, attribute in item.sites:
             for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - no public way to list
-                computed = _compat.computed_name(hook)
+                computed = torch_modules.computed_name(hook)
                 behind = [f"{computed}_{part}" for part in ("g", "v", "orig")]
                 for kind, remedy in _KEEP_WHOLE_WEIGHTS.items():
                     if isinstance(hook, kind) and attribute in behind:

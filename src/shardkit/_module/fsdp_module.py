@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from shardkit import _compat
+from shardkit._compat import torch_fsdp2, torch_modules
 from shardkit._errors import StateError
 from shardkit._module.hooks import ModuleState, get_state, groups_in, state_of
 from shardkit._module.on_meta import NotedConversion
@@ -135,7 +135,7 @@ def swap_class(module: nn.Module) -> None:
     cls = type(module)
     if cls not in _sharded_classes:
         meta = _parametrized_meta(type(cls)) if parametrize.is_parametrized(module) else type
-        bases = (FSDPModule, cls, _compat.stage_class())
+        bases = (FSDPModule, cls, torch_fsdp2.stage_class())
         _sharded_classes[cls] = meta(f"FSDP{cls.__name__}", bases, {})
     module.__class__ = _sharded_classes[cls]
 
@@ -185,7 +185,7 @@ class FSDPModule(_Base):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Refuse to be wrapped in DistributedDataParallel, which asks for this first."""
-        if _compat.is_called_by_ddp(inspect.currentframe()):
+        if torch_modules.is_called_by_ddp(inspect.currentframe()):
             msg = (
                 f"DistributedDataParallel cannot wrap this {own_class(self).__name__}: fully_shard "
                 f"averages its gradients already. Use it alone; to replicate between hosts pass "
@@ -276,7 +276,7 @@ class FSDPModule(_Base):
             state.make_runtime()
         if state.runtime is not None:
             # The pipelines of torch 2.9 ask the stage for all of it, newer ones each module in it.
-            is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
+            is_lent = torch_fsdp2.is_called_by_pipeline(inspect.currentframe())
             for group in groups_in(self, recurse=is_lent):
                 state.runtime.unshard(group, until_reshard=is_lent)
         handle = UnshardHandle(state)
@@ -289,7 +289,7 @@ class FSDPModule(_Base):
         """Free this module's unsharded parameters and show the sharded ones. Not recursive."""
         runtime = state_of(self).runtime
         if runtime is not None:
-            is_lent = _compat.is_called_by_pipeline(inspect.currentframe())
+            is_lent = torch_fsdp2.is_called_by_pipeline(inspect.currentframe())
             for group in groups_in(self, recurse=is_lent):
                 runtime.reshard(group)
 
@@ -763,7 +763,7 @@ class FSDPModule(_Base):
             if group.mesh.device_type == "cuda":
                 for axis in dict.fromkeys(bucket.plan.axis for bucket in group.buckets):
                     process_group: Any = axis
-                    made = _compat.symmetric_all_gather(process_group.group, backend)
+                    made = torch_fsdp2.symmetric_all_gather(process_group.group, backend)
             if made is None:
                 msg = (
                     f"set_symm_mem_for_comm: {group.name!r} is on {group.mesh.device_type!r} "
@@ -889,7 +889,7 @@ class FSDPModule(_Base):
         _update_options(self)
 
 
-_compat.note_fully_sharded(FSDPModule)
+torch_fsdp2.note_fully_sharded(FSDPModule)
 
 
 def _settled_parameters(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._errors import StateError, WrapError
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._params.flat_store import FlatStore
@@ -393,7 +393,7 @@ def _check_idle(module: nn.Module, groups: Iterable[ParamGroup], what: str) -> N
     Raises:
         StateError: See `summon_full_params`.
     """
-    if _compat.in_backward():
+    if torch_autograd.in_backward():
         msg = f"{what} was called in a backward. Call it between steps."
         raise StateError(msg)
     states = [state for each in module.modules() if (state := get_state(each)) is not None]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_fsdp2, torch_modules, torch_tensors
 from shardkit._module.on_meta import check_has_values, warn_of_emptied
 from shardkit._module.optimizers import note_groups
 from shardkit._runtime.group import STATE_ATTRIBUTE, refuse_summoned
@@ -112,7 +112,7 @@ class ModuleState:
         global _num_installed  # noqa: PLW0603 - tells roots that there may be new modules in them
         _num_installed += 1
         self.module.__dict__[STATE_ATTRIBUTE] = self
-        _compat.note_stage(self.module, self.finish_step)
+        torch_fsdp2.note_stage(self.module, self.finish_step)
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, always_call=True)
 
@@ -134,10 +134,10 @@ class ModuleState:
             if name in dicts and own.intersection(value)
             else value
             for name, value in attributes.items()
-            if name not in (STATE_ATTRIBUTE, _compat.COMPILED_CALL)
+            if name not in (STATE_ATTRIBUTE, torch_modules.COMPILED_CALL)
         }
 
-    @_compat.unseen_by_transforms
+    @torch_tensors.unseen_by_transforms
     def make_runtime(self) -> Runtime | None:
         """Make this module the root of all sharded modules in it; None if none has a parameter.
 
@@ -232,14 +232,14 @@ class ModuleState:
 
     # --- hooks ---
 
-    @_compat.untraced
+    @torch_modules.untraced
     def pre_forward(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the group, cast the inputs, watch those that require gradients."""
         runtime = self.runtime or self.make_runtime()
         policy = self.policy
-        is_recompute = runtime is not None and _compat.in_backward()
+        is_recompute = runtime is not None and torch_autograd.in_backward()
         is_root = False
         if runtime is not None and not is_recompute and self._starts_pass(runtime):
             is_root = True
@@ -262,7 +262,7 @@ class ModuleState:
         if runtime is not None and self.group is not None:
             enter = runtime.enter_recompute if is_recompute else runtime.enter_forward
             record = enter(self.group)
-            is_told = not self.group.is_local and not _compat.in_function_transform()
+            is_told = not self.group.is_local and not torch_tensors.in_function_transform()
             if record is not None and is_told:
                 args, kwargs = self._watch_inputs(runtime, record, args, kwargs)
         # Not this frame: it would hold itself.
@@ -328,7 +328,7 @@ class ModuleState:
         stand_ins = dict(zip(found, watched, strict=True))
         return _map_inputs(lambda tensor: stand_ins.get(id(tensor), tensor), args, kwargs)
 
-    @_compat.untraced
+    @torch_modules.untraced
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Hook the outputs for backward, reshard, cast the outputs.
 
@@ -358,7 +358,7 @@ class ModuleState:
                 with self._abandoning_trace() if forward.is_root else _NOTHING:
                     leave(group, record, outputs, module)
             if forward.is_root:
-                is_functional = _compat.in_functional_call(_NEAR)
+                is_functional = torch_modules.in_functional_call(_NEAR)
                 runtime.end_pass(needs_backward=bool(outputs), is_functional=is_functional)
                 output = runtime.passes.leave(output, runtime.schedule.in_use)
         if self.policy.output_dtype is not None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardkit import _compat
-from shardkit._errors import StateError, listed
+from shardkit._compat import torch_tensors
+from shardkit._errors import StateError
+from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,7 +88,7 @@ class Emptied:
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
         self.places: list[tuple[nn.Module, str]] = []
-        self._version = _compat.version_of(buffer)
+        self._version = torch_tensors.version_of(buffer)
         self._sample = self._taken()
 
     def _taken(self) -> Tensor | None:
@@ -100,7 +101,7 @@ class Emptied:
 
     @property
     def is_unchanged(self) -> bool:
-        if self.buffer.is_meta or _compat.version_of(self.buffer) != self._version:
+        if self.buffer.is_meta or torch_tensors.version_of(self.buffer) != self._version:
             return False
         before, now = self._sample, self._taken()
         return before is None or now is None or torch.equal(before, now)

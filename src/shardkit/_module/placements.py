@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit import _compat
+from shardkit._compat import torch_fsdp2
 from shardkit._errors import MeshError, WrapError
 from shardkit._mesh import DeviceMesh
 from shardkit._module import checks
@@ -216,7 +216,7 @@ def _place_of(
     """Return the mesh that the user's function has chosen, and that of DTensors it is a part of."""
     if answer is None:
         return mesh, spmd
-    info = _compat.mesh_info_of(answer)
+    info = torch_fsdp2.mesh_info_of(answer)
     is_mesh = isinstance(answer, (DeviceMesh, TorchDeviceMesh))
     if mesh.backend.is_traced and (info is not None or is_mesh or _is_replicate(answer)):
         msg = (
@@ -251,7 +251,7 @@ def _is_replicate(answer: Any) -> bool:
     return isinstance(answer, Replicate) or (callable(is_theirs) and bool(is_theirs()))
 
 
-def _mesh_of_info(info: _compat.MeshInfo, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
+def _mesh_of_info(info: torch_fsdp2.MeshInfo, item: ParamEntry, mesh: DeviceMesh) -> DeviceMesh:
     whole = as_device_mesh(info.mesh, device_type=mesh.device_type)
     dims = [info.replicate_dim, info.shard_dim]
     chosen = [dim for dim in dims if dim is not None]

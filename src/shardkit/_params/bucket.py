@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_modules
 from shardkit._errors import WrapError
 from shardkit._params.packing import packing_of
 from shardkit._params.sites import ParamSites
@@ -174,7 +174,7 @@ class Bucket:
         new.__dict__.update(self.store.attributes_of(index))
         if old.grad is not None:
             new.grad = self.store.sharded_grad(index, old.grad.detach())
-        for hook in _compat.post_accumulate_grad_hooks(old):
+        for hook in torch_autograd.post_accumulate_grad_hooks(old):
             new.register_post_accumulate_grad_hook(hook)
         return new
 
@@ -189,15 +189,15 @@ class Bucket:
         """
         entry, replacement = self.entries[index], self._replacements[index]
         for rnn in self._rnns(index):
-            _compat.rnn_forget_weight_refs(rnn)
+            torch_modules.rnn_forget_weight_refs(rnn)
         if replacement is None:
             assert isinstance(entry.param, ShardedTensor)
             sharded = self.store.sharded(index)
             entry.param.repoint(sharded.local_piece, sharded.spec, sharded.flat)
             return
-        is_exported = all(_compat.is_exported(module) for module, _ in entry.sites)
+        is_exported = all(torch_modules.is_exported(module) for module, _ in entry.sites)
         if is_exported or self.store.specs[index].tensor_parallel is not None:
-            _compat.share_hooks(replacement, _compat.tensor_hooks(entry.param))
+            torch_autograd.share_hooks(replacement, torch_autograd.tensor_hooks(entry.param))
             entry.param, self._replacements[index] = replacement, entry.param
             for module, attribute in entry.sites:
                 setattr(module, attribute, entry.param)
@@ -216,7 +216,7 @@ class Bucket:
         """Let RNNs keep weak references again, after what `swap_in` did was undone."""
         for index in range(len(self.entries)):
             for module in self._rnns(index):
-                _compat.rnn_restore_weight_refs(module)
+                torch_modules.rnn_restore_weight_refs(module)
 
     def _rnns(self, index: int) -> Iterator[nn.RNNBase]:
         modules = (module for module, _ in self.entries[index].sites)

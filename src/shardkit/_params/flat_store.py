@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._custom_comm import GradientPiece
 from shardkit._layout import FlatLayout
 from shardkit._params.memory import NAME_ATTRIBUTE, Buffer, class_without_memory
@@ -249,7 +249,7 @@ class SendBuffer:
         self.open(streams, pool)
         again = [index for index in grads if index in self.written]
         if again:
-            _compat.foreach_add([self.slots[i] for i in again], [grads[i] for i in again])
+            torch_tensors.foreach_add([self.slots[i] for i in again], [grads[i] for i in again])
         new = [index for index in grads if index not in self.written]
         targets, sources = [self.slots[i] for i in new], [grads[i] for i in new]
         if self._has_open_gaps:
@@ -257,7 +257,7 @@ class SendBuffer:
             targets += self._gaps
             sources += self._zeros
         if targets:
-            _compat.foreach_copy(targets, sources)
+            torch_tensors.foreach_copy(targets, sources)
         self.written.update(new)
 
     def open(self, streams: CommStreams, pool: SlotPool) -> None:
@@ -797,7 +797,7 @@ class FlatStore(Store):
         if self.aliases_shard:
             return
         kept, written = self.piece(self.shard, index), self.piece(self._own, index)
-        with _compat.preserve_versions([self.shard]):
+        with torch_tensors.preserve_versions([self.shard]):
             if kept.dtype != written.dtype:  # The rest keeps the digits that a cast would cost.
                 on_device = kept.to(written.device)
                 is_same = written == on_device.to(written.dtype)

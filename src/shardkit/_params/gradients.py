@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._schedule import BATCH_NBYTES
 from shardkit._tensor.ops.dispatch import common_flat
 from shardkit._tensor.sharded import ShardedTensor
@@ -64,7 +64,7 @@ def assign_grad(
     else:
         assert isinstance(grad, ShardedTensor)
         grad.to_local().add_(piece)
-    for hook in _compat.post_accumulate_grad_hooks(param):
+    for hook in torch_autograd.post_accumulate_grad_hooks(param):
         hook(param)
 
 
@@ -226,10 +226,10 @@ class BucketGradients:
         if flat is not None and all(fired) and (before := _flat_of_grads(bucket)) is not None:
             before.add_(flat)
             for param in bucket.sharded:
-                for hook in _compat.post_accumulate_grad_hooks(param):
+                for hook in torch_autograd.post_accumulate_grad_hooks(param):
                     hook(param)
             return
-        has_hooks = _compat.has_post_accumulate_grad_hooks(bucket.sharded)
+        has_hooks = torch_autograd.has_post_accumulate_grad_hooks(bucket.sharded)
         for index, (entry, piece) in enumerate(zip(bucket.entries, store.pieces(out), strict=True)):
             param, spec = entry.param, store.specs[index]
             if not fired[index]:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat, _events
+from shardkit import _events
+from shardkit._compat import torch_tensors
 from shardkit._errors import FreedParameterError
 from shardkit._tree import iter_tensors
 
@@ -145,7 +146,7 @@ class SlotPool:
     def __init__(self, streams: CommStreams) -> None:
         self._streams = streams
         self._free: list[Slot] = []
-        self.keeps_memory = _compat.HAS_STORAGE_SWAP
+        self.keeps_memory = torch_tensors.HAS_STORAGE_SWAP
 
     def acquire(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
         """Put at least `nbytes` behind an empty `storage`: a free slot, or a new one."""
@@ -156,7 +157,7 @@ class SlotPool:
             # order: whoever writes resized memory waits for its allocation
             return Slot(storage, nbytes, self._streams.fence())
         slot = self._take(nbytes)
-        _compat.swap_storage(storage, slot.storage)
+        torch_tensors.swap_storage(storage, slot.storage)
         return slot
 
     def release(
@@ -168,7 +169,7 @@ class SlotPool:
             if _events.observer is not None:
                 _events.observer.tell("free", "buffer", nbytes=slot.nbytes)
             return
-        _compat.swap_storage(storage, slot.storage)
+        torch_tensors.swap_storage(storage, slot.storage)
         slot.free_after = fence  # order: whoever writes a slot waits for its last use
         slot.is_passed = by_compute or fence is None  # order: slots wait for compute to pass
         self._free.append(slot)
@@ -283,7 +284,7 @@ class _Freed:
         """Let attributes be read and hooks work; refuse everything else."""
         del types
         if _needs_no_memory(func):
-            with _compat.plain_torch_functions():
+            with torch_tensors.plain_torch_functions():
                 return func(*args, **(kwargs or {}))
         given = iter_tensors([args, kwargs or {}])
         raise _freed_error(next((a for a in given if isinstance(a, _Freed)), None))

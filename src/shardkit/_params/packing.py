@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._params.sites import ParamEntry
 from shardkit._tensor.sharded import ShardedTensor
@@ -115,7 +115,7 @@ def plain(tensor: Tensor) -> Tensor:
     """Return a tensor as a plain one over the same memory; a plain one itself."""
     if type(tensor) is Tensor:
         return tensor
-    with _compat.plain_torch_functions():
+    with torch_tensors.plain_torch_functions():
         return tensor.detach().as_subclass(Tensor)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit import _compat
+from shardkit._compat import torch_modules, torch_tensors
 from shardkit._errors import StateError
 from shardkit._tensor.sharded import ShardedTensor
 
@@ -143,7 +143,7 @@ class ParamSites:
             held = params.get(attribute)
             if held is sharded or held is whole or held is None:
                 return False
-        return _compat.in_functional_call()
+        return torch_modules.in_functional_call()
 
     def _take_given(self, own: Sequence[nn.Parameter]) -> None:
         """Find what `functional_call` has put in the places of own parameters, and show that.
@@ -157,7 +157,7 @@ class ParamSites:
             held = params.get(attribute)
             if held is wanted or held is whole:
                 continue
-            if held is None or not _compat.in_functional_call():
+            if held is None or not torch_modules.in_functional_call():
                 self._refuse_replaced(sharded)
             self._given[index] = held
             params[attribute] = self._as_used(held, sharded, whole)
@@ -167,7 +167,7 @@ class ParamSites:
 
         Cost: that of `full_tensor` for a sharded one.
         """
-        if isinstance(_compat.inside_transforms(given), ShardedTensor):
+        if isinstance(torch_tensors.inside_transforms(given), ShardedTensor):
             if not isinstance(given, ShardedTensor):
                 name = next(entry.name for entry in self._entries if entry.param is sharded)
                 msg = (
@@ -234,7 +234,7 @@ class ParamSites:
         for module, attribute in self._rnn_places:
             # It keeps a list of its weights as well.
             setattr(module, attribute, module._parameters[attribute])  # noqa: SLF001
-            _compat.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
+            torch_modules.rnn_forget_weight_refs(module)  # ``.to(dtype)`` makes them anew.
 
     def _find_places(self) -> list[_Place]:
         """Return every place of a parameter: whose dict, the attribute, what is put there."""

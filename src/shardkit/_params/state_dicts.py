@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_checkpoints, torch_modules
 from shardkit._errors import CheckpointError, ShardkitError
 from shardkit._params.bucket import bucket_showing
 from shardkit._params.memory import give_back
@@ -112,7 +112,7 @@ def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) ->
 def install_hooks(modules: Iterable[nn.Module]) -> None:
     """Let the state dicts of these modules hold and take sharded parameters, at any time."""
     for module in modules:
-        if save_sharded not in _compat.state_dict_hooks(module):
+        if save_sharded not in torch_modules.state_dict_hooks(module):
             module.register_state_dict_post_hook(save_sharded)
             module.register_load_state_dict_pre_hook(load_into_sharded)
 
@@ -314,7 +314,7 @@ def _put(whole: Tensor, local: ShardedTensor, name: str) -> Tensor:
     return local
 
 
-_compat.wrap_state_dict_helpers(
+torch_checkpoints.wrap_state_dict_helpers(
     {
         "_gather_state_dict": gather_state_dict,
         "_distribute_state_dict": distribute_state_dict,

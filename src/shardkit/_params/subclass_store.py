@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._layout import FlatLayout
 from shardkit._params.flat_store import FlatStore
@@ -231,7 +231,7 @@ class SubclassStore(FlatStore):
         if not self._in_flight:
             return
         (param,) = self.unsharded
-        with _compat.preserve_versions((param, *self._behind, *self._outputs)):
+        with torch_tensors.preserve_versions((param, *self._behind, *self._outputs)):
             self._local().fsdp_post_all_gather(
                 self._unflattened(), self._metadata, self.plan.param_dtype, out=param
             )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._layout import EvenLayout
 from shardkit._params.flat_store import Store
@@ -177,7 +177,7 @@ class TracedStore(Store):
         )
         return [self._job]
 
-    @_compat.without_dispatch_modes
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def finish_gather(self) -> None:
         """Give the unsharded parameters their contents."""
@@ -211,7 +211,7 @@ class TracedStore(Store):
             torch.autograd.graph.increment_version(param)
         self.is_outside = False
 
-    @_compat.without_dispatch_modes
+    @torch_tensors.without_dispatch_modes
     def release(self, pool: SlotPool, fence: Event | None) -> None:
         """Let the contents go."""
         del pool, fence

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit import _compat, _events
-from shardkit._errors import RankMismatchError, listed, warn_user
+from shardkit import _events
+from shardkit._compat import torch_autograd
+from shardkit._errors import RankMismatchError, warn_user
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
+from shardkit._text import listed
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.base import first_of_all
 from shardkit.backends.watch.watchdog import at_end, current_watchdog
@@ -51,7 +53,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 def note_step(optimizer: Optimizer, *_: Any) -> None:
     """Count a step of an optimizer; those inside a backward come in an order of each rank's own."""
-    if not _compat.in_backward():
+    if not torch_autograd.in_backward():
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import _compat, _events
-from shardkit._errors import NonFiniteGradientError, StateError, listed, listed_lines
+from shardkit import _events
+from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
+from shardkit._errors import NonFiniteGradientError, StateError
 from shardkit._params.bucket import settled
 from shardkit._runtime.group import refuse_summoned
 from shardkit._tensor.sharded import ShardedTensor, averaged
+from shardkit._text import listed, listed_lines
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ class Backward:
             _events.observer.phase = "backward"
             _events.observer.begin("pass", self._groups[0].name, group=self._groups[0].number)
         self._reductions.begin_backward()
-        _compat.queue_backward_callback(self.end_backward)
+        torch_autograd.queue_backward_callback(self.end_backward)
 
     def is_user_held(self, group: int) -> bool:
         """Whether the user has unsharded a group, and no forward or backward has used it since."""
@@ -407,7 +409,7 @@ Of the process, not of a thread: the engine of an accelerator runs in threads of
 
 def watch_engine() -> None:
     """See to backwards for chosen tensors from now on."""
-    _compat.wrap_engine(run_backward)
+    torch_autograd.wrap_engine(run_backward)
 
 
 def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -423,7 +425,9 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     Cost: nothing but the backward where they accumulate in ``.grad``. For ``autograd.grad`` an
     all-reduce of each gradient, and one of a flag for each.
     """
-    if not options["accumulate_grad"] and _compat.goes_to_inputs_of_stage(inspect.currentframe()):
+    if not options["accumulate_grad"] and torch_fsdp2.goes_to_inputs_of_stage(
+        inspect.currentframe()
+    ):
         _apart.append(None)
         try:
             return engine(*args, **options)
@@ -437,7 +441,7 @@ def run_backward(engine: Callable[..., Any], *args: Any, **options: Any) -> Any:
     args = (outputs, grads, keep_graph, create_graph, wanted)
     if options["accumulate_grad"]:
         return engine(*args, *more, **options)
-    if _compat.in_function_transform() or any(map(_compat.is_batched, grads)):
+    if torch_tensors.in_function_transform() or any(map(torch_tensors.is_batched, grads)):
         msg = (
             "torch.autograd.grad for sharded parameters was called inside of a transform "
             "(is_grads_batched=True, vmap): gradients are averaged over the ranks one by one. "

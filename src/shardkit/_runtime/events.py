@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._errors import StateError
 from shardkit._tensor.sharded import relay_hooks, while_trainable
 
@@ -242,7 +242,7 @@ class GradHooks:
     def has_user_hooks(self) -> bool:
         """Whether users want to be told of gradients as they come."""
         return any(
-            _compat.has_post_accumulate_grad_hooks(gradients.bucket.sharded)
+            torch_autograd.has_post_accumulate_grad_hooks(gradients.bucket.sharded)
             for gradients in self._buckets
         )
 

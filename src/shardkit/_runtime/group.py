@@ -9,8 +9,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardkit import _compat
-from shardkit._errors import StateError, listed
+from shardkit._compat import torch_tensors
+from shardkit._errors import StateError
 from shardkit._params.bucket import WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
@@ -18,6 +18,7 @@ from shardkit._params.sites import ParamEntry
 from shardkit._params.state_dicts import install_hooks
 from shardkit._runtime.events import GradHooks
 from shardkit._tensor.sharded import user_attributes
+from shardkit._text import listed
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class ParamGroup:
     @property
     def was_written(self) -> bool:
         """Whether unsharded parameters, which have memory, were written since the last time."""
-        if _compat.versions_of(self._shown) != self._shown_versions:
+        if torch_tensors.versions_of(self._shown) != self._shown_versions:
             return True
         for bucket in self.buckets:  # noqa: SIM110 - faster, and asked often
             if bucket.store.has_moved():
@@ -320,14 +321,14 @@ class ParamGroup:
         """Return whose unsharded parameters were written, and regard this as known."""
         moved = [(b.store, i) for b in self.buckets for i in b.store.take_back()]
         found = list(dict.fromkeys((*self.written_places(), *moved)))
-        with _compat.plain_torch_functions():
-            self._shown_versions = _compat.versions_of(self._shown)
+        with torch_tensors.plain_torch_functions():
+            self._shown_versions = torch_tensors.versions_of(self._shown)
         return found
 
     def written_places(self) -> list[tuple[Store, int]]:
         """Return whose unsharded parameters were written since the last time."""
-        with _compat.plain_torch_functions():
-            versions = _compat.versions_of(self._shown)
+        with torch_tensors.plain_torch_functions():
+            versions = torch_tensors.versions_of(self._shown)
         pairs = zip(self._shown_versions, versions, self._writable, strict=True)
         return list(dict.fromkeys(place for old, new, place in pairs if old != new))
 
@@ -476,7 +477,7 @@ class ParamGroup:
                 is_own = bucket.store.has_piece_of(index)
                 number: int | None = first.get(id(entry))
                 if number is None:
-                    version = _compat.version_of(entry.param.local_piece)  # type: ignore[attr-defined]
+                    version = torch_tensors.version_of(entry.param.local_piece)  # type: ignore[attr-defined]
                     number = 0 if (is_untouched if is_own else version == 0) else None
                 default = None if number is None else unwritten(entry, number)
                 found[id(entry)] = written.get(id(entry), default)

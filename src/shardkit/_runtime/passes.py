@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import StateError
 from shardkit._params.bucket import bucket_showing
 from shardkit._params.traced_store import TracedStore
@@ -82,7 +82,7 @@ class RegionBuffers:
             if id(buffer) not in entered:
                 entered[id(buffer)] = self._region.enter_shared(buffer.detach())
             local = entered[id(buffer)]
-            version = _compat.version_of(local)
+            version = torch_tensors.version_of(local)
             self._held.append((child, name, buffer, local, version))
             child._buffers[name] = local  # noqa: SLF001 - past the checks of `setattr`
 
@@ -115,7 +115,7 @@ def was_written(module: nn.Module, buffer: Tensor, version: int) -> bool:
     """Return whether a module wrote to its buffer, which had this version before."""
     # Kernels of batch normalization do not raise versions.
     is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001
-    return _compat.version_of(buffer) != version or (is_norm and module.training)
+    return torch_tensors.version_of(buffer) != version or (is_norm and module.training)
 
 
 # --- passes ---------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class TracedPasses(Passes):
                 self._buffers.enter(module)
             else:
                 args, kwargs = super().enter(module, args, kwargs)
-            if torch.is_grad_enabled() and not _compat.has_saved_tensors_hooks():
+            if torch.is_grad_enabled() and not torch_autograd.has_saved_tensors_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             stack.enter_context(self.region.draw_apart())
             _local.open = self

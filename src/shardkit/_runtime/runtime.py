@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import _compat, _events
-from shardkit._errors import StateError, listed, warn_user
+from shardkit import _events
+from shardkit._compat import torch_autograd, torch_tensors
+from shardkit._errors import StateError, warn_user
 from shardkit._params.memory import SlotPool
 from shardkit._runtime.agreement import (
     UsedParameters,
@@ -27,6 +28,7 @@ from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.passes import make_passes
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
 from shardkit._schedule import UnshardSchedule
+from shardkit._text import listed
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import InGraph
 
@@ -106,7 +108,7 @@ class DummyStreams:
             )
             warnings.warn(msg, stacklevel=2)
 
-    @_compat.without_dispatch_modes
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def start_gather(
         self, gathers: Sequence[Any], axis: AxisComm, after: Sequence[Event | None], of: str
@@ -132,7 +134,7 @@ class DummyStreams:
             parts = region.after_progress(parts)
         return [part.to(gather.dtype).repeat(size) for part in parts]
 
-    @_compat.without_dispatch_modes
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> _Done:
         """Take this rank's gradients for those of all; sums are of as many of them as ranks."""
@@ -365,7 +367,7 @@ class Runtime:
 
     # --- forward ---
 
-    @_compat.unseen_by_transforms
+    @torch_tensors.unseen_by_transforms
     def begin_pass(self, root: object) -> None:
         """A root forward starts."""
         if self._ended_in_exception:
@@ -479,7 +481,7 @@ class Runtime:
         group.check_trainability()
         if group.was_written:
             keep_writes(group, self.streams)
-        in_transform = _compat.in_function_transform()
+        in_transform = torch_tensors.in_function_transform()
         if is_given or in_transform:
             outputs = ()
         needs_backward = record is not None and record.watch_outputs(outputs)
@@ -563,7 +565,7 @@ class Runtime:
 
     def tidy_up(self) -> None:
         """Clean up after an exception; called where the parameters are asked for."""
-        if self._interrupted or (self.backward.is_running and not _compat.in_backward()):
+        if self._interrupted or (self.backward.is_running and not torch_autograd.in_backward()):
             self.reset()
 
     # --- forward inside backward ---

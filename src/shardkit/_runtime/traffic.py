@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
-from shardkit import _compat, _events
-from shardkit._errors import RankMismatchError, StateError, listed
+from shardkit import _events
+from shardkit._compat import torch_devices, torch_tensors
+from shardkit._errors import RankMismatchError, StateError
 from shardkit._params.gradients import start_reduce
 from shardkit._schedule import Op, ReduceOrder
 from shardkit._tensor.written_values import fingerprint, note_written
+from shardkit._text import listed
 from shardkit.backends.base import first_of_all
 from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
 
@@ -50,7 +52,7 @@ def named_range(what: str, *groups: ParamGroup) -> AbstractContextManager[Any]:
 
     Without a profiler it does nothing, and makes no name.
     """
-    if not _compat.is_profiling():
+    if not torch_devices.is_profiling():
         return _NOTHING
     return record_function(f"{what} {names_of(groups)}")
 
@@ -290,7 +292,7 @@ class Gathers:
 
     # --- actions ---
 
-    @_compat.unseen_by_transforms
+    @torch_tensors.unseen_by_transforms
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Do what the schedule says, in order."""
         ahead: list[ParamGroup] = []
@@ -315,7 +317,7 @@ class Gathers:
         self._refreshed.add(group.index)
         self.carry_out(self._schedule.refresh(group.index))
 
-    @_compat.unseen_by_transforms
+    @torch_tensors.unseen_by_transforms
     def wait(self, group: ParamGroup) -> None:
         """Let compute issued from now on see the gathered parameters."""
         self._wait(group)

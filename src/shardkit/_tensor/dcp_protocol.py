@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardkit import _compat
+from shardkit._compat import torch_checkpoints
 from shardkit._errors import ShardedTensorError
 from shardkit._layout import Box, boxes_of_range
 
@@ -138,4 +138,4 @@ def _chunk_of(box: Box) -> Any:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-_compat.write_boxes_apart()
+torch_checkpoints.write_boxes_apart()

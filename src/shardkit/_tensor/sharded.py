@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError
 from shardkit._host_values import HostValues
 from shardkit._tensor import dcp_protocol
@@ -66,7 +66,7 @@ class _Relay:
 
 def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
     """Have an unsharded parameter's gradients pass through the hooks of the sharded one."""
-    hooks = _compat.tensor_hooks(param)
+    hooks = torch_autograd.tensor_hooks(param)
     if hooks is None or unsharded.__dict__.get(_RELAYED) is hooks:
         return
     if all(isinstance(hook, OwnHook) for hook in hooks.values()):
@@ -80,7 +80,7 @@ def relay_hooks(param: Tensor, unsharded: nn.Parameter) -> None:
 def while_trainable(param: nn.Parameter) -> Iterator[None]:
     """Let hooks be put on a parameter, also on one that is frozen for now or has no memory."""
     was_frozen = not param.requires_grad
-    with _compat.plain_torch_functions():
+    with torch_tensors.plain_torch_functions():
         if was_frozen:
             param.requires_grad_(True)
         yield
@@ -95,7 +95,7 @@ class ReplicatedTensor(Tensor):
     """A whole tensor, as plain as any: what operators return of it is of no class of ours."""
 
     spec: ShardSpec
-    __torch_function__ = _compat.disabled_torch_function
+    __torch_function__ = torch_tensors.disabled_torch_function
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -176,7 +176,7 @@ class ShardedTensor(ClientAnswers):
     cut_for: Any
     cut_by: _GradientCut
     lost_gradient: str  # Why no gradient may arrive here; absent as a rule.
-    __torch_function__ = _compat.disabled_torch_function
+    __torch_function__ = torch_tensors.disabled_torch_function
 
     @staticmethod
     def __new__(  # noqa: D417 - the class needs no description
@@ -196,7 +196,9 @@ class ShardedTensor(ClientAnswers):
                 at once.
             flat_start: Position in the shard of the flat's first element.
         """
-        self: Self = _compat.make_wrapper(cls, spec.shape, dtype=local.dtype, device=local.device)
+        self: Self = torch_tensors.make_wrapper(
+            cls, spec.shape, dtype=local.dtype, device=local.device
+        )
         self.local_piece = local
         self.spec = spec
         self.flat = flat
@@ -219,7 +221,7 @@ class ShardedTensor(ClientAnswers):
         if self.__dict__.get("cut_for") is not made_by:
             self.cut_for = made_by
             self.cut_by = _GradientCut(self.spec, refusal=self.__dict__.get("lost_gradient"))
-            _compat.add_first_hook(self, self.cut_by)
+            torch_autograd.add_first_hook(self, self.cut_by)
         if is_gathered:
             self.cut_by.may_be_number = False
 
@@ -240,7 +242,9 @@ class ShardedTensor(ClientAnswers):
         entry: Any = None if spec.entry is None else spec.entry()
         unsharded = None if spec.unsharded is None else spec.unsharded()
         if entry is not None and entry.param is self and unsharded is not None:
-            _compat.share_hooks(self, _compat.tensor_hooks(self))  # `swap_tensors` cuts them off.
+            torch_autograd.share_hooks(
+                self, torch_autograd.tensor_hooks(self)
+            )  # `swap_tensors` cuts them off.
             relay_hooks(self, unsharded)
         return handle
 

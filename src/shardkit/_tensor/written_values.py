@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Mark:
         return log is not self._log or self._state_of(memory, piece) != self._state
 
     def _state_of(self, memory: Tensor, piece: Piece) -> tuple[int, int]:
-        unseen = _compat.version_of(memory) - self._log.num_seen
+        unseen = torch_tensors.version_of(memory) - self._log.num_seen
         return unseen, self._log.counts.get(piece.spec.index, 0)
 
 
@@ -103,14 +103,16 @@ def writing_only(pieces: Iterable[Piece]) -> Iterator[None]:
     for piece in pieces:
         memory = memory_of(piece)
         by_memory.setdefault(id(memory), (memory, []))[1].append(piece.spec.index)
-    before = {key: _compat.version_of(memory) for key, (memory, _) in by_memory.items()}
+    before = {key: torch_tensors.version_of(memory) for key, (memory, _) in by_memory.items()}
     seen = {key: _num_seen(memory) for key, (memory, _) in by_memory.items()}
     try:
         yield
     finally:
         for key, (memory, indices) in by_memory.items():
             log: WriteLog | None = memory.__dict__.get(_LOG_ATTRIBUTE)
-            raised = _compat.version_of(memory) - before[key] - (_num_seen(memory) - seen[key])
+            raised = (
+                torch_tensors.version_of(memory) - before[key] - (_num_seen(memory) - seen[key])
+            )
             if log is not None and raised:
                 log.note(indices, raised)
 
@@ -217,7 +219,7 @@ def follow(memory: Tensor) -> None:
 
 def _past_operators(memory: Tensor) -> int:
     followed: int = memory.__dict__.get(_ATTRIBUTE, 0)
-    return _compat.version_of(memory) - followed
+    return torch_tensors.version_of(memory) - followed
 
 
 def note_written(
@@ -285,7 +287,7 @@ def note_update(operator: Any, targets: Iterable[Any]) -> None:
 
     Not one of an optimizer's step, or of a backward, whose order is each rank's own.
     """
-    if _in_step.now or _compat.in_backward():
+    if _in_step.now or torch_autograd.in_backward():
         return
     for target in targets:
         if hasattr(target, "local_piece") and target.requires_grad:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit._errors import StateError, WrapError, listed
+from shardkit._errors import StateError, WrapError
 from shardkit._module.activation_checkpoint import (
     SavedOperators,
     checkpoint_module,
     complaint_of,
 )
 from shardkit._module.fsdp_module import own_class
-from shardkit._wrapping.policies import ModuleTree, chooses_groups, chosen_by, described
+from shardkit._text import listed
+from shardkit._wrapping.policies import ModuleTree, chosen_by, described, word_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -75,7 +76,7 @@ def checkpoint_activations(
     if classes is not None and policy is not None:
         msg = "give classes or policy, not both: a policy may look at the classes itself."
         raise StateError(msg)
-    if isinstance(policy, str) and chooses_groups(policy):
+    if policy is not None and word_of(policy) in ("balanced", "no_wrap"):
         msg = (
             f"policy={policy!r} chooses groups to shard, not modules to run again. Leave policy "
             f"out to choose the repeated blocks."

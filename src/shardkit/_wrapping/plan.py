@@ -21,6 +21,7 @@ from shardkit._module.placements import place_params
 from shardkit._params.make import plan_buckets
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._schedule import Op, UnshardSchedule
+from shardkit._text import shown_nbytes
 from shardkit._wrapping.experts import PlacedExperts
 from shardkit.backends.base import MeshBackend
 
@@ -92,11 +93,7 @@ class ShapeOnly(MeshBackend):
 
 
 def mesh_of_shape(shape: Sequence[int]) -> DeviceMesh:
-    """Return a mesh that can be planned for, seen from its first rank.
-
-    Raises:
-        MeshError: A size is no positive int.
-    """
+    """Return a mesh that can be planned for, seen from its first rank."""
     if not shape or min(shape) < 1:
         msg = f"a mesh shape is one or two positive numbers of ranks, got {tuple(shape)}."
         raise MeshError(msg)
@@ -111,8 +108,6 @@ def is_shape_only(mesh: DeviceMesh) -> bool:
 
 # --- records --------------------------------------------------------------------------------------
 
-_KIB = 1024
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -224,14 +219,6 @@ class PlannedMemory:
     state_nbytes: int
 
 
-def shown_nbytes(nbytes: int) -> str:
-    """Return bytes in the unit that suits them."""
-    value, unit = float(nbytes), 0
-    while value >= _KIB and unit < len(_UNITS) - 1:
-        value, unit = value / _KIB, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
 def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> list[str]:
     """Return the lines of a table of groups; neighbours that differ in a number are one line."""
     rows = [("group", "parameters", "bytes", "padding", "gathered", "reduced", "arguments")]
@@ -328,25 +315,18 @@ _STATES = 4
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """What one call of `fully_shard` is to take.
+    """What one call of `fully_shard` is to take."""
 
-    Attributes:
-        names: The names of its modules; an empty name is the root's.
-        modules: One, or those of a list.
-        arguments: The arguments of the call.
-        entries: The parameters that it takes, by their names in the root.
-        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
-        shared: Names of modules in it that units inside have in common, so that it takes their
-            parameters.
-        buckets: The buckets that its group will consist of.
-    """
-
-    names: tuple[str, ...]
-    modules: list[nn.Module]
-    arguments: dict[str, Any]
+    names: tuple[str, ...]  # The names of its modules; an empty name is the root's.
+    modules: list[nn.Module]  # One, or those of a list.
+    arguments: dict[str, Any]  # The arguments of the call.
+    # The parameters that it takes, by their names in the root.
     entries: list[ParamEntry] = field(default_factory=list)
+    # Parameters in it that belong to a unit around it: they are tied or shared.
     left_out: set[nn.Parameter] = field(default_factory=set)
+    # Names of modules in it that units inside have in common, so that it takes their parameters.
     shared: tuple[str, ...] = ()
+    # The buckets that its group will consist of.
     buckets: list[PlannedBucket] = field(default_factory=list)
 
     @property
@@ -366,12 +346,7 @@ class Unit:
         return sum(b.shard_nbytes * (_STATES if b.is_trainable else 1) for b in self.buckets)
 
     def check(self) -> None:
-        """Check what `fully_shard` would check.
-
-        Raises:
-            WrapError: As `fully_shard` raises it.
-            MeshError: The same.
-        """
+        """Check what `fully_shard` would check."""
         for module in self.modules:
             checks.check_module(module)
         checks.check_mesh(self.mesh)
@@ -467,11 +442,7 @@ class Unit:
 
 
 def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
-    """Return the units of a choice, inner ones before outer ones, and the root's last.
-
-    Raises:
-        WrapError: Two of them overlap, so that neither is inside the other.
-    """
+    """Return the units of a choice, inner ones before outer ones, and the root's last."""
     _check_overlaps(tree, choice)
     # Children come before parents, and neighbours in their order.
     positions = {name: i for i, name in enumerate(tree.modules)}

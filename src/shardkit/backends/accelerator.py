@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.device import AcceleratorDevice
 from shardkit.backends.graphs import StreamGraph
@@ -110,10 +110,10 @@ class AcceleratorAxis(ProcessGroupAxis):
         self.device = device
         self.reduce_group = group
         self._separate_group: dist.ProcessGroup | None = None
-        engine = _compat.process_group_backend(group, device.device)
+        engine = torch_groups.process_group_backend(group, device.device)
         self.averages = engine is not None and engine.name() in _CAPABLE_ENGINES
         self.coalesces = self.averages
-        has_host_engine = _compat.process_group_backend(group, torch.device("cpu")) is not None
+        has_host_engine = torch_groups.process_group_backend(group, torch.device("cpu")) is not None
         self.host_group = group if has_host_engine else None
         self._peer_stream: Stream | None = None
 
@@ -442,7 +442,7 @@ class AcceleratorStreams(WatchedStreams):
     def allocate_from(self, axes: Sequence[AxisComm]) -> None:
         """Take the memory of buffers from the engine, which registers it with the network."""
         device = self._device.device
-        engines = (_compat.process_group_backend(a.group, device) for a in _as_own(axes))
+        engines = (torch_groups.process_group_backend(a.group, device) for a in _as_own(axes))
         offered = (e for e in engines if e is not None and e.supports_tensor_alloc(device))
         self._allocator = next(offered, None)
 
@@ -656,7 +656,7 @@ def _gather_all(gathers: Sequence[Gather], axis: AcceleratorAxis) -> None:
             custom = custom_all_gather(gather, axis.group, async_op=False)
             gather.full.copy_(custom.received)
     if len(own) > 1 and axis.coalesces:
-        with _compat.coalesced(axis.group):
+        with torch_groups.coalesced(axis.group):
             for gather in own:
                 all_gather_single(gather.full, gather.own, group=axis.group)
     else:

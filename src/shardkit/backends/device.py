@@ -7,12 +7,14 @@ them. Tests put a simulated device in its place, which needs no card (`tests/str
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardkit import _compat
-from shardkit._errors import MeshError, StateError, nearest
+from shardkit._compat import torch_devices
+from shardkit._errors import MeshError, StateError
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +107,7 @@ class AcceleratorDevice:
 
         For threads beside the user's: one that has chosen no device would wake device 0.
         """
-        with _compat.unless_capturing() as may_ask:
+        with torch_devices.unless_capturing() as may_ask:
             if not may_ask:
                 return None
             with self._module.device(self.device.index):
@@ -136,7 +138,7 @@ class AcceleratorDevice:
     @contextlib.contextmanager
     def capturing(self, graph: Any, stream: Stream) -> Iterator[None]:
         """Capture what is issued on `stream`, and on streams that wait for it."""
-        with _compat.unless_capturing() as is_free:  # From now on captures are counted.
+        with torch_devices.unless_capturing() as is_free:  # From now on captures are counted.
             if not is_free:
                 msg = "a step cannot be captured while another CUDA graph is: end that first."
                 raise StateError(msg)
@@ -170,6 +172,24 @@ class AcceleratorDevice:
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a small host tensor on the device, others as they are. Blocks the host."""
         return tensor.to(self.device)
+
+
+def use_own_device(device_type: str, local_rank: str | None = None) -> None:
+    """Make the device with a rank's number on its host the current one, as launchers mean it.
+
+    Where the rank sees fewer devices, its launcher shows it its own only, which stays. So does the
+    current one where nobody says the number.
+
+    Args:
+        device_type: Type of the device; the host and XLA have none to choose.
+        local_rank: The number; None: LOCAL_RANK of the environment.
+    """
+    number = os.environ.get("LOCAL_RANK", "") if local_rank is None else local_rank
+    if device_type in ("cpu", "xla") or not number.isdecimal():
+        return
+    module = device_module(device_type)
+    if int(number) < module.device_count():
+        module.set_device(int(number))
 
 
 def accelerator_type() -> str | None:

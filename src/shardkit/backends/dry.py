@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorBackend
 from shardkit.backends.device import AcceleratorDevice
@@ -154,7 +154,11 @@ _classes: list[type[ProcessGroupBackend]] = []
 
 def size_of_group(given: Any) -> int:
     """Return the number of ranks of a process group, as operators of collectives get it."""
-    group = _compat.group_named(given) if isinstance(given, str) else dist.ProcessGroup.unbox(given)
+    group = (
+        torch_groups.group_named(given)
+        if isinstance(given, str)
+        else dist.ProcessGroup.unbox(given)
+    )
     return group.size()
 
 
@@ -182,13 +186,13 @@ def dry_world(size: int, rank: int, *, has_streams: bool) -> Iterator[None]:
         )
         raise StateError(msg)
     excepthook = sys.excepthook  # Torch puts the number of the rank before tracebacks.
-    _compat.init_fake_process_group(rank, size)
+    torch_groups.init_fake_process_group(rank, size)
     _classes.append(DryAcceleratorBackend if has_streams else DryGlooBackend)
     try:
         yield
     finally:
         _classes.pop()
-        _compat.forget_dtensor_meshes()
+        torch_groups.forget_dtensor_meshes()
         dist.destroy_process_group()
         sys.excepthook = excepthook
 

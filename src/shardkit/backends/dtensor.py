@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_groups
 from shardkit._errors import MeshError, StateError, WrapError
 from shardkit._mesh import DeviceMesh
 from shardkit.backends.process_group import JoinedBackend
@@ -223,7 +223,7 @@ class TensorParallel:
         """Return this rank's part of a tensor of the whole shape, plain or a DTensor."""
         if isinstance(whole, DTensor):
             if whole.device_mesh == self.torch_mesh:
-                return _compat.waited(whole.redistribute(placements=self.shown).to_local())
+                return torch_groups.waited(whole.redistribute(placements=self.shown).to_local())
             whole = whole.full_tensor()
         for split in self.splits:
             whole = split.cut(whole)
@@ -272,13 +272,13 @@ class TensorParallel:
                 own = grad.placements[dim]
                 if isinstance(own, Partial) and own.reduce_op == "sum":
                     wanted[dim] = own
-            return _compat.waited(grad.redistribute(placements=wanted).to_local())
+            return torch_groups.waited(grad.redistribute(placements=wanted).to_local())
         return self.to_part(grad)
 
     @staticmethod
     def retire(param: Any, name: str) -> None:
         """Let any use of a DTensor that was replaced raise, and drop its memory."""
-        _compat.set_local_tensor(param, torch.empty(0))
+        torch_groups.set_local_tensor(param, torch.empty(0))
         param.__dict__["fqn"] = name
         param.__class__ = ReplacedDTensor
 
@@ -312,7 +312,7 @@ def distributed_by_dim_0(param: nn.Parameter, mesh: TorchDeviceMesh) -> nn.Param
     result.__dict__.update(param.__dict__)
     if param.grad is not None:
         result.grad = distribute_tensor(param.grad, mesh, [Shard(0)], src_data_rank=None)
-    for hook in _compat.post_accumulate_grad_hooks(param):
+    for hook in torch_autograd.post_accumulate_grad_hooks(param):
         result.register_post_accumulate_grad_hook(hook)
     return result
 
@@ -323,7 +323,7 @@ def _joint_ranks(outer: DeviceMesh, inner: DeviceMesh, torch_mesh: Any) -> tuple
     Shifts are taken in the mesh that `torch_mesh` is a part of. Where that does not hold all ranks,
     a shift is a difference of ranks.
     """
-    root = _compat.root_mesh(torch_mesh).mesh
+    root = torch_groups.root_mesh(torch_mesh).mesh
     at = {rank: place for place, rank in enumerate(root.flatten().tolist())}
     if not {*outer.ranks, *inner.ranks} <= at.keys():
         return tuple(a + b - outer.rank for a in outer.ranks for b in inner.ranks)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit.backends.base import Gather
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
@@ -354,7 +354,7 @@ class StagedGather:
         parts = self._staging.split([whole.shape[1] for whole in wholes], dim=1)
         others = [rank for rank in range(self._axis.size) if rank != self._axis.rank]
         targets = [whole[rank] for whole in wholes for rank in others]
-        _compat.foreach_copy(targets, [part[rank] for part in parts for rank in others])
+        torch_tensors.foreach_copy(targets, [part[rank] for part in parts for rank in others])
         del self._staging
 
 
@@ -383,7 +383,7 @@ class HostStreams(WatchedStreams):
         assert isinstance(axis, GlooAxis)
         nbytes = sum(gather.full.nbytes for gather in gathers)
         issued = axis.issue("all-gather", of, nbytes)
-        _compat.foreach_copy([g.own for g in gathers], [g.shard for g in gathers])
+        torch_tensors.foreach_copy([g.own for g in gathers], [g.shard for g in gathers])
         is_plain = all(gather.comm is None for gather in gathers)
         if len(gathers) > 1 and is_plain and is_small(nbytes, axis):
             return StagedGather(gathers, axis, issued)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 from shardkit._errors import MeshError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch.channel import channel_of
@@ -38,7 +38,7 @@ class OfWorld(Generic[Value]):
 
     def now(self) -> dict[tuple[Any, ...], Value]:
         """Return the values of the default process group of now, to read and to write."""
-        rank = threading.get_ident() if _compat.ranks_are_threads() else 0
+        rank = threading.get_ident() if torch_groups.ranks_are_threads() else 0
         world, values = self._by_rank.get(rank, (None, {}))
         if world is not dist.group.WORLD:
             if rank == 0:
@@ -79,7 +79,7 @@ def _named_group(ranks: Sequence[int]) -> AbstractContextManager[None]:
     number = counts[members] = counts.get(members, 0) + 1
     # Short, however many they are: each rank tells others the names of its groups.
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    return _compat.named_group(f"shardkit_{digest}_{number}")
+    return torch_groups.named_group(f"shardkit_{digest}_{number}")
 
 
 def sub_group(
@@ -112,7 +112,7 @@ def _must_be_split(parent: dist.ProcessGroup) -> bool:
     device = getattr(dist.group.WORLD, "bound_device_id", None)
     if device is None:
         return False
-    engine = _compat.process_group_backend(parent, device)
+    engine = torch_groups.process_group_backend(parent, device)
     return bool(getattr(engine, "supports_splitting", False))
 
 
@@ -173,7 +173,7 @@ _ENGINES = dist.Backend.default_device_backend_map
 _started_for_host: Any = None
 """The default process group, if it was started for a mesh of the CPU."""
 
-_compat.separate_attempts()  # Before anyone calls `init_process_group`.
+torch_groups.separate_attempts()  # Before anyone calls `init_process_group`.
 
 
 def make_torch_mesh(

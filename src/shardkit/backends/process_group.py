@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 from shardkit._mesh import DeviceMesh
 from shardkit.backends.base import Backend, CommStreams, MeshBackend
 from shardkit.backends.groups import OfWorld, exchange, group_of, sub_group
@@ -285,7 +285,7 @@ def from_torch_mesh(
 
 def _left_out_of(mesh: torch_mesh.DeviceMesh) -> tuple[str, ...]:
     """Return the names of axes of several ranks that a submesh lacks; those of flattened: none."""
-    root = _compat.root_mesh(mesh)
+    root = torch_groups.root_mesh(mesh)
     own, names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if not own or not set(own) <= set(names):
         return ()

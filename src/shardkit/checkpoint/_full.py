@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
+from shardkit._text import listed
 from shardkit.checkpoint._agreement import FirstRank, axes_of, rank_of
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import (
@@ -31,12 +32,11 @@ from shardkit.checkpoint._state.misfits import Misfits, described
 from shardkit.checkpoint._state.names import (
     by_identity,
     device_of,
-    fill_memory,
     mesh_of,
     set_extra_state,
     state_of,
 )
-from shardkit.checkpoint._state.sources import FromFirstRank, StateInMemory
+from shardkit.checkpoint._state.sources import FromFirstRank, StateInMemory, fill_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -297,7 +297,7 @@ def _fill_all(source: Source, entries: list[NamedTensor], meter: Meter) -> None:
     ]
     meter.expect(sum(nbytes for *_, nbytes in jobs))
     for tensor, name, nbytes in jobs:
-        _fill(source, name, tensor, device)
+        fill_tensor(source, name, tensor, device)
         meter.add(nbytes)
     for tensor, name, _ in jobs:  # Pieces share memory, and so the version that a note is for.
         if isinstance(tensor, ShardedTensor):
@@ -316,25 +316,3 @@ def _nbytes_read(target: Tensor, info: TensorInfo) -> int:
     if isinstance(target, ShardedTensor) and target.spec.tensor_parallel is None:
         numel = target.spec.stop - target.spec.start
     return numel * info.dtype.itemsize
-
-
-def _fill(source: Source, name: str, target: Tensor, device: torch.device) -> None:
-    """Fill a tensor of the model, or this rank's piece of it; plain ones on meta go to `device`."""
-    start = 0
-    if isinstance(target, ShardedTensor):
-        spec, start = target.spec, target.spec.start
-        if spec.tensor_parallel is not None:
-            cut = spec.slice_full(source.whole(name))
-            target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
-            return
-        if spec.is_traced:
-            target.copy_values(source.whole(name).to(target.dtype))
-            return
-
-    def fill(memory: Tensor) -> None:
-        if memory.is_contiguous():
-            source.copy_into(name, start, memory.view(-1))
-        else:
-            memory.copy_(source.whole(name))
-
-    fill_memory(target, device, fill)

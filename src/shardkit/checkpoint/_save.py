@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
@@ -400,8 +400,8 @@ class Background:
             state = error
         if not self._ends_are_seen:
             self._ends_are_seen = True
-            _compat.before_threads_end(self._end_process)
-            _compat.before_world_ends(self._end_world)
+            torch_groups.before_threads_end(self._end_process)
+            torch_groups.before_world_ends(self._end_world)
         self._last = SaveHandle(job, state, group)
         return self._last
 

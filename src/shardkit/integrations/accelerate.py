@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._errors import IntegrationError, OptimizerError, warn_user
 from shardkit._install import Installed, catch_up, install, refuse_or_warn
 from shardkit._module.fsdp_module import FSDPModule
@@ -296,9 +296,9 @@ def _step_pieces(prepared: Iterable[Any]) -> None:
         local = LocalOptimizer(made.param_groups, type(made), **_options_of(made))
         share_groups = functools.partial(_share_groups, made, local)
         share_groups()
-        _compat.share_optimizer_hooks(made, local)
+        torch_autograd.share_optimizer_hooks(made, local)
         local.register_load_state_dict_post_hook(share_groups)
-        local.register_step_post_hook(functools.partial(_compat.note_step, made))
+        local.register_step_post_hook(functools.partial(torch_autograd.note_step, made))
         each.optimizer = local
         each.__setstate__({})  # A GradScaler calls methods that it has bound before.
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._errors import OptimizerError
 from shardkit._tensor.sharded import ShardedTensor
 
@@ -243,7 +243,7 @@ def fresh_state(
     kind = like.device.type
     devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
     with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
-        _compat.step_without_global_hooks(made)
+        torch_autograd.step_without_global_hooks(made)
     found: dict[str, Any] = made.state[scratch]
     return found
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import OptimizerError
 from shardkit._params.state_dicts import STATE_NUMBERS
 from shardkit._tensor.ops.dispatch import common_flat
@@ -155,7 +155,7 @@ class SteppedRun:
         result = torch.zeros(self.numel, dtype=dtype, device=device)
         places = [result[p.at : p.at + p.stop - p.start] for p in self.parts]
         pieces = [_part_of(t, p) for t, p in zip(tensors, self.parts, strict=True)]
-        _compat.foreach_copy(places, pieces)
+        torch_tensors.foreach_copy(places, pieces)
         return result
 
     def use_master(self, saved: Sequence[Any], dtype: torch.dtype) -> None:
@@ -165,14 +165,14 @@ class SteppedRun:
             self.tensor = nn.Parameter(self.join(saved, dtype))
         else:
             self.tensor = nn.Parameter(self.values.to(dtype, copy=True))
-            self.version = _compat.version_of(self.values)
+            self.version = torch_tensors.version_of(self.values)
 
     def refresh_master(self) -> None:
         """Follow what others wrote to the parameters; where they did not, the master stays."""
-        if self.version != _compat.version_of(self.values):
+        if self.version != torch_tensors.version_of(self.values):
             same = self.tensor.to(self.values.dtype) == self.values
             self.tensor.copy_(torch.where(same, self.tensor, self.values.to(self.tensor.dtype)))
-            self.version = _compat.version_of(self.values)
+            self.version = torch_tensors.version_of(self.values)
 
 
 def _part_of(tensor: Any, part: RunPart) -> Tensor:
@@ -454,9 +454,9 @@ class LocalOptimizer(DelegatingOptimizer):
                 for group in self.param_groups:
                     group["num_steps"] = 1 + max(counts)
                 with same_random_numbers([run.tensor for run in self._runs], 1 + max(counts)):
-                    _compat.step_without_global_hooks(inner)
+                    torch_autograd.step_without_global_hooks(inner)
             else:
-                _compat.step_without_global_hooks(inner)
+                torch_autograd.step_without_global_hooks(inner)
             self._take()
 
     def _bring(self) -> None:
@@ -477,14 +477,16 @@ class LocalOptimizer(DelegatingOptimizer):
         stepped = [run for run in self._runs if run.tensor.grad is not None]
         masters = [run for run in stepped if run.has_master]
         if masters:
-            _compat.foreach_copy([run.values for run in masters], [run.tensor for run in masters])
+            torch_tensors.foreach_copy(
+                [run.values for run in masters], [run.tensor for run in masters]
+            )
         # Kernels of other packages do not raise the counters, by which gathered values are stale.
         params = (r.parts[0].param for r in stepped if not (r.is_stand_in or r.is_plain))
         shards = [param.local_piece if param.flat is None else param.flat for param in params]
         torch.autograd.graph.increment_version([*{id(shard): shard for shard in shards}.values()])
         for run in self._runs:
             if run.has_master:
-                run.version = _compat.version_of(run.values)
+                run.version = torch_tensors.version_of(run.values)
         for run in stepped:
             if not run.has_stepped:
                 run.has_stepped = True
@@ -544,10 +546,10 @@ class LocalOptimizer(DelegatingOptimizer):
         return result
 
     def _note_copies(self, values: Iterable[Any]) -> None:
-        self._copies += [(v, _compat.version_of(v)) for v in values if isinstance(v, Tensor)]
+        self._copies += [(v, torch_tensors.version_of(v)) for v in values if isinstance(v, Tensor)]
 
     def _is_written(self) -> bool:
-        return any(_compat.version_of(tensor) != version for tensor, version in self._copies)
+        return any(torch_tensors.version_of(tensor) != version for tensor, version in self._copies)
 
     @torch.no_grad()
     def _put_state(self, state: Mapping[Any, dict[str, Any]]) -> None:

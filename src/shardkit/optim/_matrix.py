@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import OptimizerError, RankMismatchError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
@@ -274,7 +274,7 @@ class OwnedParams:
     @property
     def is_written(self) -> bool:
         """Whether somebody wrote into copies that `show` returned."""
-        return any(_compat.version_of(copied) != version for copied, version in self._copies)
+        return any(torch_tensors.version_of(copied) != version for copied, version in self._copies)
 
     def put(self, state: State, inner: Optimizer) -> None:
         """Give an optimizer what belongs to this rank of a state by parameter. Collective.
@@ -307,7 +307,7 @@ class OwnedParams:
                 return leaf
             flat = leaf.detach().reshape(-1)
             if not leaf.is_contiguous() or self._is_stack(index):
-                self._copies.append((flat, _compat.version_of(flat)))
+                self._copies.append((flat, torch_tensors.version_of(flat)))
             return ShardedTensor(flat, group.owned_spec(index, leaf.shape))
 
         return map_leaves(entries, show)
@@ -733,7 +733,7 @@ def _step_some(
     try:
         for group, params in zip(inner.param_groups, whole, strict=True):
             group["params"] = [param for param in params if id(param) in chosen]
-        _compat.step_without_global_hooks(inner)
+        torch_autograd.step_without_global_hooks(inner)
     finally:
         for group, params in zip(inner.param_groups, whole, strict=True):
             group["params"] = params

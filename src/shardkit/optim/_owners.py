@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import OptimizerError
 from shardkit._layout import Box, FlatLayout, boxes_of_range
 from shardkit._mesh import DeviceMesh
@@ -334,7 +334,9 @@ class Scattering:
 def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy sources to targets: (target, source)."""
     if copies:
-        _compat.foreach_copy([target for target, _ in copies], [source for _, source in copies])
+        torch_tensors.foreach_copy(
+            [target for target, _ in copies], [source for _, source in copies]
+        )
 
 
 class _Exchange:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._compat import FLOP_FORMULAS
+from shardkit._compat.torch_tensors import FLOP_FORMULAS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

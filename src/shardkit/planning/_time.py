@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardkit.planning._run import DryRun, Run
 
 _NUM_MODULES = 10
+_OF_MEMORY = ("allocate", "free", "take", "return")
 _OPS = {"gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 
 
@@ -159,7 +160,7 @@ class _Tasks:
         self._returned: dict[int, list[Task | None]] = {}
         self._taken: list[Task] = []
         self._copied_s = 0.0
-        self._begun: Task | None = None  # A reduction, if nothing came after its beginning.
+        self._begun: Task | None = None  # A reduction that no other work followed.
 
     def of(self, events: Iterable[StepEvent], operators: Sequence[Operator]) -> list[Task]:
         """Return the tasks of a step."""
@@ -179,7 +180,9 @@ class _Tasks:
 
     def _edge(self, event: StepEvent, is_begin: bool) -> None:  # noqa: FBT001 - of a pair
         """An event begins or ends."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        if event.kind not in _OF_MEMORY:
+            self._begun = None
         if is_begin and event.kind in _OPS:
             self._collective(event)
         elif event.kind == "wait" and not is_begin:

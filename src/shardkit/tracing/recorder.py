@@ -18,7 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardkit import _compat, _events
+from shardkit import _events
+from shardkit._compat import torch_groups
 from shardkit._errors import StateError
 from shardkit._module.hooks import groups_in
 from shardkit._module.optimizers import known_groups
@@ -128,7 +129,7 @@ def record(
 
     def compare(moment: str, limit_s: float) -> None:
         if world_size > 1:
-            store = _compat.default_store()
+            store = torch_groups.default_store()
             place: dict[str, Any] = {"rank": rank, "world_size": world_size}
             readings.append(
                 read_clock(store, f"{key}/{moment}", **place, limit_s=limit_s, now=_now)
@@ -175,7 +176,7 @@ def record(
 
 def _place() -> tuple[int, int]:
     """Return the number of this rank, and that of ranks."""
-    if _compat.ranks_are_threads():
+    if torch_groups.ranks_are_threads():
         msg = (
             "shardkit.record needs a process for each rank, and ranks are threads of this one. "
             "Start them by torchrun, or by `python -m shardkit launch`."
@@ -202,7 +203,7 @@ def _name_of_run(key: str, rank: int, world_size: int) -> str:
     name = uuid.uuid4().hex
     if world_size == 1:
         return name
-    store = _compat.default_store()
+    store = torch_groups.default_store()
     if rank == 0:
         store.set(key, name)
     return str(store.get(key).decode())

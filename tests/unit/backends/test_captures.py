@@ -8,7 +8,7 @@ import typing
 import pytest
 import torch
 
-from shardkit import _compat
+from shardkit._compat import torch_devices
 
 
 class Graph:
@@ -26,13 +26,13 @@ class Graph:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[None]:
     cls = type("Graph", (), dict(vars(Graph)))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cls)
-    _compat._note_captures.cache_clear()  # noqa: SLF001
+    torch_devices._note_captures.cache_clear()  # noqa: SLF001
     yield
-    _compat._note_captures.cache_clear()  # noqa: SLF001
+    torch_devices._note_captures.cache_clear()  # noqa: SLF001
 
 
 def may_ask() -> bool:
-    with _compat.unless_capturing() as found:
+    with torch_devices.unless_capturing() as found:
         return found
 
 
@@ -60,7 +60,7 @@ def test_a_capture_waits_for_who_asks() -> None:
     graph = torch.cuda.CUDAGraph()
     assert may_ask()
     thread = threading.Thread(target=graph.capture_begin)
-    with _compat.unless_capturing():
+    with torch_devices.unless_capturing():
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()

@@ -10,7 +10,7 @@ import torch
 from recorded import Recorded
 
 from recording import RecordingStreams
-from shardkit import _compat
+from shardkit._compat import torch_groups, torch_tensors
 from shardkit.backends.accelerator import AcceleratorAxis, AcceleratorStreams
 
 
@@ -39,7 +39,7 @@ def axis_of(offers: Offers) -> AcceleratorAxis:
 def test_memory_comes_from_an_axis_that_offers_any_until_none_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_compat, "process_group_backend", lambda group, _: group)
+    monkeypatch.setattr(torch_groups, "process_group_backend", lambda group, _: group)
     streams = AcceleratorStreams.__new__(AcceleratorStreams)
     streams._device = types.SimpleNamespace(  # noqa: SLF001 - no card is needed to choose
         device=torch.device("cpu"), new_storage=torch.UntypedStorage
@@ -73,7 +73,7 @@ def test_switching_off_undoes_switching_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(
-    not _compat.HAS_STORAGE_SWAP,
+    not torch_tensors.HAS_STORAGE_SWAP,
     reason="torch before 2.12 cannot swap storages, so no memory is kept for another use",
 )
 def test_memory_of_the_other_kind_is_not_used_again() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardkit import _compat
+from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.metadata import parse_metadata
 
@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
 MAX_NBYTES = 400 << 20  # On top of what torch takes.
 MAX_CPU_S = 20  # Of the processor's time, which other programs do not lengthen.
 
-STORAGE_INFO = _compat.dcp_storage_info()
+STORAGE_INFO = torch_checkpoints.dcp_storage_info()
 PRIME = 2**61 - 1  # Python's hash of an integer is its remainder.
 
 
@@ -149,7 +149,7 @@ NOT_A_PICKLE = "not a DCP metadata pickle: it "
 FAR_MORE = NOT_A_PICKLE + "makes far more than it has bytes"
 CASES: dict[str, tuple[Callable[[], bytes], str]] = {
     "lists in an enum": (
-        lambda: pickle.dumps(Call(_compat.dcp_memory_format(), shared_lists())),
+        lambda: pickle.dumps(Call(torch_checkpoints.dcp_memory_format(), shared_lists())),
         NOT_A_PICKLE + "asks for the memory format list",
     ),
     "lists in properties": (

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from models import Parameters
 from recording import recording_mesh
 from shardkit import OptimizerError, checkpoint, fully_shard
-from shardkit._compat import version_of
+from shardkit._compat.torch_tensors import version_of
 from shardkit._tensor.spec import ShardSpec
 from shardkit.optim import LocalOptimizer
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded import Recorded
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._params.memory import Buffer, SlotPool
 
 if typing.TYPE_CHECKING:
@@ -62,8 +62,8 @@ def give_and_take(pool: SlotPool, nbytes: int, fence: int, *, by_compute: bool =
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SlotPool:
     """Return a pool of this torch, and one of a torch that can only resize storages."""
     if request.param == "resize":
-        monkeypatch.setattr(_compat, "HAS_STORAGE_SWAP", False)
-    elif not _compat.HAS_STORAGE_SWAP:
+        monkeypatch.setattr(torch_tensors, "HAS_STORAGE_SWAP", False)
+    elif not torch_tensors.HAS_STORAGE_SWAP:
         pytest.skip("torch before 2.12 cannot swap storages")
     made = SlotPool(CommStreams())
     assert made.keeps_memory == (request.param == "swap")
@@ -73,7 +73,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Slo
 @pytest.fixture
 def slots() -> SlotPool:
     """Return a pool that keeps memory."""
-    if not _compat.HAS_STORAGE_SWAP:
+    if not torch_tensors.HAS_STORAGE_SWAP:
         pytest.skip("torch before 2.12 cannot swap storages")
     return SlotPool(CommStreams())
 
@@ -300,8 +300,8 @@ def test_trim_leaves_memory_in_use(pool: SlotPool) -> None:
 
 def test_training_is_the_same_on_a_torch_that_cannot_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    for has_swap in (_compat.HAS_STORAGE_SWAP, False):
-        monkeypatch.setattr(_compat, "HAS_STORAGE_SWAP", has_swap)
+    for has_swap in (torch_tensors.HAS_STORAGE_SWAP, False):
+        monkeypatch.setattr(torch_tensors, "HAS_STORAGE_SWAP", has_swap)
         recorded = Recorded((2, 4))
         optimizer = torch.optim.SGD(recorded.model.parameters(), lr=0.1)
         logs = []

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recording import recording_mesh
-from shardkit import ShardedTensor, _compat, fully_shard
+from shardkit import ShardedTensor, fully_shard
+from shardkit._compat import torch_tensors
 from shardkit._module.hooks import get_state
 from shardkit._runtime.backward import Backward
 
@@ -29,7 +30,7 @@ def _copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
         found.append(len(targets))
         torch._foreach_copy_(targets, sources)
 
-    monkeypatch.setattr(_compat, "foreach_copy", copy)
+    monkeypatch.setattr(torch_tensors, "foreach_copy", copy)
     return found
 
 

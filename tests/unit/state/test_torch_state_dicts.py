@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_functions
 
 import shardkit.checkpoint
-from shardkit import ShardedTensor, StateError, _compat
-from shardkit._compat import AfterImport
+from shardkit import ShardedTensor, StateError
+from shardkit._compat import torch_checkpoints
+from shardkit._compat.torch_checkpoints import AfterImport
 from shardkit._params.state_dicts import distribute_state_dict, gather_state_dict
 
 if typing.TYPE_CHECKING:
@@ -63,7 +64,7 @@ def test_a_module_is_handed_over_after_its_import(
 def test_without_torch_s_helpers_full_states_are_refused() -> None:
     """As by a torch that has other helpers: pieces must not pass for whole tensors."""
     module = types.ModuleType("state_dict")
-    names = _compat._PUBLIC_STATE_DICT_FUNCTIONS  # noqa: SLF001
+    names = torch_checkpoints._PUBLIC_STATE_DICT_FUNCTIONS  # noqa: SLF001
     for name in names:
 
         def function(model: nn.Module, *args: object, **kwargs: object) -> object:
@@ -72,7 +73,7 @@ def test_without_torch_s_helpers_full_states_are_refused() -> None:
 
         function.__name__ = name
         setattr(module, name, function)
-    _compat._refuse_full_state_dicts(module)  # noqa: SLF001
+    torch_checkpoints._refuse_full_state_dicts(module)  # noqa: SLF001
     model = Recorded().model
     full = torch_functions.StateDictOptions(full_state_dict=True)
     for name in names:

@@ -8,7 +8,7 @@ what they need (`wholes`). `dispatch` says which operator is of which kind.
 
 from __future__ import annotations
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._tensor.ops.dispatch import StateAllocator, dispatch
 from shardkit._tensor.ops.reductions import share_overflow, total_norm
 from shardkit._tensor.ops.structural import dispatcher_of_views
@@ -17,8 +17,8 @@ from shardkit._tensor.sharded import ShardedTensor, set_dispatcher
 
 __all__ = ["StateAllocator", "total_norm"]
 
-_compat.register_foreach_class(ShardedTensor)
-_compat.after_unscaling(share_overflow)
+torch_autograd.register_foreach_class(ShardedTensor)
+torch_autograd.after_unscaling(share_overflow)
 _dispatch_mixed = dispatcher_of_views(dispatch)
 set_dispatcher(dispatch, _dispatch_mixed)
 set_view_dispatcher(_dispatch_mixed)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._tensor.ops.reductions import (
     agree,
     extreme,
@@ -277,7 +277,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         result = func(*(join(arg, runs) for arg in args), **kwargs)
         written = [first[run.positions[0]] for run in runs]
-    if _compat.is_mutable_op(func):
+    if torch_tensors.is_mutable_op(func):
         note_write(*written, pieces=first)
         note_update(func, first)
         return result
@@ -297,7 +297,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
     """Whether the result depends on plain tensors that may be other ones on each rank."""
-    if _compat.is_mutable_op(func):  # Optimizers write in backward, by numbers that are tensors.
+    if torch_tensors.is_mutable_op(
+        func
+    ):  # Optimizers write in backward, by numbers that are tensors.
         return False
     if runs is not None and not any(isinstance(arg, Tensor) for arg in args):
         return False
@@ -489,7 +491,7 @@ def _classify(func: Any) -> Any:
         # Those that read values run on wholes: so may do how many numbers they draw.
         return random if fills_by_shape(func) else whole
     if torch.Tag.pointwise in func.tags:
-        return pointwise_mutating if _compat.is_mutable_op(func) else pointwise
+        return pointwise_mutating if torch_tensors.is_mutable_op(func) else pointwise
     return whole
 
 
@@ -519,7 +521,7 @@ def _register(handler: Any, *funcs: Any) -> None:
 
 
 _register(same_memory, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-_register(structural, _aten.clone.default, _aten.empty_like.default, _compat.copy_to_op)
+_register(structural, _aten.clone.default, _aten.empty_like.default, torch_tensors.copy_to_op)
 _register(state_like, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default)
 _register(mutating, _aten.zero_.default, _aten.fill_.Scalar)
 _register(pointwise_mutating, _aten.fill_.Tensor)
@@ -529,7 +531,7 @@ _register(plain_empty, _aten.new_empty.default, _aten.new_empty_strided.default)
 _register(refuse_resize, _aten.set_.source_Tensor, _aten.set_.source_Storage)
 _register(refuse_resize, _aten.set_.source_Storage_storage_offset, _aten.resize_.default)
 _register(refuse_resize, _aten.resize_as_.default)
-_register(view_of_size, _aten.view.default, _compat.unsafe_view_op, _aten.expand.default)
+_register(view_of_size, _aten.view.default, torch_tensors.unsafe_view_op, _aten.expand.default)
 _register(write, _aten.index_put_.default, _aten.index_fill_.int_Scalar)
 _register(write, _aten.index_fill_.int_Tensor)
 _register(
@@ -548,10 +550,10 @@ _register(truth("max"), _aten.any.default)
 _register(truth("min"), _aten.all.default)
 _register(mean, _aten.mean.default, _aten.mean.dim)
 _register(agree, _aten.equal.default, _aten.allclose.default)
-_register(item, _compat.item_op)
+_register(item, torch_tensors.item_op)
 _register(vector_norm, _aten.linalg_vector_norm.default, _aten.norm.Scalar)
 _register(vector_norm, _aten.norm.ScalarOpt_dim)  # What torch_xla's `clip_grad_norm_` calls.
-_register(nothing, _compat.propagate_xla_data_op)
-_register(foreach_norm, _compat.foreach_norm_op)
-_register(largest, _compat.foreach_max_op)
-_register(unscale, _compat.unscale_op)
+_register(nothing, torch_tensors.propagate_xla_data_op)
+_register(foreach_norm, torch_tensors.foreach_norm_op)
+_register(largest, torch_tensors.foreach_max_op)
+_register(unscale, torch_tensors.unscale_op)

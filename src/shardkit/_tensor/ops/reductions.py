@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._tensor.ops.wholes import all_reduce, first_sharded, gathered, refuse, whole
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import part_sums_of
@@ -51,7 +51,7 @@ class GlobalNorm(Tensor):
     ) -> Any:
         """Run a function as on a plain tensor."""
         del types
-        with _compat.plain_torch_functions():
+        with torch_tensors.plain_torch_functions():
             result = func(*args, **(kwargs or {}))
             return as_norm(result) if func in _STAY_NORMS and type(result) is Tensor else result
 
@@ -98,7 +98,7 @@ def as_norm(value: Tensor) -> Tensor:
 
 def plain(norm: Tensor) -> Tensor:
     """Return a `GlobalNorm` as a plain tensor; the same memory."""
-    with _compat.plain_torch_functions():
+    with torch_tensors.plain_torch_functions():
         return norm.as_subclass(Tensor)
 
 
@@ -297,7 +297,7 @@ def sharded_norms(
         else:
             axis.all_reduce(picked, "sum")
         if not is_whole:
-            _compat.foreach_copy([norms[i] for i in indices], picked.unbind())
+            torch_tensors.foreach_copy([norms[i] for i in indices], picked.unbind())
     _sum_parts(norms, tensors, order)
     if is_power:
         norms.pow_(1.0 / order)
@@ -328,7 +328,7 @@ def _local_norms(pieces: Sequence[Tensor], order: float, dtype: torch.dtype | No
         widest = functools.reduce(torch.promote_types, kinds)
         if dtype is not None or len(kinds) > 1 or widest.itemsize < torch.float32.itemsize:
             wide = torch.promote_types(dtype or widest, torch.float32)
-        values = _compat.foreach_norm([pieces[i] for i in filled], order, wide)
+        values = torch_tensors.foreach_norm([pieces[i] for i in filled], order, wide)
     else:
         values = [torch.linalg.vector_norm(pieces[i], order, dtype=dtype) for i in filled]
     if len(filled) < len(pieces):
@@ -395,7 +395,7 @@ def _sum_parts(norms: Tensor, tensors: Sequence[Tensor], order: float) -> None:
                 norms[i] = choose(norms[i], total[0])
         elif indices:
             shares = torch.where(before > 0, own / before, 1.0 / len(indices))
-            _compat.foreach_copy([norms[i] for i in indices], (shares * total).unbind())
+            torch_tensors.foreach_copy([norms[i] for i in indices], (shares * total).unbind())
         else:
             norms[0] += total[0]
 

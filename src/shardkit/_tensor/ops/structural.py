@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._tensor.ops.wholes import (
     ShardedView,
     check_in_place,
@@ -37,7 +37,7 @@ _aten = torch.ops.aten
 def structural(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that makes one tensor of the same shape from one."""
     tensor = args[0]
-    if func is _aten.empty_like.default and _compat.in_user_function():
+    if func is _aten.empty_like.default and torch_autograd.in_user_function():
         return _plain_like(func, args, kwargs)
     kwargs.pop("memory_format", None)
     return wrap(func(tensor.local_piece, *args[1:], **kwargs), tensor.spec)
@@ -69,7 +69,7 @@ def state_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     In a user's `autograd.Function` a plain one: it is for what the rank computes of its own data.
     """
     tensor = args[0]
-    if _compat.in_user_function():
+    if torch_autograd.in_user_function():
         return _plain_like(func, args, kwargs)
     kwargs.pop("memory_format", None)
     allocator = tensor.spec.state_allocator
@@ -101,7 +101,7 @@ def new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``new_zeros`` and kin: sharded if the shape is the same, else an ordinary tensor."""
     tensor, size, *rest = args
     kwargs.pop("memory_format", None)
-    if tuple(size) != tuple(tensor.shape) or _compat.in_user_function():
+    if tuple(size) != tuple(tensor.shape) or torch_autograd.in_user_function():
         return func(tensor.local_piece, size, *rest, **kwargs)
     piece = func(tensor.local_piece, [tensor.local_piece.numel()], *rest, **kwargs)
     return wrap(piece, tensor.spec)
@@ -165,7 +165,7 @@ def random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local = tensor.local_piece
     full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     result = func(full, *args[1:], **kwargs)
-    if _compat.is_mutable_op(func):
+    if torch_tensors.is_mutable_op(func):
         local.copy_(tensor.spec.slice_full(full))
         tensor.spec.annotate_sharding(local)
         note_write(tensor, is_followed=True)
@@ -295,7 +295,7 @@ def _empty_as(shown: ShardedView) -> Tensor:
 
 
 def _writes_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    changed, filled = _compat.written_arguments(func)
+    changed, filled = torch_tensors.written_arguments(func)
     written = [kwargs.get(k) if isinstance(k, str) else args[k] for k in (*changed, *filled)]
     return any(type(t) is ShardedView for t in iter_tensors(written, depth=0))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd, torch_tensors
 from shardkit._errors import ShardedTensorError, warn_user
 from shardkit._host_values import HostValues
 from shardkit._tensor.sharded import ShardedTensor
@@ -73,7 +73,7 @@ def without_out(func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
     XLA's operators end the process where they fill a tensor inside of a dispatch (torch_xla 2.9.0).
     """
-    _, names = _compat.written_arguments(func)
+    _, names = torch_tensors.written_arguments(func)
     others = {key: value for key, value in kwargs.items() if key not in names}
     result = func.overloadpacket(*args, **others)
     return result if isinstance(result, tuple) else (result,)
@@ -118,7 +118,9 @@ def runs_on_wholes(*trees: Any) -> bool:
     So is data that a loss is computed from, and are gradients of it. Then the operator runs on
     wholes, on each rank with its own data; the gradient of the sharded tensor is averaged.
     """
-    return _compat.in_backward() or wants_gradients(*trees) or _compat.in_user_function()
+    return (
+        torch_autograd.in_backward() or wants_gradients(*trees) or torch_autograd.in_user_function()
+    )
 
 
 def check_in_place(func: Any, target: ShardedTensor | ShardedView, *others: Any) -> None:
@@ -141,7 +143,7 @@ def check_in_place(func: Any, target: ShardedTensor | ShardedView, *others: Any)
                 if target.requires_grad and "lost_gradient" not in target.__dict__:
                     raise error
                 target.lost_gradient = str(error)
-    if _compat.in_user_function():
+    if torch_autograd.in_user_function():
         for other in iter_tensors(others, depth=0):
             if not isinstance(other, HostValues) and other.ndim > 0:
                 why = (
@@ -160,7 +162,7 @@ def all_reduce(value: Tensor, spec: ShardSpec, op: str) -> None:
 
 def wrap(result: Any, spec: ShardSpec) -> Any:
     if isinstance(result, Tensor):
-        return ShardedTensor(_compat.track_views(result) if spec.is_traced else result, spec)
+        return ShardedTensor(torch_tensors.track_views(result) if spec.is_traced else result, spec)
     if isinstance(result, (tuple, list)):
         return type(result)(wrap(item, spec) for item in result)
     return result
@@ -190,11 +192,11 @@ class ShardedView(HostValues):
 
     base: ShardedTensor
     geometry: Tensor
-    __torch_function__ = _compat.disabled_torch_function
+    __torch_function__ = torch_tensors.disabled_torch_function
 
     @staticmethod
     def __new__(cls: type[Self], base: ShardedTensor, geometry: Tensor) -> Self:
-        self: Self = _compat.make_wrapper(
+        self: Self = torch_tensors.make_wrapper(
             cls,
             geometry.shape,
             strides=geometry.stride(),
@@ -293,7 +295,7 @@ def _gather(func: Any, tensor: ShardedTensor) -> Tensor:
             f"each operator."
         )
         warn_user(msg, is_first_rank=spec.mesh.is_first_rank)
-    return spec.gather(_compat.without_tracking(piece)).contiguous()
+    return spec.gather(torch_tensors.without_tracking(piece)).contiguous()
 
 
 def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,7 +305,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     wholes: dict[int, Tensor] = {}
     outs: dict[int, Tensor] = {}
-    in_place, by_name = _compat.written_arguments(func)
+    in_place, by_name = torch_tensors.written_arguments(func)
     changed = list(iter_tensors([_argument(args, kwargs, key) for key in in_place], depth=0))
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
     written = [t for t in (*changed, *filled) if _is_sharded(t)]
@@ -392,9 +394,11 @@ def followed(result: Any, args: Any, kwargs: Any) -> Any:
     if not any(_is_sharded(tensor) and _base(tensor).spec.is_traced for tensor in tensors):
         return result
     plain = [tensor for tensor in tensors if not _is_sharded(tensor)]
-    if any(tensor.device.type == "xla" and not _compat.is_tracked(tensor) for tensor in plain):
+    if any(
+        tensor.device.type == "xla" and not torch_tensors.is_tracked(tensor) for tensor in plain
+    ):
         return result
-    return map_tensors(lambda t: t if _is_sharded(t) else _compat.track_views(t), result)
+    return map_tensors(lambda t: t if _is_sharded(t) else torch_tensors.track_views(t), result)
 
 
 def _is_sharded(tensor: Tensor) -> bool:

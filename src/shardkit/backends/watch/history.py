@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from shardkit import _compat
+from shardkit._compat import torch_autograd
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch.status import (
     CallStatus,
@@ -119,7 +119,7 @@ def is_main_thread() -> bool:
     """Whether this thread is the main one, or autograd's while the main one waits for it."""
     if threading.get_ident() == threading.main_thread().ident:
         return True
-    return _compat.in_backward() and is_in_backward(main_frame())
+    return torch_autograd.in_backward() and is_in_backward(main_frame())
 
 
 class Wait:

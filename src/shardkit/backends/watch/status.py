@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,7 +176,7 @@ def instruction_of(frame: FrameType | None) -> tuple[int, int] | None:
 
 def flight_record() -> list[str]:
     """Return the lines of this process; none where NCCL is not in use."""
-    record = _compat.nccl_flight_record()
+    record = torch_groups.nccl_flight_record()
     return [] if record is None else describe_record(json.loads(record))
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit import _compat
+from shardkit._compat import torch_groups
 from shardkit._errors import RankMismatchError
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.watch import runs
@@ -71,7 +71,7 @@ def abort_group(group: dist.ProcessGroup | None) -> None:
     if torch.accelerator.is_available():
         with contextlib.suppress(RuntimeError):
             group.abort()
-    if _compat.process_group_backend(group, torch.device("cpu")) is None:
+    if torch_groups.process_group_backend(group, torch.device("cpu")) is None:
         return
     # A receive that times out closes gloo's connections, all of them. One from a rank that has gone
     # fails at once and closes none, so each rank is tried.
@@ -622,7 +622,7 @@ class Watchdog:
         )
 
     def _is_in_use(self) -> bool:
-        return dist.is_initialized() and _compat.default_store() is self.default_store
+        return dist.is_initialized() and torch_groups.default_store() is self.default_store
 
     def _has_left(self) -> bool:
         """Whether the process group was destroyed: at the end of a script it need not be."""
@@ -725,8 +725,8 @@ _of_thread = threading.local()
 def current_watchdog() -> Watchdog:
     """Return the watchdog of the default process group; made when it is first asked for."""
     global _current  # noqa: PLW0603 - one process, one watchdog
-    store = _compat.default_store()
-    if _compat.ranks_are_threads():
+    store = torch_groups.default_store()
+    if torch_groups.ranks_are_threads():
         return _watchdog_of_thread(store)
     with _lock:
         if _current is None or _current.default_store is not store:
@@ -754,7 +754,7 @@ def _new_watchdog(store: Any) -> Watchdog:
 
 def _at_start() -> None:
     """Have the end of this process told, and that of the process group."""
-    _compat.after_world_ends(functools.partial(_end_with_group, os.getpid()))
+    torch_groups.after_world_ends(functools.partial(_end_with_group, os.getpid()))
     atexit.register(_say_goodbye, os.getpid())
     hook = sys.excepthook
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import MeshError
 from shardkit.backends.base import Backend, CommStreams, InGraph
 
@@ -49,7 +49,7 @@ class XlaStreams(CommStreams):
     def __init__(self, region: Any) -> None:
         self.region = region
 
-    @_compat.without_dispatch_modes
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def start_gather(
         self,
@@ -67,7 +67,7 @@ class XlaStreams(CommStreams):
             gather.wholes = self.region.all_gather(parts, gather.tail_numel, gather.bucket_id)
         return Traced()
 
-    @_compat.without_dispatch_modes
+    @torch_tensors.without_dispatch_modes
     @torch.no_grad()
     def start_reduce(self, reductions: Sequence[Reduction], of: str) -> Traced:
         """Trace reductions: one reduce-scatter each, one all-reduce with a replicate axis."""

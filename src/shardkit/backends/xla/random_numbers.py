@@ -19,7 +19,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit import _compat
+from shardkit._compat import torch_tensors
 from shardkit._errors import ShardedTensorError, StateError
 from shardkit._host_values import HostValues
 from shardkit._tree import iter_tensors, map_tensors
@@ -269,7 +269,7 @@ class DrawApart(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         # What has no XLA tensor among its arguments comes here before views are tracked.
-        return result if on_xla else map_tensors(_compat.track_views, result)
+        return result if on_xla else map_tensors(torch_tensors.track_views, result)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return numbers in [0, 1), as fine as `dtype` holds, in fp32 or wider."""

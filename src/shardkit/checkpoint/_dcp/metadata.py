@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardkit import _compat
+from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.metadata_pickle import shown, unpickle
 from shardkit.checkpoint._files.disk import is_plain_name, read_index, reading
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 METADATA_FILE = ".metadata"
 """Its name in a checkpoint's directory."""
 
-_STORAGE_INFO: Any = _compat.dcp_storage_info()
+_STORAGE_INFO: Any = torch_checkpoints.dcp_storage_info()
 _LIMIT = 1 << 62  # Of sizes and offsets: sums of a few of them fit the system's numbers.
 _MAX_DEPTH = 100  # Of keys that lead to an entry.
 _CHUNK_NBYTES = 32  # At least of a chunk's description: entries share no lists of them.

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from shardkit import _compat
+from shardkit._compat import torch_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_MEMORY_FORMAT: Any = _compat.dcp_memory_format()
+_MEMORY_FORMAT: Any = torch_checkpoints.dcp_memory_format()
 _BUILT: frozenset[type[Any]] = frozenset(
     {
         dcp.Metadata,
@@ -33,7 +33,7 @@ _BUILT: frozenset[type[Any]] = frozenset(
         dcp.TensorProperties,
         dcp.MetadataIndex,
         dcp.StorageMeta,
-        _compat.dcp_storage_info(),
+        torch_checkpoints.dcp_storage_info(),
     }
 )
 """Classes of which a pickle may make instances, and whose state it may set."""

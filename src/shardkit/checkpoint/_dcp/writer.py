@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardkit import _compat
+from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
 from shardkit._tensor.sharded import ShardedTensor
@@ -345,7 +345,7 @@ def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
 
 def _as_dcp(result: WriteResult) -> WriteResult:
     stored: _Written = result.storage_data
-    info = _compat.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
+    info = torch_checkpoints.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
     return dataclasses.replace(result, storage_data=info)
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._text import listed
 from shardkit.backends.groups import current_world_size, exchange, group_rank
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.names import (
@@ -379,7 +380,7 @@ def set_model_state_dict(
         RuntimeError: As `nn.Module.load_state_dict` does.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
-    for the largest.
+    for 16 MiB; for a tensor that is not sharded, or of another dtype, for all of it.
     """
     options = options or StateDictOptions()
     own = model.state_dict(keep_vars=True)
@@ -497,13 +498,13 @@ def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
         if isinstance(own.get(name), ShardedTensor):
             check_shape(name, info.shape, tuple(own[name].shape))
     received: dict[str, Any] = {}
-    for name, value in sent.receive():
+    for name, value in sent.receive(own):
         target = own.get(name)
-        if not isinstance(value, Tensor) or not isinstance(target, ShardedTensor):
-            received[name] = value
-        else:
+        if isinstance(value, Tensor) and isinstance(target, ShardedTensor) and value is not target:
             target.copy_values(value)  # At once: pieces laid aside would be a second shard.
             received[name] = target
+        else:
+            received[name] = value
     return received
 
 

@@ -21,6 +21,7 @@ from shardkit.checkpoint._dcp.planners import LoadPlanner
 from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import Source, TensorInfo, copy_from_scratch
+from shardkit.checkpoint._state.names import fill_memory
 
 if TYPE_CHECKING:
     import pathlib
@@ -206,12 +207,18 @@ class FromFirstRank(Source):
             if low < high:
                 copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
 
-    def receive(self) -> Iterator[tuple[Any, Any]]:
-        """Yield key and value of every entry, tensors whole. Collective: exhaust it.
+    def receive(self, targets: Mapping[Any, Any] | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield key and value of every entry. Collective: exhaust it.
 
-        Tensors without dimensions stay on the host: optimizers want numbers of steps there.
+        Sharded targets of the same dtype are filled, and are the values; other tensors come whole.
+        Those without dimensions stay on the host: optimizers want numbers of steps there.
         """
         for key, info in self.infos.items():
+            target = (targets or {}).get(key)
+            if isinstance(target, ShardedTensor) and target.dtype == info.dtype:
+                fill_tensor(self, key, target, target.device)
+                yield key, target
+                continue
             tensor = self.whole(key, self._parts.device if info.shape else torch.device("cpu"))
             yield key, tensor
             if tensor.device.type == "cpu":
@@ -226,3 +233,25 @@ def from_rank0(entries: Mapping[Any, Any] | None, device: torch.device) -> FromF
     world = dist.group.WORLD
     axes = [ProcessGroupAxis(world)] if world is not None else []
     return FromFirstRank(lambda: StateInMemory(entries), "the state dict", axes, device)
+
+
+def fill_tensor(source: Source, name: str, target: Tensor, device: torch.device) -> None:
+    """Fill a tensor of the model, or this rank's piece of it; plain ones on meta go to `device`."""
+    start = 0
+    if isinstance(target, ShardedTensor):
+        spec, start = target.spec, target.spec.start
+        if spec.tensor_parallel is not None:
+            cut = spec.slice_full(source.whole(name))
+            target.copy_values(ShardedTensor(cut.to(target.dtype), spec))
+            return
+        if spec.is_traced:
+            target.copy_values(source.whole(name).to(target.dtype))
+            return
+
+    def fill(memory: Tensor) -> None:
+        if memory.is_contiguous():
+            source.copy_into(name, start, memory.view(-1))
+        else:
+            memory.copy_(source.whole(name))
+
+    fill_memory(target, device, fill)

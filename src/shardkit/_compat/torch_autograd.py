@@ -1,0 +1,155 @@
+"""Private names of torch about backward, hooks on gradients, and steps of optimizers.
+
+No branch on torch's version.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim import optimizer as _torch_optimizer
+from torch.utils import _foreach_utils
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+@functools.cache
+def wrap_engine(chosen: Callable[..., Any]) -> None:
+    """Have a function run backwards for chosen tensors, and `autograd.grad`; once per process.
+
+    It gets the engine's function and its arguments. Those of a backward for all are not looked at.
+    """
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    position = 3  # Of `inputs`, behind the outputs, in torch 2.9 to 2.13.
+
+    @functools.wraps(original)
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= position or not args[position]:
+            return original(outputs, *args, **kwargs)
+        return chosen(original, outputs, *args, **kwargs)
+
+    autograd._engine_run_backward = run
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` once at the end of the running backward; there is no public way."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward, e.g. in a checkpoint's recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_user_function() -> bool:
+    """Whether forward or backward of a user's `autograd.Function` runs.
+
+    Such a forward turns forward-mode gradients off, as nothing but inference mode does; the node of
+    a backward says whose it is. In reentrant checkpointing modules run in such a forward; in its
+    backward a whole backward runs, to the steps of optimizers, so that one is not meant.
+    """
+    if not torch._C._is_fwd_grad_enabled():
+        return not torch.is_inference_mode_enabled()
+    if not in_backward():
+        return False
+    function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
+    return function is not None and not function.__module__.startswith(("shardkit.", "torch."))
+
+
+def register_foreach_class(cls: type[Tensor]) -> None:
+    """Let optimizers and `clip_grad_norm_` take their foreach path for `cls`, as for DTensor."""
+    lists: tuple[list[Any], ...] = (
+        _torch_optimizer._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,
+    )
+    for supported in lists:
+        if cls not in supported:
+            supported.append(cls)
+
+
+def after_unscaling(hook: Callable[[torch.optim.Optimizer, dict[Any, Tensor]], None]) -> None:
+    """Call `hook` after a stock gradient scaler has looked at the gradients of an optimizer.
+
+    With its numbers by device that are not zero if one is not finite; there is no public way.
+    """
+    scaler: Any = torch.amp.GradScaler
+    original = scaler._unscale_grads_
+
+    @functools.wraps(original)
+    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found: dict[Any, Tensor] = original(self, optimizer, *args, **kwargs)
+        hook(optimizer, found)
+        return found
+
+    scaler._unscale_grads_ = unscale
+
+
+def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of an optimizer inside of another one's step, whose hooks have been called.
+
+    Torch calls hooks of all optimizers before the step of each. Those of this one are called.
+    """
+    step = type(optimizer).step
+    has_own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if getattr(step, "hooked", False) and not has_own:
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)
+
+
+def note_step(optimizer: Any, *_: object) -> None:
+    """Let learning rate schedules know that an optimizer has stepped, though another one did."""
+    optimizer._opt_called = True
+
+
+def share_optimizer_hooks(optimizer: Any, other: Any) -> None:
+    """Let `other` run the hooks of an optimizer, also those that are registered or removed later.
+
+    Torch 2.9 to 2.13 keep six dicts of them.
+    """
+    for name, hooks in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(other, name, hooks)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody decides how tensors are saved for backward; nothing public tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def add_first_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a hook on a tensor's gradient that runs before those of users.
+
+    `swap_tensors` leaves the list of a leaf's hooks behind, and torch looks no more into it.
+    """
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    hooks.move_to_end(handle.id, last=False)
+    if tensor.is_leaf:
+        tensor._backward_hooks = hooks
+
+
+def tensor_hooks(tensor: Tensor) -> Any:
+    """Return the list of hooks on a tensor's gradient, by number; None: there has been none."""
+    return tensor._backward_hooks
+
+
+def share_hooks(tensor: Tensor, hooks: Any) -> None:
+    """Let a leaf have a list of hooks: another tensor's, or its own that torch does not see."""
+    tensor._backward_hooks = hooks
+
+
+def has_post_accumulate_grad_hooks(params: Iterable[Tensor]) -> bool:
+    """Whether users have post-accumulate-grad hooks on any of the parameters."""
+    # A list: a generator takes longer, for each bucket of a step.
+    return any([getattr(param, "_post_accumulate_grad_hooks", None) for param in params])  # noqa: C419
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the user's post-accumulate-grad hooks; torch has no public way to list them."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())

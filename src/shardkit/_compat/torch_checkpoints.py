@@ -1,0 +1,222 @@
+"""Private names of torch about checkpoints and state dicts, whose modules take long to import.
+
+| branch | until which torch |
+| --- | --- |
+| a helper for full state dicts is missing: the public functions refuse sharded models | none yet |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.abc
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
+
+from shardkit._errors import StateError
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterable, Mapping
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module right after it was imported, once.
+
+    Put it first into ``sys.meta_path``.
+    """
+
+    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+        self._is_asking = False
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
+        """Let others find the module; add the call to what loads it.
+
+        Who only asks whether the module is there, by ``importlib.util.find_spec``, loads nothing.
+        """
+        del path, target
+        if fullname != self._name or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            sys.meta_path.remove(self)  # It is not there.
+        else:
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                is_first = self in sys.meta_path
+                if is_first:
+                    sys.meta_path.remove(self)
+                execute(module)
+                if is_first:
+                    self._then(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def dcp_storage_info() -> Any:
+    """Return the record of where an entry of a checkpoint is stored: part of every `.metadata`.
+
+    Like `dcp_memory_format` a function: torch.distributed.checkpoint takes as long to import as
+    torch.
+    """
+    from torch.distributed.checkpoint import filesystem  # noqa: TID251 - a record
+
+    return filesystem._StorageInfo
+
+
+def dcp_memory_format() -> Any:
+    """Return the enum of memory formats that stands in every `.metadata`."""
+    from torch.distributed.checkpoint import metadata  # noqa: TID251 - a record
+
+    return metadata._MEM_FORMAT_ENCODING
+
+
+_HELPERS_MODULE = "torch.distributed._state_dict_utils"
+
+_STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+
+_WRITER_MODULE = "torch.distributed.checkpoint.hf_storage"
+
+_PUBLIC_STATE_DICT_FUNCTIONS = (
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+)
+
+HelperWrapper = Any
+"""``wrapper(original, *args, **kwargs)``: what to call instead of a helper of torch."""
+
+
+def wrap_state_dict_helpers(wrappers: Mapping[str, HelperWrapper]) -> None:
+    """Let torch's functions for full state dicts call `wrappers` in the place of their helpers.
+
+    They ask ``isinstance(value, DTensor)`` and have no way to learn of other sharded tensors. Both
+    modules take long to import, so it is done when they are. Helpers by these names and arguments
+    are in torch 2.9.0 to 2.13.0. Where one is missing, the public functions refuse a full state
+    dict of a sharded model, instead of returning pieces as whole tensors.
+    """
+
+    def wrap(module: types.ModuleType) -> None:
+        if module.__name__ == _STATE_DICT_MODULE and not _has_all(wrappers):
+            _refuse_full_state_dicts(module)
+            return
+        for name, wrapper in wrappers.items():
+            original = getattr(module, name, None)
+            if original is not None and not hasattr(original, "wraps_torch"):
+                setattr(module, name, _wrapped(original, wrapper))
+
+    for name in (_HELPERS_MODULE, _STATE_DICT_MODULE):
+        if name in sys.modules:
+            wrap(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, AfterImport(name, wrap))
+
+
+ASK_THE_CLASS = (
+    ("torch.utils", "swap_tensors"),
+    ("torch.distributed.checkpoint.planner_helpers", "_iterate_state_dict"),
+    ("torch.distributed.checkpoint.default_planner", "_create_default_metadata_only_plan"),
+    ("torch.distributed.pipelining._utils", "extract_tensor_meta"),
+    ("torch._dynamo.variables.builder.VariableBuilder", "wrap_tensor"),
+)
+"""Functions of torch that need the class which a tensor has; torch 2.9.0 to 2.13.0.
+
+They read a DTensor's own fields of what answers ``isinstance(value, DTensor)``, make DTensors of
+rows for it, or give its class to another tensor. A module, or a class in one, and a name each; a
+version of torch may lack some.
+"""
+
+
+def _has_all(names: Iterable[str]) -> bool:
+    modules = (sys.modules[_HELPERS_MODULE], sys.modules[_STATE_DICT_MODULE])
+    return all(any(hasattr(module, name) for module in modules) for name in names)
+
+
+def _wrapped(original: Any, wrapper: HelperWrapper) -> Any:
+    @functools.wraps(original)
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    helper.wraps_torch = True  # type: ignore[attr-defined]
+    return helper
+
+
+def write_boxes_apart() -> None:
+    """Let torch's writer of safetensors keep all boxes that a rank has of a tensor.
+
+    Its files have one entry for each name. A piece that begins or ends inside a row is several
+    boxes, of which the last one alone would stay. So each goes into a file of its own, which torch
+    consolidates as those of other ranks. Torch's class and arguments are those of 2.9.0 to 2.13.0.
+    """
+
+    def wrap(module: types.ModuleType) -> None:
+        writer: Any = getattr(module, "HuggingFaceStorageWriter", None)
+        if writer is not None and not hasattr(writer.write_data, "wraps_torch"):
+            writer.write_data = _wrapped(writer.write_data, _write_in_rounds)
+
+    if _WRITER_MODULE in sys.modules:
+        wrap(sys.modules[_WRITER_MODULE])
+    else:
+        sys.meta_path.insert(0, AfterImport(_WRITER_MODULE, wrap))
+
+
+def _write_in_rounds(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
+    rounds: list[list[Any]] = []
+    seen: dict[str, int] = {}
+    for item in plan.items:
+        number = seen[item.index.fqn] = seen.get(item.index.fqn, -1) + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(item)
+    if len(rounds) < 2:  # noqa: PLR2004 - nothing is written twice
+        return original(writer, plan, planner)
+    if "shard_index" not in plan.storage_data:
+        msg = (
+            f"HuggingFaceStorageWriter without save_distributed=True has one entry for each name, "
+            f"and this rank has several parts of {rounds[1][0].index.fqn!r}. Pass "
+            f"save_distributed=True, or use shardkit.checkpoint.save_full(path, model, "
+            f'format="safetensors").'
+        )
+        raise StateError(msg)
+    results: list[Any] = []
+    for number, items in enumerate(rounds):
+        index = plan.storage_data["shard_index"] + number * c10d.get_world_size()
+        storage_data = {**plan.storage_data, "shard_index": index}
+        part = dataclasses.replace(plan, items=items, storage_data=storage_data)
+        results += original(writer, part, planner).wait()
+    done: torch.futures.Future[list[Any]] = torch.futures.Future()
+    done.set_result(results)
+    return done
+
+
+def _refuse_full_state_dicts(module: types.ModuleType) -> None:
+    def refuse(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.get("options")
+        is_sharded = any(hasattr(param, "local_piece") for param in model.parameters())
+        if is_sharded and getattr(options, "full_state_dict", False):
+            msg = (
+                f"{original.__name__} of torch {torch.__version__} cannot handle full_state_dict="
+                f"True for modules sharded by shardkit. Use the function of the same name in "
+                f"shardkit.checkpoint."
+            )
+            raise StateError(msg)
+        return original(model, *args, **kwargs)
+
+    for name in _PUBLIC_STATE_DICT_FUNCTIONS:
+        setattr(module, name, _wrapped(getattr(module, name), refuse))

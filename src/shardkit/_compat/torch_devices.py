@@ -1,0 +1,80 @@
+"""Private names of torch about devices: captures of graphs, profilers, modules of devices.
+
+| branch | until which torch |
+| --- | --- |
+| ``register_device_module``: torch_xla registers none | torch_xla 2.9.0, the last one |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler as _autograd_profiler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is on; it records ranges only then."""
+    return bool(_autograd_profiler._is_profiler_enabled)
+
+
+_capturing = threading.Lock()
+
+_num_captures = 0
+
+
+@contextlib.contextmanager
+def unless_capturing() -> Iterator[bool]:
+    """Give whether no CUDA graph is being captured; none begins while the context is open.
+
+    A thread that asks for an event makes a capture of another thread fail. Torch (2.9 to 2.13)
+    tells each thread of its own stream only.
+    """
+    _note_captures()
+    with _capturing:
+        yield _num_captures == 0
+
+
+@functools.cache
+def _note_captures() -> None:
+    cls: Any = torch.cuda.CUDAGraph
+    begin, end = cls.capture_begin, cls.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _num_captures  # noqa: PLW0603 - of the process, as captures are
+        with _capturing:
+            _num_captures += 1
+        try:
+            begin(self, *args, **kwargs)
+        except BaseException:
+            with _capturing:
+                _num_captures -= 1
+            raise
+
+    @functools.wraps(end)
+    def capture_end(self: Any) -> None:
+        global _num_captures  # noqa: PLW0603
+        try:
+            end(self)
+        finally:
+            with _capturing:
+                _num_captures = max(_num_captures - 1, 0)
+
+    cls.capture_begin, cls.capture_end = capture_begin, capture_end
+
+
+def register_device_module(name: str) -> None:
+    """Give torch a module of a device type, for functions that look for one: checkpoint does.
+
+    torch_xla 2.9.0 registers none.
+    """
+    if not hasattr(torch, name):
+        torch._register_device_module(name, types.ModuleType(f"torch.{name}"))

@@ -1,0 +1,197 @@
+"""Private names of torch about process groups, and of DTensors that lie over them.
+
+| branch | until which torch |
+| --- | --- |
+| ``root_mesh``: a table of meshes in place of a method | 2.9 |
+| ``forget_dtensor_meshes``: nothing to forget, or under another name | 2.12 |
+| ``nccl_flight_record``: a build without NCCL | any |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d  # noqa: TID251 - a private name of it
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def named_group(name: str) -> Iterator[None]:
+    """Let the process group that this thread makes by local synchronization have this name.
+
+    Torch names it by its ranks and by the number of groups that the process is in. That differs
+    between ranks of which one is in another group as well: each then waits for the others under a
+    name of its own.
+    """
+    _wrap_naming()
+    _group_names.name = name
+    try:
+        yield
+    finally:
+        del _group_names.name
+
+
+_group_names = threading.local()
+
+
+@functools.cache
+def _wrap_naming() -> None:
+    original = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: getattr(_group_names, "name", None) or original(ranks)
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """Return what a functional collective returned when it is there; others as they are."""
+    from torch.distributed import _functional_collectives  # noqa: TID251 - DTensors only
+
+    if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
+        result: Tensor = tensor.wait()
+        return result
+    return tensor
+
+
+def set_local_tensor(dtensor: Any, local: Tensor) -> None:
+    """Exchange the memory of a DTensor that nobody shall use any more."""
+    dtensor._local_tensor = local
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the torch mesh that a torch mesh is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # noqa: TID251 - torch < 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def nccl_flight_record() -> str | None:
+    """Return torch's record of NCCL collectives that are not done, in JSON; None: it has none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:  # A build without NCCL.
+        return None
+    found: bytes = dump(includeCollectives=True, onlyActive=True)
+    return found.decode()
+
+
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Make a default process group whose collectives return at once; no public way in 2.13."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    c10d.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of a name, which operators of DTensors have."""
+    resolve: Any = getattr(c10d, "_resolve_process_group")  # noqa: B009 - typed in some versions
+    return resolve(name)
+
+
+def forget_dtensor_meshes() -> None:
+    """Have operators on DTensors not return meshes of a world that has ended; no public way.
+
+    torch remembers the placements of results, with their mesh, by those of the inputs.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug  # noqa: TID251 - private names of it
+
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        clear = getattr(debug, name, None)
+        if clear is not None:
+            clear()
+            return
+
+
+def default_store() -> Any:
+    """Return the store of the default process group: ranks that wait for each other meet there."""
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: TID251
+
+
+def ranks_are_threads() -> bool:
+    """Whether the ranks are threads of this process, as in torch's `MultiThreadedTestCase`."""
+    return type(c10d._world).__name__ == "ThreadLocalWorld"
+
+
+def separate_attempts() -> None:
+    """Keep the ranks that torchrun starts again from names that those before them left.
+
+    With ``--max-restarts`` all attempts share torchrun's store (`_create_c10d_store` of torch 2.9
+    to 2.13 expects a new one), and a rank would wait for the address of one that has died.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    module: Any = sys.modules["torch.distributed.rendezvous"]
+    original = module._create_c10d_store
+    if attempt == "0" or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = original(*args, **kwargs)
+        return c10d.PrefixStore(f"attempt_{attempt}", store) if is_shared else store
+
+    module._create_c10d_store = create
+
+
+def before_threads_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when Python is about to end, while thread pools still take work.
+
+    Functions of `atexit` come later: pools have been shut down. Theirs is registered here as well
+    (CPython 3.9 to 3.14), and the last one is called first.
+    """
+    import concurrent.futures.thread  # noqa: F401 - so that its function is there before
+
+    threading._register_atexit(callback)  # type: ignore[attr-defined]
+
+
+def before_world_ends(callback: Callable[[], object]) -> None:
+    """Call `callback` when ``dist.destroy_process_group()`` is about to end the default group.
+
+    Torch has no hook for it. Who imported the function by its name before does not come by here.
+    """
+    _around_destroy(before=callback)
+
+
+def after_world_ends(callback: Callable[[], object]) -> None:
+    """Call `callback` when it has ended the default group; see `before_world_ends`."""
+    _around_destroy(after=callback)
+
+
+def _around_destroy(
+    before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
+) -> None:
+    destroy = c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def wrapper(group: Any = None) -> None:
+        is_end = c10d.is_initialized() and group in {None, c10d.GroupMember.WORLD}
+        if is_end and before is not None:
+            before()
+        destroy(group)
+        if is_end and after is not None:
+            after()
+
+    c10d.destroy_process_group = wrapper
+    torch.distributed.destroy_process_group = wrapper  # noqa: TID251
+
+
+def process_group_backend(group: Any, device: torch.device) -> Any:
+    """Return the engine behind a process group for a device type; None if it has none."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:  # "No backend type associated with device type"
+        return None
+
+
+def coalesced(group: Any) -> Any:
+    """Return a context whose all-gathers travel as one collective; no public way in 2.13."""
+    return c10d._coalescing_manager(group)

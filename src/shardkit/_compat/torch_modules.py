@@ -1,0 +1,104 @@
+"""Private names of torch about modules, and of what wraps or copies them.
+
+No branch on torch's version.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import stateless
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+
+
+def is_called_by_ddp(frame: types.FrameType | None) -> bool:
+    """Whether a property's `frame` was entered by the constructor of DistributedDataParallel.
+
+    That looks for ``_ddp_params_and_buffers_to_ignore`` before it touches a parameter.
+    """
+    caller = frame.f_back if frame is not None else None
+    return (
+        caller is not None
+        and caller.f_code is torch.nn.parallel.DistributedDataParallel.__init__.__code__
+    )
+
+
+def rnn_forget_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Drop the weak references an RNN keeps on its weights; `swap_tensors` refuses them.
+
+    By them its forward sees that weights were replaced, and has cuDNN move those into memory of its
+    own. With None it trusts its list of weights, which `setattr` keeps up to date.
+    """
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
+
+
+def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
+    """Undo `rnn_forget_weight_refs`."""
+    module._flat_weight_refs = [
+        weakref.ref(weight) if weight is not None else None for weight in module._flat_weights
+    ]
+
+
+def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
+    return list(module._state_dict_hooks.values())
+
+
+def in_functional_call(max_frames: int | None = None) -> bool:
+    """Whether `torch.func.functional_call`, or the older one, is on the stack.
+
+    Args:
+        max_frames: Number of frames that are looked at, from the caller on; None: all.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and max_frames != 0:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+        max_frames = None if max_frames is None else max_frames - 1
+    return False
+
+
+def is_exported(module: torch.nn.Module) -> bool:
+    """Whether `torch.export` has made a module, which keeps weak references to its parameters."""
+    exported = sys.modules.get("torch.export.unflatten")
+    kinds = (getattr(exported, "InterpreterModule", ()), getattr(exported, "UnflattenedModule", ()))
+    return exported is not None and isinstance(module, (torch.fx.GraphModule, *kinds))
+
+
+def computed_name(hook: object) -> str:
+    """Return which attribute an older hook computes: `weight_norm`, `spectral_norm`, pruning."""
+    return str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", ""))
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` keeps what to call instead, bound to that one module: not for copies."""
+
+
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a function and of all that it calls.
+
+    What `torch.compiler.disable` does, but that wraps each call, and imports the compiler at once.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)  # Of the function's frame, of those inside.
+    frames.set_code_exec_strategy(fn.__code__, strategy)
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]  # Nor is it inlined by its caller.
+    fn._torchdynamo_disable_msg = "shardkit gathers and frees"  # type: ignore[attr-defined]
+    return fn
+
+
+def lambda_of_custom_policy(policy: object) -> Any:
+    """Return the function in FSDP1's `CustomPolicy`, which cannot be asked publicly; else None."""
+    module = sys.modules.get("torch.distributed.fsdp.wrap")
+    custom = getattr(module, "CustomPolicy", None)
+    if custom is None or not isinstance(policy, custom):
+        return None
+    return policy._lambda_fn
