@@ -126,13 +126,11 @@ def run_hooks() -> None:
     with accelerate_ranks(), without_compiler():
         run = prepare(make_hooked)
         made[1].remove()
+        del calls[:]  # Accelerate has loaded what state there is.
         made[0].register_step_post_hook(note("late"))
         run.train()
-        assert calls == ["before False", "after True", "late True"] + 2 * [
-            "before True",
-            "after True",
-            "late True",
-        ]
+        step = ["before True", "after True", "late True"]
+        assert calls == ["before False", *step[1:], *step, *step], calls
         del calls[:]
         run.optimizer.load_state_dict(run.optimizer.state_dict())
         assert calls == ["saving True", "loaded True"]

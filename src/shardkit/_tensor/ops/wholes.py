@@ -123,7 +123,7 @@ def runs_on_wholes(*trees: Any) -> bool:
     )
 
 
-def check_in_place(func: Any, target: ShardedTensor | ShardedView, *others: Any) -> None:
+def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
     """Refuse to write into a sharded tensor what a gradient would have to be sent back to.
 
     And what an `autograd.Function` computed of a rank's own data. Into one without a history, such
@@ -138,9 +138,10 @@ def check_in_place(func: Any, target: ShardedTensor | ShardedView, *others: Any)
                     "tensor, or write under torch.no_grad()."
                 )
                 error = refuse(func, _base(target), why)
-                if type(target) is not ShardedTensor or torch.compiler.is_compiling():
+                has_history = target.requires_grad and "lost_gradient" not in target.__dict__
+                if type(target) is not ShardedTensor or has_history:
                     raise error
-                if target.requires_grad and "lost_gradient" not in target.__dict__:
+                if torch.compiler.is_compiling():  # It cuts no gradients, so nothing would refuse.
                     raise error
                 target.lost_gradient = str(error)
     if torch_autograd.in_user_function():
