@@ -13,8 +13,8 @@ import pytest
 
 from checkpoints import assert_same
 from shardkit._progress import Meter
-from shardkit.checkpoint._state.parts import room
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
+from shardkit.checkpoint._load import room
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,18 +14,18 @@ from shardkit._errors import CheckpointError, listed
 from shardkit._progress import Meter
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
     Source,
     check_saved_dtype,
     converted,
     info_nbytes,
+    nested,
     reading,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles, RankFiles, XlaFsdpFiles, is_of_xla_fsdp
-from shardkit.checkpoint._state.sections import nested
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os

@@ -20,6 +20,7 @@ from shardkit.checkpoint._dcp.directory import (
 from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
     dtype_name,
@@ -27,7 +28,6 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     reading,
 )
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import numbers
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -20,25 +22,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardkit._compat import torch_groups
 from shardkit._errors import CheckpointError
+from shardkit._params.state_dicts import map_leaves
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import new_group
 from shardkit.backends.watch.channel import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.planners import SavePlanner, Whole
-from shardkit.checkpoint._dcp.writer import CheckpointWriter, Staging
+from shardkit.checkpoint._dcp.item_file import is_plain
+from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from shardkit.checkpoint._state.names import memory_of
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterable
     from pathlib import Path
-
-    import torch
 
     from shardkit._progress import Progress
 
@@ -254,6 +256,97 @@ _SIGTERM_LIMIT_S = 25.0  # torchrun, SLURM and Kubernetes kill 30 s after SIGTER
 _SILENT_S = 5.0  # Who waits no longer than this says nothing.
 
 _logger = logging.getLogger("shardkit")
+
+
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Memory on the host for copies of a state's tensors.
+
+    It is kept from one copy to the next: memory fresh from the system takes several times as long
+    to be written as the copy itself. Training goes on while a copy is being written to the disk, so
+    the peak is the same as if it were given back in between.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def release(self) -> None:
+        """Give the memory back to the system, once no copy is in it any more."""
+        self._buffer = None
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state like this one whose tensors nobody else writes to.
+
+        Values that are not tensors are those of the state. What the last copy holds is overwritten.
+
+        Cost: one copy of what this rank holds.
+        """
+        tensors: dict[int, Tensor] = {}
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                tensors[id(leaf)] = memory_of(leaf)
+            return leaf
+
+        map_leaves(state, note)
+        copies = self._copy_all(tensors)
+        result: dict[str, Any] = map_leaves(
+            state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
+        )
+        return result
+
+    def _copy_all(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        starts, total = {}, 0
+        for key, tensor in tensors.items():
+            if is_plain(tensor) and not tensor.is_quantized:
+                starts[key] = total
+                total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        on_accelerator = {t.device for t in tensors.values()} - {torch.device("cpu")}
+        if self._buffer is None or self._buffer.numel() < total:
+            self._buffer = None  # First: there is not room for both.
+            self._buffer = _allocate(total, pinned=bool(on_accelerator))
+        copies = {}
+        for key, tensor in tensors.items():
+            if key not in starts:
+                copies[key] = tensor.detach().cpu().clone()
+                continue
+            memory = self._buffer[starts[key] : starts[key] + tensor.nbytes]
+            copies[key] = memory.view(tensor.dtype).view(tensor.shape)
+            copies[key].copy_(tensor, non_blocking=True)
+        for device in on_accelerator:
+            if device.type not in {"meta", "xla"}:  # XLA's copies are done when they return.
+                torch.accelerator.synchronize(device)
+        return copies
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
+    if pinned and torch.accelerator.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # So the first copy takes fewer page faults.
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _like(tensor: Any, memory: Tensor) -> Any:
+    """Return a tensor like another, of which this rank holds `memory`."""
+    if isinstance(tensor, ShardedTensor):
+        return ShardedTensor(memory, tensor.spec)
+    if hasattr(tensor, "to_local"):
+        return type(tensor).from_local(
+            memory,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return memory
 
 
 class SaveHandle:

@@ -113,6 +113,18 @@ class Source:
             copy_from_scratch(part, room[: part.numel()])
 
 
+def nested(values: Mapping[tuple[str | int, ...], Any]) -> Any:
+    """Return values put back where they were: in dicts, and in lists where keys are numbers."""
+    if () in values:
+        return values[()]
+    inner: dict[str | int, dict[tuple[str | int, ...], Any]] = {}
+    for path, value in values.items():
+        inner.setdefault(path[0], {})[path[1:]] = value
+    if all(isinstance(key, int) for key in inner):
+        return [nested(inner[key]) for key in sorted(inner)]
+    return {key: nested(rest) for key, rest in inner.items()}
+
+
 def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
     """Return what is saved of a tensor: floating-point ones in another dtype; None: their own."""
     keep = dtype is None or not info.dtype.is_floating_point
@@ -223,6 +235,14 @@ def reading(what: object) -> Iterator[None]:
     except Exception as error:
         msg = f"{what} cannot be read: {type(error).__name__}: {error}. Is it damaged?"
         raise CheckpointError(msg) from error
+
+
+def why_refused(error: Exception) -> str:
+    """Return the part of torch's long messages that says what is wrong."""
+    found = re.search(r"([^\n:]*GLOBAL \S+[^\n]*?)\.?(?: Please|\n|$)", str(error))
+    if found:
+        return found[1].strip()
+    return (str(error).splitlines() or [repr(error)])[0].removesuffix(".")
 
 
 def open_regular(path: os.PathLike[str] | str) -> int:

@@ -134,6 +134,17 @@ def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
     return list(entries.values())
 
 
+def memory_of(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.local_piece.detach()
+    if hasattr(tensor, "to_local"):
+        local: Tensor = tensor.detach().to_local()
+        return local
+    detached: Tensor = tensor.detach()
+    return detached
+
+
 def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], object]) -> None:
     """Have `fill` write what this rank holds of a tensor of the model.
 
