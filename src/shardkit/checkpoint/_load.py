@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -228,7 +227,8 @@ class _LoadPlan:
         self._optimizers: OptimizerPart | None = None
         claimed = of_optimizers = entries_of_optimizers(source.entries)
         if model is None:
-            claimed = claimed | entries_of_models(source.entries)
+            prefixes = tuple(filter(None, MODEL_PREFIXES))
+            claimed = claimed | {entry for entry in source.entries if entry.startswith(prefixes)}
         else:
             self._model = ModelPart(source, model, misfits)
             claimed = claimed | self._model.claimed
@@ -414,14 +414,14 @@ class OptimizerPart:
             params |= dict.fromkeys(names, param)
         self._groups = self._read_groups(source, prefix)
         known = first_name.keys() | model_part.entries.keys()
-        for found in optimizer_entries(source.paths, prefix, known):
-            name, keys, info = found.parameter, found.keys, source.entries[found.entry]
+        for entry, name, keys in optimizer_entries(source.paths, prefix, known):
+            info = source.entries[entry]
             if name not in first_name:
                 where = ".".join(map(str, (name, *keys)))
                 line = f"optimizer: {where!r}: found {described(info)}"
                 misfits.left_over(line, is_of_others=name in model_part.of_others)
                 continue
-            self._places[found.entry] = (name, keys)
+            self._places[entry] = (name, keys)
             of_parameter = self._saved.setdefault(name, {})
             if len(keys) == 1:
                 of_parameter[str(keys[0])] = info
@@ -577,7 +577,9 @@ class ExtrasPart:
         """Find the extras."""
         self._objects = objects
         self._paths = {
-            entry: extra_path(path) for entry, path in source.paths.items() if entry not in claimed
+            entry: path[1:] if len(path) > 1 and path[0] in _OUTER else path
+            for entry, path in source.paths.items()
+            if entry not in claimed
         }
         names = {path[0] for path in self._paths.values()}
         misfits.missing += [
@@ -637,24 +639,9 @@ _OUTER = ("app", "state", "extra")
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class OptimizerEntry:
-    """An entry of an optimizer's state."""
-
-    entry: str  # Name in the checkpoint.
-    parameter: str  # The parameter's name.
-    keys: Path  # Keys of the part of its state.
-
-
 def model_prefix(entries: Collection[str], names: Collection[str]) -> str:
     """Return the prefix under which most of a model's names are found."""
     return max(MODEL_PREFIXES, key=lambda prefix: sum(prefix + name in entries for name in names))
-
-
-def entries_of_models(entries: Collection[str]) -> set[str]:
-    """Return entries that look like a model's, where no model is there to compare."""
-    prefixes = tuple(prefix for prefix in MODEL_PREFIXES if prefix)
-    return {entry for entry in entries if entry.startswith(prefixes)}
 
 
 def entries_of_other_stages(
@@ -689,33 +676,22 @@ def entries_of_optimizers(entries: Collection[str]) -> set[str]:
 
 def optimizer_entries(
     paths: Mapping[str, Path], prefix: str, known: Collection[str]
-) -> list[OptimizerEntry]:
-    """Return what there is of parameters' state.
+) -> Iterator[tuple[str, str, Path]]:
+    """Yield entries of parameters' state, each with the parameter's name and the keys behind it.
 
-    Args:
-        paths: Keys that led to each entry in the nested state.
-        prefix: Prefix that `optimizer_prefix` returned.
-        known: Names of parameters, which have dots in them as what is behind them may have.
+    Names have dots in them, as what is behind them may have: those that are `known` are found.
     """
     head = f"{prefix}state."
     depth = head.count(".")  # How many keys the head is, if it was nested.
-    found = []
     for entry, path in paths.items():
         if not entry.startswith(head):
             continue
         if len(path) > depth + 1 and ".".join(map(str, path[:depth])) == head[:-1]:
-            found.append(OptimizerEntry(entry, str(path[depth]), path[depth + 1 :]))
+            yield entry, str(path[depth]), path[depth + 1 :]
         else:
             text = entry.removeprefix(head)
-            *parts, last = text.split(".")
-            name, keys = split_at_name(text, known) or (".".join(parts), (last,))
-            found.append(OptimizerEntry(entry, name, keys))
-    return found
-
-
-def extra_path(path: Path) -> Path:
-    """Return where an entry is among the extras: without what all of them are in."""
-    return path[1:] if len(path) > 1 and path[0] in _OUTER else path
+            name, _, last = text.rpartition(".")
+            yield entry, *(split_at_name(text, known) or (name, (last,)))
 
 
 def paths_below(paths: Mapping[str, Path], entry: str) -> dict[str, Path]:

@@ -245,14 +245,6 @@ class _Written:
     file_nbytes: int
 
 
-@dataclass(frozen=True)
-class _WrittenPlace:
-    """What the coordinator tells a rank."""
-
-    prefix: str  # Begins the name of its file.
-    folder: str  # Name of the directory in which it is written.
-
-
 class CheckpointWriter(FileSystemWriter):
     """Storage for ``torch.distributed.checkpoint.save``: crash-safe, with a manifest.
 
@@ -318,7 +310,7 @@ class CheckpointWriter(FileSystemWriter):
         self._new = directory.prepare(self.target, overwrite=self.overwrite)
         self._before = directory.stamp(self.target)
         return [
-            dataclasses.replace(plan, storage_data=_WrittenPlace(f"__{rank}_", self._new.name))
+            dataclasses.replace(plan, storage_data=(self._new.name, f"__{rank}_0.distcp"))
             for rank, plan in enumerate(plans)
         ]
 
@@ -327,9 +319,8 @@ class CheckpointWriter(FileSystemWriter):
 
         Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
         """
-        place: _WrittenPlace = plan.storage_data
-        name = f"{place.prefix}0.distcp"
-        folder = self.target.with_name(place.folder)
+        folder_name, name = plan.storage_data
+        folder = self.target.with_name(folder_name)
         written: list[tuple[WriteItem, Item]] = []
         if plan.items:
             if not folder.is_dir():
