@@ -179,8 +179,7 @@ def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) ->
 def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield key and part of flattened tensors, in order; each part is good until the next.
 
-    They are read into one buffer, so that none is there beside the next. From a checkpoint
-    directory a tensor is read as a whole, since chunks may be any boxes of it.
+    From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
     """
     largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
     is_whole = isinstance(checkpoint, DistributedCheckpoint)

@@ -66,13 +66,7 @@ class Description:
 
 
 def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Description:
-    """Describe a checkpoint directory, per-rank files by their prefix, or a file of whole tensors.
-
-    No tensor is read.
-
-    Raises:
-        CheckpointError: There is none, or its description is damaged.
-    """
+    """Describe a checkpoint directory, per-rank files by their prefix, or whole tensors."""
     with reading(source):
         return again_if_replaced(Path(source), lambda: _describe(source, suffix))
 

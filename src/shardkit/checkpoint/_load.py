@@ -160,12 +160,7 @@ class _Together:
         self._before = directory.stamp(target)
 
     def __call__(self, act: Callable[[], T], same: Callable[[T], object] | None = None) -> T:
-        """Run something that does not communicate; return its result.
-
-        Raises:
-            CheckpointError: On all ranks.
-            _ReplacedError: On all ranks: this is not the checkpoint that it was.
-        """
+        """Run something that does not communicate; return its result, or raise on all ranks."""
         try:
             return agreed(self._group, self._what, lambda: self._noting_damage(act), same)
         except CheckpointError as error:

@@ -62,11 +62,7 @@ class Job:
     progress: Progress  # Argument of `save`.
 
     def check(self) -> None:
-        """Refuse what cannot be meant, before anything has been done.
-
-        Raises:
-            CheckpointError: On every rank alike.
-        """
+        """Refuse what cannot be meant, before anything has been done; on every rank alike."""
         check_arguments(self.model, self.optimizers)
         if self.model is None and not self.extra:
             msg = f"{quote(self.path)}: there is nothing to save. Pass a model or extras."
@@ -99,11 +95,7 @@ class Job:
 
 
 def check_arguments(model: Any, optimizers: Any) -> None:
-    """Refuse what is no model or no optimizer.
-
-    Raises:
-        CheckpointError: On every rank alike.
-    """
+    """Refuse what is no model or no optimizer; on every rank alike."""
     if model is not None and not isinstance(model, nn.Module):
         msg = (
             f"model: expected a module, not {type(model).__name__}. Pass the model itself, not its "
@@ -278,12 +270,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state like this one whose tensors nobody else writes to.
-
-        Values that are not tensors are those of the state. What the last copy holds is overwritten.
-
-        Cost: one copy of what this rank holds.
-        """
+        """Return a state like this one with tensors of its own; overwrite the last copy."""
         tensors: dict[int, Tensor] = {}
 
         def note(leaf: Any) -> Any:

@@ -120,24 +120,14 @@ def _line(part: Mapping[str, Any]) -> bytes:
 
 
 def read_header(directory: Path) -> Header:
-    """Return the header of a checkpoint; reads only as much as there is of it.
-
-    Raises:
-        CheckpointError: It is damaged, or of another format.
-        FileNotFoundError: There is no manifest.
-    """
+    """Return the header of a checkpoint, of which no more is read; or raise FileNotFoundError."""
     path = directory / MANIFEST_FILE
     with open(open_regular(path), "rb") as file:  # noqa: PTH123 - a descriptor
         return _parse_header(file.readline(_HEADER_NBYTES), path)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint: all of it makes sense, whoever has written it.
-
-    Raises:
-        CheckpointError: It is damaged, or of another format.
-        FileNotFoundError: There is no manifest.
-    """
+    """Return the manifest of a checkpoint: all of it makes sense, whoever has written it."""
     path = directory / MANIFEST_FILE
     first, newline, second = read_index(path).partition(b"\n")
     header = _parse_header(first + newline, path)
@@ -150,13 +140,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
-    """Return what the body says.
-
-    Raises:
-        KeyError: Something is missing.
-        TypeError: Something is of another type.
-        ValueError: A number is out of range.
-    """
+    """Return what the body says; raise some error where it says nothing that can be."""
     block_nbytes = _natural(body["block_nbytes"], "block_nbytes", at_least=1)
     files = {}
     for name, stored in body["files"].items():

@@ -42,12 +42,7 @@ _random_place = functools.partial(random.Random().getrandbits, 64)  # noqa: S311
 
 
 def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata:
-    """Return what the bytes of a `.metadata` file describe; execute nothing.
-
-    Raises:
-        CheckpointError: It is not a pickle, asks for anything that DCP does not write, or
-            describes no checkpoint.
-    """
+    """Return what the bytes of a `.metadata` file describe; execute nothing."""
     remedy = "The file is damaged or foreign: load another checkpoint."
     try:
         with _without_collections():

@@ -273,11 +273,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep a value that is not a tensor.
-
-        Raises:
-            CheckpointError: It holds classes that torch does not take for safe.
-        """
+        """Keep a value that is not a tensor; refuse classes that torch does not take for safe."""
         name = read_item.dest_index.fqn
         try:
             self.loaded[name] = torch.load(value, weights_only=True, map_location="cpu")
@@ -335,10 +331,9 @@ class DistributedCheckpoint(Source):
         return [path for path in sorted(self.path.iterdir()) if path.is_file()]
 
     def fill(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill tensors, whole or sharded; return what is not a tensor. Communicates nothing.
+        """Fill tensors of the saved shapes, whole or sharded; return what is no tensor (None here).
 
-        Args:
-            targets: Tensor of the saved shape by name; None for what is not a tensor.
+        Communicates nothing.
         """
         planner = LoadPlanner(self.path, self._expect)
         planner.set_up_planner(dict(targets), self._metadata, is_coordinator=False)

@@ -56,11 +56,7 @@ class Whole:
 
 
 def _dumped(what: str, value: Any) -> bytes:
-    """Return a value as a file has it, of which it is known that it can be loaded.
-
-    Raises:
-        CheckpointError: It could not be loaded again without running code from the file.
-    """
+    """Return a value as a file has it; refuse what could be loaded by running its code only."""
     content = io.BytesIO()
     try:
         torch.save(map_leaves(value, _alone), content)

@@ -246,12 +246,7 @@ def why_refused(error: Exception) -> str:
 
 
 def open_regular(path: os.PathLike[str] | str) -> int:
-    """Open a file to read from; what is no file is not opened: a FIFO would have no end.
-
-    Raises:
-        CheckpointError: It is something else, such as a directory or a FIFO.
-        OSError: It cannot be opened.
-    """
+    """Open a file to read from; what is no file is not opened: a FIFO would have no end."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -261,12 +256,7 @@ def open_regular(path: os.PathLike[str] | str) -> int:
 
 
 def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES) -> bytes:
-    """Return what an index holds.
-
-    Raises:
-        CheckpointError: It is no regular file, or larger.
-        OSError: It cannot be read.
-    """
+    """Return what an index holds; refuse a larger one."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_nbytes:

@@ -148,11 +148,7 @@ class SafetensorsFile(Source):
 def safetensors_writer(
     path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
 ) -> TensorWriter:
-    """Make a file to write tensor after tensor.
-
-    Raises:
-        CheckpointError: The format lacks a dtype, or this machine is big-endian.
-    """
+    """Make a file to write tensor after tensor; refuse dtypes that the format lacks."""
     if sys.byteorder != "little":
         msg = "safetensors files are little-endian, this machine is not. Use format='torch'."
         raise CheckpointError(msg)
@@ -488,11 +484,7 @@ class FullWriter:
 
 
 def _is_linked(aside: Path, file: Path) -> bool:
-    """Give a file another name, unless something has it; False where there are no links.
-
-    Raises:
-        FileExistsError: Something has the name.
-    """
+    """Give a file another name that nothing has, or raise; False where there are no links."""
     try:
         os.link(aside, file)
     except FileExistsError:

@@ -355,15 +355,7 @@ class XlaFsdpFiles(RankFiles):
     def _add(
         self, name: str, info: TensorInfo, files: list[TorchFile], saved: str, start: int = 0
     ) -> None:
-        """Note of which pieces a tensor consists.
-
-        Args:
-            name: Name in the model.
-            info: Shape and dtype of it.
-            files: Files that hold it: the first one alone if it is no shard.
-            saved: Name in each file.
-            start: Offset of its first element in what the files hold, end to end.
-        """
+        """Note of which pieces a tensor consists: from `start` on of what files hold end to end."""
         plain = _plain(name)
         if f"{MODEL}.{plain}" in self.infos:
             msg = f"{self.files[0]} and others hold {plain!r} twice. Were modules wrapped twice?"

@@ -73,11 +73,7 @@ def as_optimizers(
 def names_in_groups(
     names: dict[nn.Parameter, list[str]], optimizer: torch.optim.Optimizer
 ) -> list[list[list[str]]]:
-    """Return the names of each parameter of each group of an optimizer.
-
-    Raises:
-        CheckpointError: The optimizer holds a parameter that the model does not.
-    """
+    """Return the names of each parameter of each group of an optimizer."""
     return [
         [_names_of(names, param, i, j) for j, param in enumerate(group["params"])]
         for i, group in enumerate(optimizer.param_groups)
@@ -190,11 +186,7 @@ def device_of(values: Iterable[Any]) -> torch.device:
 
 
 def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) -> DeviceMesh:
-    """Return the mesh of all ranks that hold the model.
-
-    Raises:
-        CheckpointError: There is none, several, or the model is on meta.
-    """
+    """Return the mesh of all ranks that hold the model; refuse none, several, or one on meta."""
     on_meta = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if on_meta and not allow_meta:
         msg = f"{on_meta[0]!r} is on the meta device and has no values to write to {path}."
