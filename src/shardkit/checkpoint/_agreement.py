@@ -70,11 +70,6 @@ def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None 
         raise CheckpointError(_message(what, failed)) from cause
 
 
-def any_rank(group: Any, condition: bool) -> bool:  # noqa: FBT001 - it is all there is to say
-    """Return whether something holds on any rank of a group. Cost: an all-gather of a few bytes."""
-    return any(exchange(condition, group, "a checkpoint")) if dist.is_initialized() else condition
-
-
 def axes_of(mesh: DeviceMesh) -> list[AxisComm]:
     """Return the communicators of all axes of a mesh."""
     return [mesh.backend.axis(axis) for axis in range(mesh.ndim)]

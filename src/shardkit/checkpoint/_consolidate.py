@@ -148,7 +148,8 @@ def _open(
     path = Path(source)
     if (path / METADATA_FILE).exists():
         return DistributedCheckpoint(path)
-    files = local_files(source, suffix)
+    # A pattern of text, since a prefix is no directory.
+    files = [Path(name) for name in sorted(glob.glob(glob.escape(str(source)) + suffix))]  # noqa: PTH207
     if files:
         return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
     if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
@@ -169,11 +170,6 @@ def _open(
         )
         raise CheckpointError(msg)
     return FullFile(path)
-
-
-def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[Path]:
-    """Return the per-rank files of a prefix, in order."""
-    return [Path(name) for name in sorted(glob.glob(glob.escape(str(prefix)) + suffix))]  # noqa: PTH207 - a prefix is no directory
 
 
 def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:

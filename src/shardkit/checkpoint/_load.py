@@ -13,7 +13,7 @@ from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import exchange
-from shardkit.checkpoint._agreement import agreed, any_rank, quote, raise_any, rank_of
+from shardkit.checkpoint._agreement import agreed, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import DAMAGED, MANIFEST_FILE
@@ -164,7 +164,7 @@ class _Together:
         try:
             return agreed(self._group, self._what, lambda: self._noting_damage(act), same)
         except CheckpointError as error:
-            if any_rank(self._group, self._is_replaced()):
+            if any(exchange(self._is_replaced(), self._group, "a checkpoint")):
                 raise _ReplacedError from error
             raise
 

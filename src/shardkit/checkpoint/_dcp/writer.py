@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import io
 import math
 import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,12 +111,13 @@ class SavePlanner(DefaultSavePlanner):
 
         DCP takes each box for as large as the whole tensor that it is of.
         """
-        self.stages[:] = _stages(all_plans)
+        models = dict.fromkeys(map(_entries_of_model, all_plans))
+        if len(models) > 1:
+            self.stages[:] = map(sorted, models)
         renamed, own_names = _with_groups_of_all_stages(all_plans)
         plans, metadata = super().create_global_plan(_without_copies(renamed))
         return [
-            dataclasses.replace(plan, planner_data=names)
-            for plan, names in zip(plans, own_names, strict=True)
+            replace(plan, planner_data=names) for plan, names in zip(plans, own_names, strict=True)
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -133,7 +133,7 @@ class SavePlanner(DefaultSavePlanner):
         """Return a part of this rank's state, which may have another name in the checkpoint."""
         name = self._own_names.get(index.fqn)
         if name is not None:
-            index = dataclasses.replace(index, fqn=name)
+            index = replace(index, fqn=name)
         return super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
@@ -143,12 +143,6 @@ class SavePlanner(DefaultSavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
         return super().transform_object(write_item, object)
-
-
-def _stages(plans: list[SavePlan]) -> list[list[str]]:
-    """Return the entries of each model, where ranks have different ones; else nothing."""
-    found = dict.fromkeys(map(_entries_of_model, plans))
-    return [sorted(names) for names in found] if len(found) > 1 else []
 
 
 def _entries_of_model(plan: SavePlan) -> frozenset[str]:
@@ -184,18 +178,16 @@ def _with_groups_of_all_stages(
             if path[:2] == _GROUPS
         }
         new_names = {name: ".".join(map(str, path)) for name, path in moved.items()}
-        items = [_renamed(item, new_names.get(item.index.fqn)) for item in plan.items]
+        indices = [item.index for item in plan.items]
+        items = [
+            replace(item, index=replace(index, fqn=new_names.get(index.fqn, index.fqn)))
+            for item, index in zip(plan.items, indices, strict=True)
+        ]
         paths = {name: path for name, path in paths.items() if name not in moved}
         paths |= {new_names[name]: path for name, path in moved.items()}
-        renamed.append(dataclasses.replace(plan, items=items, planner_data=paths))
+        renamed.append(replace(plan, items=items, planner_data=paths))
         own_names.append({new: name for name, new in new_names.items()})
     return renamed, own_names
-
-
-def _renamed(item: WriteItem, name: str | None) -> WriteItem:
-    if name is None:
-        return item
-    return dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=name))
 
 
 def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
@@ -218,7 +210,7 @@ def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
         chosen[index] = min(holders[index], key=lambda rank: load[rank])
         load[chosen[index]] += _nbytes(items[index])
     return [
-        dataclasses.replace(plan, items=[i for i in plan.items if chosen[i.index] == rank])
+        replace(plan, items=[i for i in plan.items if chosen[i.index] == rank])
         for rank, plan in enumerate(plans)
     ]
 
@@ -306,7 +298,7 @@ class CheckpointWriter(FileSystemWriter):
         self._new = directory.prepare(self.target, overwrite=self.overwrite)
         self._before = directory.stamp(self.target)
         return [
-            dataclasses.replace(plan, storage_data=(self._new.name, f"__{rank}_0.distcp"))
+            replace(plan, storage_data=(self._new.name, f"__{rank}_0.distcp"))
             for rank, plan in enumerate(plans)
         ]
 
@@ -424,7 +416,7 @@ def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
 def _as_dcp(result: WriteResult) -> WriteResult:
     stored: _Written = result.storage_data
     info = torch_checkpoints.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
-    return dataclasses.replace(result, storage_data=info)
+    return replace(result, storage_data=info)
 
 
 def _own_version() -> str:

@@ -84,7 +84,6 @@ class SafetensorsFile(Source):
         metadata = header.pop("__metadata__", None) or {}
         if not isinstance(metadata, dict):
             self._refuse(f"its __metadata__ is a {type(metadata).__name__}, not an object")
-        self.metadata: dict[str, str] = metadata
         self.infos = {}
         self._offsets: dict[str, int] = {}
         room = os.fstat(self._fd).st_size - begin

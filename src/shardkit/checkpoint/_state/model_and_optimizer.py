@@ -656,7 +656,8 @@ def rekey_optimizer_state(
         )
         raise CheckpointError(msg)
     named = {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}
-    if _is_by_ids(state):
+    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
+    if any(isinstance(key, int) for key in keys):
         named = _by_names(state, model, optimizer, names)
     if layout == "names":
         return named
@@ -668,11 +669,6 @@ def _check_layout(layout: object) -> None:
     if layout not in ("names", "ids"):
         msg = f"layout must be 'names' or 'ids', got {layout!r}."
         raise CheckpointError(msg)
-
-
-def _is_by_ids(state: Mapping[str, Any]) -> bool:
-    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
-    return any(isinstance(key, int) for key in keys)
 
 
 def _by_names(

@@ -47,17 +47,14 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def sharded_parameter(param: nn.Parameter) -> nn.Parameter:
-    """Return what optimizers hold of a parameter, also while a module shows the unsharded one."""
-    bucket = bucket_showing(param)
-    return param if bucket is None else bucket.sharded_of(param)
-
-
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every name of each parameter, in the order of the model; tied ones have several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(sharded_parameter(param), []).append(plain_name(model, name))
+        bucket = bucket_showing(param)
+        # What optimizers hold of it, also while a module shows the unsharded one.
+        held = param if bucket is None else bucket.sharded_of(param)
+        names.setdefault(held, []).append(plain_name(model, name))
     return names
 
 
@@ -74,24 +71,16 @@ def names_in_groups(
     names: dict[nn.Parameter, list[str]], optimizer: torch.optim.Optimizer
 ) -> list[list[list[str]]]:
     """Return the names of each parameter of each group of an optimizer."""
-    return [
-        [_names_of(names, param, i, j) for j, param in enumerate(group["params"])]
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _names_of(
-    names: dict[nn.Parameter, list[str]], param: Any, group: int, position: int
-) -> list[str]:
-    found = names.get(param)
-    if found is None:
-        msg = (
-            f"parameter {position} of group {group} of the optimizer, of shape "
-            f"{tuple(param.shape)}, is not in the model: its state has no name to be saved or "
-            f"loaded by. Pass the model that holds all of the optimizer's parameters."
-        )
-        raise CheckpointError(msg)
-    return found
+    for i, group in enumerate(optimizer.param_groups):
+        for j, param in enumerate(group["params"]):
+            if param not in names:
+                msg = (
+                    f"parameter {j} of group {i} of the optimizer, of shape {tuple(param.shape)}, "
+                    f"is not in the model: its state has no name to be saved or loaded by. Pass "
+                    f"the model that holds all of the optimizer's parameters."
+                )
+                raise CheckpointError(msg)
+    return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]] | None:
