@@ -481,7 +481,7 @@ class Background:
         if not self._ends_are_seen:
             self._ends_are_seen = True
             torch_groups.before_threads_end(self._end_process)
-            torch_groups.before_world_ends(self._end_world)
+            torch_groups.around_end_of_world(before=self._end_world)
         self._last = SaveHandle(job, state, group)
         return self._last
 
