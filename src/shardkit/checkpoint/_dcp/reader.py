@@ -286,14 +286,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class DistributedCheckpoint(Source):
-    """A checkpoint directory: shardkit's, or another one of DCP.
-
-    What is read is verified by the checksums of the manifest, if there is one.
+    """A checkpoint directory, shardkit's or another one of DCP; a manifest verifies what is read.
 
     Attributes:
-        path: The directory.
-        world_size: Number of ranks that wrote it; None where that is not recorded.
-        reader: Storage that knows the files.
         entries: Shape and dtype of every tensor; None for what is not a tensor.
         paths: Keys that led to each entry in the nested state; one key if that is not known.
         stages: Entries of each model, where the ranks that saved had different ones.

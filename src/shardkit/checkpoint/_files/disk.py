@@ -51,9 +51,7 @@ class TensorInfo:
 
 
 class Source:
-    """Whole tensors by name, of which ranges can be read.
-
-    Subclasses have `read_into`.
+    """Whole tensors by name, of which ranges can be read; subclasses have `read_into`.
 
     Attributes:
         infos: Shape and dtype of every tensor.

@@ -309,21 +309,13 @@ class FullWriter:
     """Writes whole tensors that come one after another, in parts, to a file or directory.
 
     A context: what is written appears under its name when the body ends, flushed to the disk, and
-    not at all if it raises. Parts of a tensor come in order; tensors in any.
+    not at all if it raises. Parts of a tensor come in order; tensors in any. With `max_shard_size`,
+    or for safetensors without their suffix, `path` is a directory that has no weights yet and gets
+    names as Hugging Face's libraries expect.
 
-    Args:
-        path: A file; or, with `max_shard_size`, or for safetensors without their suffix, a
-            directory that has no weights yet and gets names as Hugging Face's libraries expect.
-        infos: Shape and dtype of every tensor that will come, and the names of `tied`, in their
-            order in the file.
-        format: ``"torch"``: what torch.load reads; ``"safetensors"``.
-        max_shard_size: Bytes of a file at most, unless one tensor is larger; ``"5GB"`` means 5e9.
-        tied: Names that are another tensor again, which do not come themselves. A torch file holds
-            them as tied, a safetensors file under that tensor's name only, as its libraries do.
-        arrange: Function, for one torch file, of all tensors, empty, by name: what to save.
-
-    Raises:
-        CheckpointError: Weights are there, or the format cannot hold something.
+    Names in `tied` are another tensor again, which do not come themselves: a torch file holds them
+    as tied, a safetensors file under that tensor's name only. `arrange` makes what one torch file
+    holds of all tensors, which are empty then, by name.
     """
 
     def __init__(

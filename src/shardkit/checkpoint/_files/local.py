@@ -167,13 +167,9 @@ class RankFiles(Source):
 
 
 class LocalFiles(RankFiles):
-    """The files of `local_state_dict`.
+    """The files of `local_state_dict`, all ranks' of one save.
 
     Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
-
-    Raises:
-        CheckpointError: A file is none of these, or was not written together with the others, or
-            files of ranks are missing.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -293,9 +289,6 @@ class XlaFsdpFiles(RankFiles):
 
     A tied weight is in them under its first name only, and stays so: they do not say which others
     it had.
-
-    Raises:
-        CheckpointError: A file is none of these, or files of ranks are missing or of other runs.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:

@@ -66,15 +66,8 @@ class StateInMemory(Source):
 class FromFirstRank(Source):
     """What only the first of some ranks has; all get all of it, part after part.
 
-    Args:
-        open_source: Function that opens it; called on the first rank.
-        what: Name in errors.
-        axes: Axes over the ranks, which all make this object, and read the same tensors in the same
-            order.
-        device: Device on which parts are sent.
-
-    Raises:
-        CheckpointError: On all ranks, if the first one cannot open it.
+    All ranks make this object, with the axes over them, and read the same tensors in the same
+    order. It raises on all ranks, if the first one cannot open its source.
 
     Cost: an exchange per axis, of what is not a tensor and of descriptions; then a broadcast per
     axis of every 16 MiB of each tensor. Memory: 16 MiB.
