@@ -39,6 +39,14 @@ FRAMEWORKS = {
 CLIENTS = (
     ("torchtitan==0.3.0", "triton==3.9.0"),
     ("torchtune==0.6.1", "torchao==0.13.0"),  # newer ones of torchao lack what it imports
+    (
+        "trl==1.16.0",
+        "transformers==5.23.0",
+        "accelerate==1.15.0",
+        "peft==0.21.2",
+        "datasets==5.2.0",
+        "pyarrow==26.0.1",  # dill cannot pickle what pyarrow 21 has, so datasets makes no data set
+    ),
 )
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch

@@ -19,7 +19,7 @@ from rich.text import Text
 import shardkit
 from shardkit._doctor.command import doctor_command
 from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
-from shardkit._wrapping.plan import shown_nbytes
+from shardkit._text import shown_nbytes
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds

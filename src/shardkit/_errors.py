@@ -22,19 +22,11 @@ fact that all ranks share is checked before anything is sent, so that all of the
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 import types
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-_NUM_NEAREST = 3
-_MAX_NAMED = 8
 
 
 def warn_user(message: str, *, is_first_rank: bool = True) -> None:
@@ -107,28 +99,6 @@ class LaunchError(ShardkitError, RuntimeError):
 
 class CheckpointError(ShardkitError, RuntimeError):
     """A checkpoint cannot be written, or what is on disk cannot be loaded."""
-
-
-def listed(items: Iterable[object], show: Callable[[Any], str] = repr) -> str:
-    """Return what an error names, in a sentence: of many the first ones, and how many more."""
-    known = [*items]
-    more = len(known) - _MAX_NAMED
-    return ", ".join(map(show, known[:_MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
-
-
-def listed_lines(lines: Sequence[str], more: str = "and {} more") -> list[str]:
-    """Return the lines of an error: of many the first ones, and one of how many more there are."""
-    left = len(lines) - _MAX_NAMED
-    return [*lines[:_MAX_NAMED], *([more.format(left)] if left > 0 else [])]
-
-
-def nearest(wanted: str, names: Iterable[str]) -> str:
-    """Return a sentence that names what is spelled most alike."""
-    known = list(dict.fromkeys(names))
-    lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(wanted.lower(), list(lowered), n=_NUM_NEAREST, cutoff=0.4)
-    found = [lowered[name] for name in close] or known[:_NUM_NEAREST]
-    return f"The nearest ones are {', '.join(map(repr, found))}." if found else "It has none."
 
 
 # --- tracebacks -----------------------------------------------------------------------------------

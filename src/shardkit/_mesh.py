@@ -12,7 +12,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkit._errors import MeshError, listed
+from shardkit._errors import MeshError
+from shardkit._text import listed
 
 SHARD_AXIS = "shard"
 

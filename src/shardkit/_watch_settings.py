@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkit._errors import StateError
-from shardkit._kinds import NotOfKindError, flag, seconds
+from shardkit._text import NotOfKindError, flag, seconds
 
 
 @dataclass(slots=True)

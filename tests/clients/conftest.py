@@ -19,7 +19,11 @@ if typing.TYPE_CHECKING:
 Tell = typing.Callable[[str, str, str], None]
 """What the fixture ``tell`` is."""
 
-_NEEDS = {"test_torchtitan": ("torchtitan",), "test_torchtune": ("torchtune", "torchao")}
+_NEEDS = {
+    "test_torchtitan": ("torchtitan",),
+    "test_torchtune": ("torchtune", "torchao"),
+    "test_trl": ("trl", "peft"),
+}
 """Packages by the beginning of a file's name."""
 
 collect_ignore_glob = [

@@ -24,6 +24,7 @@ from shardkit._doctor.session import (
     open_store,
     place_of,
 )
+from shardkit._text import shown_nbytes
 from shardkit.backends import accelerator_type
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _host_lines(host: str, ranks: list[RankFacts]) -> list[str]:
         f"{name} {'unlimited' if limit is None else limit}" for name, limit in facts.limits.items()
     )
     devices = ", ".join(dict.fromkeys(facts.devices)) or "none"
-    shm = "none" if facts.shm_nbytes is None else f"{facts.shm_nbytes / 2**30:.1f} GiB"
+    shm = "none" if facts.shm_nbytes is None else shown_nbytes(facts.shm_nbytes)
     network = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
     addresses = ", ".join(facts.host_addresses) or "nothing"
     return [
@@ -119,12 +120,10 @@ def _timing_lines(checkup: Checkup) -> list[str]:
     for (name, nbytes), seconds in sorted(by_size.items()):
         usual = statistics.median(seconds)
         rate = f"{nbytes / usual / 1e6:9.0f} MB/s of a rank's tensor" if nbytes > 4 else ""  # noqa: PLR2004
-        lines.append(f"  {name:<10} {_size(nbytes):>8} {usual * 1e3:10.3f} ms {rate}".rstrip())
+        lines.append(
+            f"  {name:<10} {shown_nbytes(nbytes):>9} {usual * 1e3:10.3f} ms {rate}".rstrip()
+        )
     return [*lines, ""]
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes} B"
 
 
 # --- the command ----------------------------------------------------------------------------------

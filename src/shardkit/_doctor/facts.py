@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from shardkit._errors import listed
+from shardkit._text import listed
 
 Level = Literal["error", "warning", "note"]
 

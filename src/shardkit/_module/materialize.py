@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardkit._compat import torch_modules
-from shardkit._errors import StateError, listed
+from shardkit._errors import StateError
 from shardkit._module.hooks import get_state, groups_in
 from shardkit._module.on_meta import buffers_on_meta, execute_sharding, params_on_meta
 from shardkit._params.bucket import WholeValues
 from shardkit._params.memory import give_back
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
+from shardkit._text import listed
 from shardkit.backends.groups import group_rank
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardkit._compat import torch_tensors
-from shardkit._errors import StateError, listed
+from shardkit._errors import StateError
+from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

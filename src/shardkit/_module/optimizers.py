@@ -21,13 +21,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardkit._errors import OptimizerError, StateError, listed
+from shardkit._errors import OptimizerError, StateError
 from shardkit._params.memory import NAME_ATTRIBUTE, is_unsharded
 from shardkit._params.state_dicts import STATE_NUMBERS, cut_whole, map_leaves
 from shardkit._runtime.agreement import is_on_part, note_step, rank_of_copy
 from shardkit._runtime.group import STATE_ATTRIBUTE
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import begin_step, end_step
+from shardkit._text import listed
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:

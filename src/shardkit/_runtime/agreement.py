@@ -14,11 +14,12 @@ from torch import Tensor
 
 from shardkit import _events
 from shardkit._compat import torch_autograd
-from shardkit._errors import RankMismatchError, listed, warn_user
+from shardkit._errors import RankMismatchError, warn_user
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
+from shardkit._text import listed
 from shardkit._watch_settings import watch_settings
 from shardkit.backends.base import first_of_all
 from shardkit.backends.watch.watchdog import at_end, current_watchdog

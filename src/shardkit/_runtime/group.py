@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from shardkit._compat import torch_tensors
-from shardkit._errors import StateError, listed
+from shardkit._errors import StateError
 from shardkit._params.bucket import WholeValues
 from shardkit._params.gradients import GroupGradients
 from shardkit._params.make import make_buckets, rebuild, restore
@@ -18,6 +18,7 @@ from shardkit._params.sites import ParamEntry
 from shardkit._params.state_dicts import install_hooks
 from shardkit._runtime.events import GradHooks
 from shardkit._tensor.sharded import user_attributes
+from shardkit._text import listed
 from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from shardkit import _events
 from shardkit._compat import torch_autograd, torch_tensors
-from shardkit._errors import StateError, listed, warn_user
+from shardkit._errors import StateError, warn_user
 from shardkit._params.memory import SlotPool
 from shardkit._runtime.agreement import (
     UsedParameters,
@@ -28,6 +28,7 @@ from shardkit._runtime.events import ForwardRecord, InputGrads
 from shardkit._runtime.passes import make_passes
 from shardkit._runtime.traffic import Gathers, Reductions, keep_own_writes, keep_writes
 from shardkit._schedule import UnshardSchedule
+from shardkit._text import listed
 from shardkit._tree import iter_tensors
 from shardkit.backends.base import InGraph
 

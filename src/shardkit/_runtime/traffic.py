@@ -13,10 +13,11 @@ from torch.profiler import record_function
 
 from shardkit import _events
 from shardkit._compat import torch_devices, torch_tensors
-from shardkit._errors import RankMismatchError, StateError, listed
+from shardkit._errors import RankMismatchError, StateError
 from shardkit._params.gradients import start_reduce
 from shardkit._schedule import Op, ReduceOrder
 from shardkit._tensor.written_values import fingerprint, note_written
+from shardkit._text import listed
 from shardkit.backends.base import first_of_all
 from shardkit.backends.watch.diagnosis import WRITTEN_SINCE
 

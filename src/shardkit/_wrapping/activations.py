@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shardkit._errors import StateError, WrapError, listed
+from shardkit._errors import StateError, WrapError
 from shardkit._module.activation_checkpoint import (
     SavedOperators,
     checkpoint_module,
     complaint_of,
 )
 from shardkit._module.fsdp_module import own_class
+from shardkit._text import listed
 from shardkit._wrapping.policies import ModuleTree, chooses_groups, chosen_by, described
 
 if TYPE_CHECKING:

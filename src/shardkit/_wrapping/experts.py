@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from shardkit._compat import torch_autograd
-from shardkit._errors import MeshError, WrapError, listed, nearest
+from shardkit._errors import MeshError, WrapError
 from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.placements import flattened
+from shardkit._text import listed, nearest
 from shardkit._wrapping.policies import chosen_by
 from shardkit.backends import TorchDeviceMesh, as_device_mesh, tensor_parallel_of
 

@@ -21,6 +21,7 @@ from shardkit._module.placements import place_params
 from shardkit._params.make import plan_buckets
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._schedule import Op, UnshardSchedule
+from shardkit._text import shown_nbytes
 from shardkit._wrapping.experts import PlacedExperts
 from shardkit.backends.base import MeshBackend
 
@@ -111,8 +112,6 @@ def is_shape_only(mesh: DeviceMesh) -> bool:
 
 # --- records --------------------------------------------------------------------------------------
 
-_KIB = 1024
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -222,14 +221,6 @@ class PlannedMemory:
     kept_nbytes: int
     peak_unsharded_nbytes: int
     state_nbytes: int
-
-
-def shown_nbytes(nbytes: int) -> str:
-    """Return bytes in the unit that suits them."""
-    value, unit = float(nbytes), 0
-    while value >= _KIB and unit < len(_UNITS) - 1:
-        value, unit = value / _KIB, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def table(groups: Sequence[GroupPlan], traffic: Sequence[PlannedTraffic]) -> list[str]:

@@ -14,9 +14,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardkit import _schedule
 from shardkit._compat import torch_modules
-from shardkit._errors import WrapError, nearest
+from shardkit._errors import WrapError
 from shardkit._module.fsdp_module import own_class
 from shardkit._params.packing import numel_and_dtype
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

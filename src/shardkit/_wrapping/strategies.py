@@ -8,8 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit._errors import MeshError, WrapError, nearest
+from shardkit._errors import MeshError, WrapError
 from shardkit._mesh import SHARD_AXIS
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh

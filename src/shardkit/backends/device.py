@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardkit._compat import torch_devices
-from shardkit._errors import MeshError, StateError, nearest
+from shardkit._errors import MeshError, StateError
+from shardkit._text import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

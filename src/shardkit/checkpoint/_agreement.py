@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
+from shardkit._text import listed
 from shardkit.backends.base import first_of_all
 from shardkit.backends.groups import exchange, group_rank
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
+from shardkit._text import listed
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint

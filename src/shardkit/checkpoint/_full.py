@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
 from shardkit._module.materialize import rebuild_buffers
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import note_written
+from shardkit._text import listed
 from shardkit.checkpoint._agreement import FirstRank, axes_of, rank_of
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import (

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
+from shardkit._text import listed
 from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, open_checkpoint
 from shardkit.checkpoint._dcp.directory import (
     DAMAGED_FILE,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardkit._errors import CheckpointError, StateError, listed
+from shardkit._errors import CheckpointError, StateError
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit._errors import ConfigError, nearest
-from shardkit._kinds import NotOfKindError, flag, is_of_kind, number
+from shardkit._errors import ConfigError
+from shardkit._text import NotOfKindError, flag, is_of_kind, nearest, number
 from shardkit.config._source import Section, Setting, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardkit._kinds import Kind
+    from shardkit._text import Kind
     from shardkit.config._source import SourceLine
 
 

@@ -17,8 +17,8 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
-from shardkit._errors import LaunchError, nearest
-from shardkit._kinds import Kind, NotOfKindError, number, seconds
+from shardkit._errors import LaunchError
+from shardkit._text import Kind, NotOfKindError, nearest, number, seconds
 from shardkit.config._schema import MAX_RANKS, TOP
 
 if TYPE_CHECKING:

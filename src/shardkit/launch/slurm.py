@@ -7,7 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit._errors import LaunchError, listed
+from shardkit._errors import LaunchError
+from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardkit._policy import CPUOffloadPolicy
+from shardkit._text import shown_nbytes
 from shardkit._tree import iter_tensors, map_tensors
-from shardkit._wrapping.plan import shown_nbytes
 from shardkit._wrapping.policies import size_policy
 from shardkit.planning._plan import Advice, Choice
 from shardkit.planning._run import Run, dry_run

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import ConfigError, ShardkitError
 from shardkit._policy import MixedPrecisionPolicy
-from shardkit._wrapping.plan import shown_nbytes
+from shardkit._text import NotOfKindError, byte_size, shown_nbytes
 from shardkit.config import from_config
 from shardkit.planning._api import plan
 from shardkit.planning._plan import time_lines
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 # --- what is written on the command line ----------------------------------------------------------
 
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _DOES_NOT_FIT = 3  # 2 is what the command line is refused with.
 
 
@@ -44,12 +42,10 @@ def read_size(text: str) -> int:
     Raises:
         ConfigError: It is no size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if found is None or (found[3] and not found[2]):
-        msg = f"a size must be a number of bytes such as 80GiB or 80GB, got {text!r}."
-        raise ConfigError(msg)
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _UNITS[found[2].upper()])
+    try:
+        return byte_size(text)
+    except NotOfKindError as error:
+        raise ConfigError(error.sentence("a size", text)) from None
 
 
 def read_shape(text: str, what: str) -> tuple[int, ...]:

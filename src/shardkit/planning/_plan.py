@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardkit._wrapping.plan import shown_nbytes
+from shardkit._text import shown_nbytes
 from shardkit.planning._time import time_of
 
 if TYPE_CHECKING:

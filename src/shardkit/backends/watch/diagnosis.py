@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardkit._errors import listed, listed_lines
+from shardkit._text import listed, listed_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
+from shardkit._text import NotOfKindError, byte_size, listed
 from shardkit.checkpoint._files.disk import (
     INCOMPLETE,
     Extent,
@@ -485,19 +486,9 @@ def _is_linked(aside: Path, file: Path) -> bool:
     return True
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def parse_size(size: int | str) -> int:
     """Return the bytes that ``"5GB"``, ``"512MiB"`` or a number means."""
-    text = str(size).strip()
-    digits = text.rstrip("BKMGibkmg ")
-    unit = text[len(digits) :].strip().upper()
     try:
-        nbytes = int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        nbytes = 0
-    if nbytes < 1:
-        msg = f"max_shard_size must be a number of bytes such as 5000000000 or '5GB', got {size!r}."
-        raise CheckpointError(msg)
-    return nbytes
+        return byte_size(size)
+    except NotOfKindError as error:
+        raise CheckpointError(error.sentence("max_shard_size", size)) from None

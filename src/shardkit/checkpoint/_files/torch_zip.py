@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardkit._errors import CheckpointError, MeshError, ShardedTensorError, listed
+from shardkit._errors import CheckpointError, MeshError, ShardedTensorError
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._text import listed
 from shardkit.checkpoint._files.disk import (
     Extent,
     Source,

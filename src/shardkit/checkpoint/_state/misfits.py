@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardkit._errors import listed_lines
+from shardkit._text import listed_lines
 from shardkit.checkpoint._files.disk import TensorInfo, dtype_name, kind_of
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from shardkit._errors import CheckpointError, listed
+from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
+from shardkit._text import listed
 from shardkit.backends.groups import current_world_size, exchange, group_rank
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.names import (

@@ -1,15 +1,62 @@
-"""Kinds of values that people write as text, in the environment, config files and command lines."""
+"""Text for people, and values that people write as text: in the environment, files, commands."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
+import re
 import reprlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# --- for people -----------------------------------------------------------------------------------
+
+_NUM_NEAREST = 3
+_MAX_NAMED = 8
+_KIB = 1024
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def listed(items: Iterable[object], show: Callable[[Any], str] = repr) -> str:
+    """Return what an error names, in a sentence: of many the first ones, and how many more."""
+    known = [*items]
+    more = len(known) - _MAX_NAMED
+    return ", ".join(map(show, known[:_MAX_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def listed_lines(lines: Sequence[str], more: str = "and {} more") -> list[str]:
+    """Return the lines of an error: of many the first ones, and one of how many more there are."""
+    left = len(lines) - _MAX_NAMED
+    return [*lines[:_MAX_NAMED], *([more.format(left)] if left > 0 else [])]
+
+
+def nearest(wanted: str, names: Iterable[str]) -> str:
+    """Return a sentence that names what is spelled most alike."""
+    known = list(dict.fromkeys(names))
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(wanted.lower(), list(lowered), n=_NUM_NEAREST, cutoff=0.4)
+    found = [lowered[name] for name in close] or known[:_NUM_NEAREST]
+    return f"The nearest ones are {', '.join(map(repr, found))}." if found else "It has none."
+
+
+def shown_nbytes(nbytes: int) -> str:
+    """Return bytes in the unit that suits them."""
+    value, unit = float(nbytes), 0
+    while value >= _KIB and unit < len(_UNITS) - 1:
+        value, unit = value / _KIB, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+# --- from people ----------------------------------------------------------------------------------
 
 Kind = Callable[[Any], Any]
 """Reads a value, and returns what is meant, or raises `NotOfKindError`."""
 
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
 
 
@@ -89,3 +136,15 @@ def _float(value: Any) -> float:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def byte_size(value: Any) -> int:
+    """Read a number of bytes above 0, such as ``80GiB``, ``5GB``, ``1.5 MiB`` or ``7``."""
+    size = 0
+    with contextlib.suppress(ValueError, OverflowError):  # More digits than Python reads.
+        if found := _SIZE.fullmatch(str(value)):
+            power = " KMGT".index((found[2] or " ").upper())
+            size = int(float(found[1]) * (_KIB if found[3] else 1000) ** power)
+    if size < 1:
+        raise NotOfKindError(expected="must be a number of bytes such as 80GiB or 5GB")
+    return size
