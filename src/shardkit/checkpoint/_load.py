@@ -216,7 +216,7 @@ class _LoadPlan:
     ) -> None:
         _check_arguments(model, optimizers, objects)
         self.misfits = misfits = Misfits()
-        self.identity = source.identity
+        self.identity = source.reader.identity
         self._source = source
         self._model: ModelPart | None = None
         self._optimizers: OptimizerPart | None = None

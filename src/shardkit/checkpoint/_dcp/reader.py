@@ -246,31 +246,13 @@ def check_is_checkpoint(path: Path) -> None:
 class LoadPlanner(DefaultLoadPlanner):
     """Loads by flat names; runs no code from the file."""
 
-    def __init__(self, path: object, expect: Callable[[int], None]) -> None:
+    def __init__(self, path: object, targets: dict[str, Any], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Not by set_up_planner, which would look through the targets for those without memory.
+        self.state_dict = self.original_state_dict = targets
+        self.metadata, self.is_coordinator = metadata, False
         self._path = path
-        self._expect = expect
         self.loaded: dict[str, Any] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - DCP's signature
-    ) -> None:
-        """Take the targets as they are: DCP would look through them for those without memory."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Count the bytes of this rank's part."""
-        plan = super().finish_plan(new_plan)
-        for item in plan.items:
-            target = self.state_dict[item.dest_index.fqn]
-            if isinstance(target, torch.Tensor):
-                self._expect(math.prod(item.lengths) * target.dtype.itemsize)
-        return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep a value that is not a tensor; refuse classes that torch does not take for safe."""
@@ -292,7 +274,6 @@ class DistributedCheckpoint(Source):
         entries: Shape and dtype of every tensor; None for what is not a tensor.
         paths: Keys that led to each entry in the nested state; one key if that is not known.
         stages: Entries of each model, where the ranks that saved had different ones.
-        identity: Number that tells the checkpoint from others.
     """
 
     kind = "checkpoint directory"
@@ -303,7 +284,6 @@ class DistributedCheckpoint(Source):
         self._expect = meter.expect
         self.reader = CheckpointReader(path, report=meter.add)
         self._metadata = self.reader.read_metadata()
-        self.identity = self.reader.identity
         self.entries = {
             name: TensorInfo(tuple(entry.size), entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
@@ -330,9 +310,12 @@ class DistributedCheckpoint(Source):
 
         Communicates nothing.
         """
-        planner = LoadPlanner(self.path, self._expect)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=False)
-        plan = planner.finish_plan(planner.create_local_plan())
+        planner = LoadPlanner(self.path, dict(targets), self._metadata)
+        plan = planner.create_local_plan()
+        for item in plan.items:
+            target = targets[item.dest_index.fqn]
+            if isinstance(target, Tensor):
+                self._expect(math.prod(item.lengths) * target.dtype.itemsize)
         self.reader.read_data(plan, planner).wait()
         for target in targets.values():
             if isinstance(target, ShardedTensor):
