@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,16 +39,6 @@ DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
 _OPTIMIZERS = ("optim", "optimizer")
-
-
-@dataclass(frozen=True)
-class _FilePlan:
-    """What is written where."""
-
-    names: dict[str, str]  # Key in the checkpoint by name in the file.
-    others: dict[str, str] = field(default_factory=dict)
-    # Function that makes the content of one torch file; None: it is flat.
-    arrange: Callable[[dict[str, Tensor]], Any] | None = None
 
 
 def consolidate(  # noqa: PLR0913 - what there is to say of both sides
@@ -96,38 +85,41 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     """
     check_saved_dtype(dtype)
     checkpoint = open_checkpoint(source, suffix)
-    plan = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    keys, put_together = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    names = {name: key for name, key in keys.items() if key in checkpoint.infos}
+    other_keys = {name: key for name, key in keys.items() if name not in names}
     if optimizer and (format != "torch" or max_shard_size is not None):
         msg = "an optimizer's state fits one torch file only: leave out the other options."
         raise CheckpointError(msg)
-    if plan.others and (format != "torch" or max_shard_size is not None):
+    if other_keys and (format != "torch" or max_shard_size is not None):
         msg = (
-            f"{source} has entries that are no tensors ({listed(plan.others, str)}): they fit one "
+            f"{source} has entries that are no tensors ({listed(other_keys, str)}): they fit one "
             f"torch file only, without max_shard_size."
         )
         raise CheckpointError(msg)
-    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
-    by_key = {key: name for name, key in reversed(plan.names.items())}
+    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in names.items()}
+    by_key = {key: name for name, key in reversed(names.items())}
     tied = {
         name: by_key[checkpoint.tied[key]]
-        for name, key in plan.names.items()
+        for name, key in names.items()
         if checkpoint.tied.get(key) in by_key
     }
-    others = {name: checkpoint.read_other(key) for name, key in plan.others.items()}
+    others = {name: checkpoint.read_other(key) for name, key in other_keys.items()}
 
-    def arrange(tensors: dict[str, Tensor]) -> Any:
-        everything = {**tensors, **others}
-        return plan.arrange(everything) if plan.arrange is not None else everything
-
-    kept = [name for name in plan.names if name not in tied]
+    kept = [name for name in names if name not in tied]
     with (
         Meter(progress, f"consolidating {Path(source).name}", rank=0) as meter,
         FullWriter(
-            out, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
+            out,
+            infos,
+            format=format,
+            max_shard_size=max_shard_size,
+            tied=tied,
+            arrange=lambda tensors: put_together({**tensors, **others}),
         ) as writer,
     ):
         meter.expect(sum(info_nbytes(infos[name]) for name in kept))
-        for key, part in _parts(checkpoint, [plan.names[name] for name in kept]):
+        for key, part in _parts(checkpoint, [names[name] for name in kept]):
             name = by_key[key]
             saved = part.to(infos[name].dtype)
             writer.append(name, saved)
@@ -198,15 +190,12 @@ def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _plan(
     checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
-) -> _FilePlan:
+) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+    """Return the key in the checkpoint of each name in the file, and what makes its content."""
     root = model_root(checkpoint, source, model_key)
-    keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
+    inside = {key: path for key, path in checkpoint.paths.items() if path[: len(root)] == root}
     if not optimizer:
-        names = {_join(checkpoint.paths[key][len(root) :]): key for key in keys}
-        return _FilePlan(
-            {name: key for name, key in names.items() if key in checkpoint.infos},
-            {name: key for name, key in names.items() if key not in checkpoint.infos},
-        )
+        return {_join(path[len(root) :]): key for key, path in inside.items()}, lambda flat: flat
     optim = next(
         (
             (*root[:-1], name)
@@ -220,14 +209,12 @@ def _plan(
         raise CheckpointError(msg)
     places: dict[str, tuple[str | int, ...]] = {}
     for key, path in checkpoint.paths.items():
-        if path[: len(root)] == root:
+        if key in inside:
             places[key] = ("model", _join(path[len(root) :]))
         elif path[: len(optim)] == optim:
             places[key] = ("optim", *path[len(optim) :])
-    return _FilePlan(
-        {key: key for key in places if key in checkpoint.infos},
-        {key: key for key in places if key not in checkpoint.infos},
-        lambda entries: nested({places[key]: value for key, value in entries.items()}),
+    return {key: key for key in places}, lambda entries: nested(
+        {places[key]: value for key, value in entries.items()}
     )
 
 
