@@ -3,7 +3,7 @@
 | branch | until which torch |
 | --- | --- |
 | ``root_mesh``: a table of meshes in place of a method | 2.9 |
-| ``forget_dtensor_meshes``: nothing to forget, or under another name | 2.12 |
+| ``forget_dtensor_meshes``: there is no function for it | 2.9, perhaps newer ones |
 | ``nccl_flight_record``: a build without NCCL | any |
 """
 

@@ -16,10 +16,10 @@ from shardkit.backends.groups import exchange
 from shardkit.checkpoint._agreement import agreed, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import is_plain
-from shardkit.checkpoint._dcp.manifest import DAMAGED, MANIFEST_FILE
+from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
-from shardkit.checkpoint._files.disk import TensorInfo, asides_in, nested
+from shardkit.checkpoint._files.disk import DAMAGED, TensorInfo, asides_in, nested
 from shardkit.checkpoint._full import load_full
 from shardkit.checkpoint._save import check_arguments, wait_for_last_save
 from shardkit.checkpoint._state.misfits import Misfits, described

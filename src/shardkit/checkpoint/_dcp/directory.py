@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.manifest import (
-    DAMAGED,
     MANIFEST_FILE,
     Header,
     Manifest,
@@ -38,6 +37,7 @@ from shardkit.checkpoint._dcp.manifest import (
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files.disk import (
+    DAMAGED,
     DELETED,
     INCOMPLETE,
     REPLACED,

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp.manifest import BLOCK_NBYTES, DAMAGED, Item
+from shardkit.checkpoint._dcp.manifest import BLOCK_NBYTES, Item
 from shardkit.checkpoint._files.disk import (
+    DAMAGED,
     TensorInfo,
     bytes_of,
     copy_from_scratch,

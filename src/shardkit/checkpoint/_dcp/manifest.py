@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import is_plain_name, open_regular, read_index
+from shardkit.checkpoint._files.disk import DAMAGED, is_plain_name, open_regular, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +30,6 @@ BLOCK_NBYTES = 4 << 20
 
 _HEADER_NBYTES = 1 << 16
 _LIMIT = 1 << 62  # Sums of a few sizes below it are what they should be in any language.
-
-DAMAGED = "The checkpoint is damaged: load another one."
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,12 @@ from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import ItemFile
 from shardkit.checkpoint._dcp.manifest import (
     BLOCK_NBYTES,
-    DAMAGED,
     MANIFEST_FILE,
     Item,
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, metadata_content, parse_metadata
-from shardkit.checkpoint._files.disk import Source, TensorInfo, asides_in, why_refused
+from shardkit.checkpoint._files.disk import DAMAGED, Source, TensorInfo, asides_in, why_refused
 
 if TYPE_CHECKING:
     import os

@@ -39,6 +39,8 @@ PART_NBYTES = 2**24
 MAX_INDEX_NBYTES = 2**30
 """Of a file that says where tensors are: more than that of any checkpoint that can be saved."""
 
+DAMAGED = "The checkpoint is damaged: load another one."
+
 _MAX_NAME_LEN = 255  # No file system has a longer name.
 
 
@@ -248,7 +250,7 @@ def open_regular(path: os.PathLike[str] | str) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        msg = f"{os.fspath(path)} is no regular file. The checkpoint is damaged: load another one."
+        msg = f"{os.fspath(path)} is no regular file. {DAMAGED}"
         raise CheckpointError(msg)
     return fd
 
@@ -260,7 +262,7 @@ def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES)
         if size > max_nbytes:
             msg = (
                 f"{os.fspath(path)} has {size} bytes, of which there can be {max_nbytes} at most. "
-                f"The checkpoint is damaged: load another one."
+                f"{DAMAGED}"
             )
             raise CheckpointError(msg)
         return file.read(size)
