@@ -17,6 +17,7 @@ from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
+    Keys,
     Source,
     check_saved_dtype,
     converted,
@@ -207,7 +208,7 @@ def _plan(
     if optim is None:
         msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
         raise CheckpointError(msg)
-    places: dict[str, tuple[str | int, ...]] = {}
+    places: dict[str, Keys] = {}
     for key, path in checkpoint.paths.items():
         if key in inside:
             places[key] = ("model", _join(path[len(root) :]))
@@ -218,9 +219,7 @@ def _plan(
     )
 
 
-def model_root(
-    checkpoint: Source, source: object, model_key: str | None = None
-) -> tuple[str | int, ...]:
+def model_root(checkpoint: Source, source: object, model_key: str | None = None) -> Keys:
     """Return where in a checkpoint the model's state dict is."""
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
     shown = listed(sorted({_join(parent[:2]) or "(top)" for parent in parents}), str)
@@ -243,5 +242,5 @@ def model_root(
     raise CheckpointError(msg)
 
 
-def _join(path: tuple[str | int, ...]) -> str:
+def _join(path: Keys) -> str:
     return ".".join(map(str, path))

@@ -19,7 +19,7 @@ from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_checkpoint
-from shardkit.checkpoint._files.disk import DAMAGED, TensorInfo, asides_in, nested
+from shardkit.checkpoint._files.disk import DAMAGED, Keys, TensorInfo, asides_in, nested
 from shardkit.checkpoint._full import load_full
 from shardkit.checkpoint._save import check_arguments, wait_for_last_save
 from shardkit.checkpoint._state.misfits import Misfits, described
@@ -43,8 +43,8 @@ from shardkit.checkpoint._state.names import (
 
 if TYPE_CHECKING:
     import os
-    import pathlib
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from shardkit._progress import Progress
 
@@ -153,7 +153,7 @@ class _ReplacedError(Exception):
 class _Together:
     """Runs each part of a load on all ranks of a group; none goes on where one failed."""
 
-    def __init__(self, target: pathlib.Path, what: str, group: Any) -> None:
+    def __init__(self, target: Path, what: str, group: Any) -> None:
         self._target = target
         self._what = what
         self._group = group
@@ -189,7 +189,7 @@ class _Together:
             raise CheckpointError(msg) from error
 
 
-def is_full(path: pathlib.Path) -> bool:
+def is_full(path: Path) -> bool:
     """Whether a path is that of whole tensors: a file, or a directory as Hugging Face's."""
     return path.is_file() or (
         path.is_dir()
@@ -198,7 +198,7 @@ def is_full(path: pathlib.Path) -> bool:
     )
 
 
-def _look(path: pathlib.Path) -> None:
+def _look(path: Path) -> None:
     """Finish what a crash left, and look whether there is a checkpoint; on one rank."""
     directory.recover(path)
     check_is_checkpoint(path)
@@ -292,7 +292,7 @@ class ModelPart:
         self._model = model
         self._state = get_model_state_dict(model)
         self._in_place: set[str] = set()
-        self._nested: dict[str, dict[str, Path]] = {}
+        self._nested: dict[str, dict[str, Keys]] = {}
         infos = source.entries
         prefix = model_prefix(infos, self._state)
         self.entries = {name: prefix + name for name in self._state}
@@ -327,7 +327,7 @@ class ModelPart:
         It is the module that made it that knows what fits.
         """
         entry = self.entries[name]
-        whole: dict[str, Path] = {entry: ()}
+        whole: dict[str, Keys] = {entry: ()}
         found = whole if entry in source.entries else paths_below(source.paths, entry)
         self._nested[name] = found
         self.targets |= {one: room(source.entries[one]) for one in found}
@@ -393,7 +393,7 @@ class OptimizerPart:
         self.targets: dict[str, Any] = {}
         self.claimed: set[str] = set()
         self._infos = source.entries
-        self._places: dict[str, tuple[str, Path]] = {}
+        self._places: dict[str, tuple[str, Keys]] = {}
         self._saved: dict[str, dict[str, TensorInfo | None]] = {}
         self._groups: list[dict[str, Any]] = []
         self._state: dict[str, Any] = {}
@@ -476,7 +476,7 @@ class OptimizerPart:
         """Give the optimizers their state."""
         if not self._state:
             return
-        found: dict[str, dict[Path, Any]] = {}
+        found: dict[str, dict[Keys, Any]] = {}
         for entry, (name, keys) in self._places.items():
             found.setdefault(name, {})[keys] = loaded.get(entry, self.targets[entry])
         for name, values in found.items():
@@ -597,7 +597,7 @@ class ExtrasPart:
 
     def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Load objects; return what nobody was given for."""
-        values: dict[Path, Any] = {
+        values: dict[Keys, Any] = {
             path: loaded.get(entry, self.targets[entry]) for entry, path in self._paths.items()
         }
         extras = nested(values) if values else {}
@@ -630,8 +630,6 @@ OPTIMIZER_PREFIXES = (
     "",
 )
 _OUTER = ("app", "state", "extra")
-
-Path = tuple[str | int, ...]
 
 
 def model_prefix(entries: Collection[str], names: Collection[str]) -> str:
@@ -670,8 +668,8 @@ def entries_of_optimizers(entries: Collection[str]) -> set[str]:
 
 
 def optimizer_entries(
-    paths: Mapping[str, Path], prefix: str, known: Collection[str]
-) -> Iterator[tuple[str, str, Path]]:
+    paths: Mapping[str, Keys], prefix: str, known: Collection[str]
+) -> Iterator[tuple[str, str, Keys]]:
     """Yield entries of parameters' state, each with the parameter's name and the keys behind it.
 
     Names have dots in them, as what is behind them may have: those that are `known` are found.
@@ -689,9 +687,9 @@ def optimizer_entries(
             yield entry, *(split_at_name(text, known) or (name, (last,)))
 
 
-def paths_below(paths: Mapping[str, Path], entry: str) -> dict[str, Path]:
+def paths_below(paths: Mapping[str, Keys], entry: str) -> dict[str, Keys]:
     """Return the entries that are in a nested value called so, and where in it."""
-    found: dict[str, Path] = {}
+    found: dict[str, Keys] = {}
     for name, path in paths.items():
         if not name.startswith(f"{entry}."):
             continue
@@ -704,7 +702,7 @@ def paths_below(paths: Mapping[str, Path], entry: str) -> dict[str, Path]:
     return found
 
 
-def element(values: Any, path: Path) -> Any:
+def element(values: Any, path: Keys) -> Any:
     """Return what is at a path in nested dicts and lists; None if there is nothing."""
     for key in path:
         try:

@@ -26,7 +26,7 @@ from shardkit.checkpoint._dcp.item_file import FileStream, raw_bytes, tensor_fra
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
-from shardkit.checkpoint._files.disk import why_refused, write_synced
+from shardkit.checkpoint._files.disk import Keys, why_refused, write_synced
 
 if TYPE_CHECKING:
     import os
@@ -161,7 +161,7 @@ def _with_groups_of_all_stages(
     renamed: list[SavePlan] = []
     own_names: list[dict[str, str]] = []
     for plan in plans:
-        paths: dict[str, tuple[str | int, ...]] = plan.planner_data
+        paths: dict[str, Keys] = plan.planner_data
         of_model = _entries_of_model(plan)
         numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS]
         if of_model not in firsts:

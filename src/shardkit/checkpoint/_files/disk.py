@@ -44,6 +44,10 @@ DAMAGED = "The checkpoint is damaged: load another one."
 _MAX_NAME_LEN = 255  # No file system has a longer name.
 
 
+Keys = tuple[str | int, ...]
+"""They lead to an entry in nested dicts and lists."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """What is known of a saved tensor before it is read."""
@@ -67,7 +71,7 @@ class Source:
     _room: Tensor | None = None
 
     @functools.cached_property
-    def paths(self) -> dict[str, tuple[str | int, ...]]:
+    def paths(self) -> dict[str, Keys]:
         """The keys that lead to each entry in nested dicts and lists."""
         return {name: (name,) for name in (*self.infos, *self.others)}
 
@@ -113,11 +117,11 @@ class Source:
             copy_from_scratch(part, room[: part.numel()])
 
 
-def nested(values: Mapping[tuple[str | int, ...], Any]) -> Any:
+def nested(values: Mapping[Keys, Any]) -> Any:
     """Return values put back where they were: in dicts, and in lists where keys are numbers."""
     if () in values:
         return values[()]
-    inner: dict[str | int, dict[tuple[str | int, ...], Any]] = {}
+    inner: dict[str | int, dict[Keys, Any]] = {}
     for path, value in values.items():
         inner.setdefault(path[0], {})[path[1:]] = value
     if all(isinstance(key, int) for key in inner):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import Source, TensorInfo
+from shardkit.checkpoint._files.disk import Keys, Source, TensorInfo
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class RankFiles(Source):
     def __init__(self) -> None:
         self.infos, self.tied = {}, {}
         self.others: dict[str, Any] = {}
-        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.paths: dict[str, Keys] = {}
         self._chunks: dict[str, list[dict[str, Any]]] = {}
         self._pieces: dict[str, list[SavedRange]] = {}
 
