@@ -66,7 +66,7 @@ def content(folder: pathlib.Path) -> dict[str, typing.Any]:
     path = folder / "checkpoints" / "end"
     source = DistributedCheckpoint(path, Meter(progress=False, what="", rank=0))
     targets = {name: room(info) for name, info in source.entries.items()}
-    return targets | source.fill(targets)
+    return source.fill(targets)
 
 
 @pytest.mark.parametrize(("world_size", "kills", "steps"), [(1, 14, 90), (2, 6, 42)])

@@ -336,15 +336,13 @@ class ModelPart:
     def put(self, loaded: Mapping[str, Any]) -> None:
         """Give the model what could not be read in place, and have its hooks called."""
         state = {
-            name: loaded.get(entry, self._state[name])
+            name: loaded[entry]
             for name, entry in self.entries.items()
             if entry in self.targets and name not in self._in_place
         }
         for name, found in self._nested.items():
             if found:
-                state[name] = nested(
-                    {path: loaded.get(one, self.targets[one]) for one, path in found.items()}
-                )
+                state[name] = nested({path: loaded[one] for one, path in found.items()})
         set_model_state_dict(self._model, state, options=_NOT_STRICT)
 
 
@@ -390,8 +388,6 @@ class OptimizerPart:
     ) -> None:
         self._model = model = model_part._model  # noqa: SLF001 - of the same file
         self._optimizers = optimizers
-        self.targets: dict[str, Any] = {}
-        self.claimed: set[str] = set()
         self._infos = source.entries
         self._places: dict[str, tuple[str, Keys]] = {}
         self._saved: dict[str, dict[str, TensorInfo | None]] = {}
@@ -401,7 +397,6 @@ class OptimizerPart:
         if prefix is None:
             misfits.missing.append("optimizer: all of its state")
             return
-        self.claimed = entries_of_optimizers(source.entries) - set(model_part.entries.values())
         first_name: dict[str, str] = {}
         params: dict[str, nn.Parameter] = {}
         for names, param in parameters_by_name(model, optimizers):
@@ -451,17 +446,17 @@ class OptimizerPart:
                 values[key] = present[name][key]
         if self._groups:
             self._state["param_groups"] = self._groups
+        targets = {}
         for entry, (name, keys) in self._places.items():
             target = element(self._state["state"], (name, *keys))
-            self.targets[entry] = room(self._infos[entry]) if target is None else target
-        return self.targets
+            targets[entry] = room(self._infos[entry]) if target is None else target
+        return targets
 
     def _read_groups(self, source: DistributedCheckpoint, prefix: str) -> list[dict[str, Any]]:
         """Return the saved parameter groups; empty if there are none."""
         head = f"{prefix}param_groups"
         entries = [e for e in source.entries if e == head or e.startswith(f"{head}.")]
-        values = {entry: room(source.entries[entry]) for entry in entries}
-        values |= source.fill(values)
+        values = source.fill({entry: room(source.entries[entry]) for entry in entries})
         depth = prefix.count(".") + 1
         paths = {entry: source.paths[entry] for entry in entries}
         if all(len(path) >= depth for path in paths.values()):
@@ -478,7 +473,7 @@ class OptimizerPart:
             return
         found: dict[str, dict[Keys, Any]] = {}
         for entry, (name, keys) in self._places.items():
-            found.setdefault(name, {})[keys] = loaded.get(entry, self.targets[entry])
+            found.setdefault(name, {})[keys] = loaded[entry]
         for name, values in found.items():
             self._state["state"].setdefault(name, {}).update(nested(values))  # Lists are lists.
         put_optimizer_state(self._model, self._optimizers, self._state, strict=False)
@@ -597,9 +592,7 @@ class ExtrasPart:
 
     def put(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Load objects; return what nobody was given for."""
-        values: dict[Keys, Any] = {
-            path: loaded.get(entry, self.targets[entry]) for entry, path in self._paths.items()
-        }
+        values = {path: loaded[entry] for entry, path in self._paths.items()}
         extras = nested(values) if values else {}
         for name, value in self._objects.items():
             if name not in extras:

@@ -305,9 +305,9 @@ class DistributedCheckpoint(Source):
         return [path for path in sorted(self.path.iterdir()) if path.is_file()]
 
     def fill(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill tensors of the saved shapes, whole or sharded; return what is no tensor (None here).
+        """Fill tensors of the saved shapes, whole or sharded; return them, and what is no tensor.
 
-        Communicates nothing.
+        That is None among the targets. Communicates nothing.
         """
         planner = LoadPlanner(self.path, dict(targets), self._metadata)
         plan = planner.create_local_plan()
@@ -319,7 +319,7 @@ class DistributedCheckpoint(Source):
         for target in targets.values():
             if isinstance(target, ShardedTensor):
                 target.spec.annotate_sharding(target.local_piece)
-        return planner.loaded
+        return {**targets, **planner.loaded}
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on; of a tensor's part the whole is read."""
