@@ -117,38 +117,37 @@ def check_arguments(model: Any, optimizers: Any) -> None:
         raise CheckpointError(msg)
 
 
-def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Meter) -> Path:
+def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, progress: Progress) -> Path:
     """Write a checkpoint; see `save`."""
-    writer = CheckpointWriter(
-        job.path,
-        overwrite=job.overwrite,
-        step=job.step,
-        report=meter.add,
-    )
+    rank = rank_of(group)
+    with Meter(progress, f"saving {job.path.name}", rank=rank) as meter:
+        writer = CheckpointWriter(
+            job.path, overwrite=job.overwrite, step=job.step, report=meter.add
+        )
 
-    def make_state() -> dict[str, Any]:
-        state = collect()
-        writer.layout = layout_of(state.get("model", {}))
-        return state
+        def make_state() -> dict[str, Any]:
+            state = collect()
+            writer.layout = layout_of(state.get("model", {}))
+            return state
 
-    planner = SavePlanner(make_state, meter.expect)
-    writer.stages = planner.stages  # Known when all ranks have planned.
-    try:
-        if dist.is_initialized():
-            with channel_of(group).section("saving", "a checkpoint"):
-                dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
-        else:
-            _write_alone(writer, planner)
-    except BaseException as error:
-        if rank_of(group) == 0:
-            with contextlib.suppress(OSError):
-                writer.discard()
-        if isinstance(error, CheckpointException):
-            what = f"{quote(job.path)} was not saved"
-            raise error_of(what, error) from error
-        raise
-    if job.keep_last is not None and rank_of(group) == 0:
-        directory.prune(job.path, job.keep_last)
+        planner = SavePlanner(make_state, meter.expect)
+        writer.stages = planner.stages  # Known when all ranks have planned.
+        try:
+            if dist.is_initialized():
+                with channel_of(group).section("saving", "a checkpoint"):
+                    dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+            else:
+                _write_alone(writer, planner)
+        except BaseException as error:
+            if rank == 0:
+                with contextlib.suppress(OSError):
+                    writer.discard()
+            if isinstance(error, CheckpointException):
+                what = f"{quote(job.path)} was not saved"
+                raise error_of(what, error) from error
+            raise
+        if job.keep_last is not None and rank == 0:
+            directory.prune(job.path, job.keep_last)
     return job.path
 
 
@@ -342,36 +341,28 @@ class SaveHandle:
     def __init__(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
         """Start to write; or to tell other ranks why this one has nothing to write."""
         self._path = job.path
-        self._group = group
-        self._state: dict[str, Any] | Exception | None = state
         self._error: BaseException | None = None
         self._is_asked = False
         self._is_given_up = False
         self._rank = rank_of(group)
         # A daemon: the end of the process waits for it by `end`, which has a limit.
         self._thread = threading.Thread(
-            target=self._write, args=(job,), name="shardkit-save", daemon=True
+            target=self._write, args=(job, state, group), name="shardkit-save", daemon=True
         )
         self._catch_sigterm()
         self._thread.start()
 
-    def _write(self, job: Job) -> None:
-        state = self._state
-        progress = False if job.progress is None else job.progress
-
+    def _write(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
         def collected() -> dict[str, Any]:
-            assert state is not None
             if isinstance(state, Exception):
                 raise state
             return state
 
         try:
-            with Meter(progress, f"saving {job.path.name}", rank=rank_of(self._group)) as meter:
-                write(job, collected, self._group, meter)
+            write(job, collected, group, False if job.progress is None else job.progress)
         except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
             self._error = error
         finally:
-            self._state = None
             if signal.getsignal(signal.SIGTERM) == self._end_by_sigterm:
                 # Only main threads may call signal.signal, and one that is blocked in a collective
                 # would not come to call a handler: SIGTERM ends the process at once, as before.
@@ -581,8 +572,7 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
         _raise_last(error)
         return job.collect()
 
-    with Meter(progress, f"saving {job.path.name}", rank=rank_of(process_group)) as meter:
-        return write(job, collect, process_group, meter)
+    return write(job, collect, process_group, progress)
 
 
 def async_save(  # noqa: PLR0913 - as `save`
