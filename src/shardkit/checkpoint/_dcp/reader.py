@@ -248,8 +248,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def __init__(self, path: object, targets: dict[str, Any], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         # Not by set_up_planner, which would look through the targets for those without memory.
-        self.state_dict = self.original_state_dict = targets
-        self.metadata, self.is_coordinator = metadata, False
+        self.state_dict, self.metadata = targets, metadata
         self._path = path
         self.loaded: dict[str, Any] = {}
 
