@@ -39,6 +39,7 @@ FRAMEWORKS = {
 CLIENTS = (
     ("torchtitan==0.3.0", "triton==3.9.0"),
     ("torchtune==0.6.1", "torchao==0.13.0"),  # newer ones of torchao lack what it imports
+    ("accelerate==1.15.0", "transformers==5.23.0"),
     (
         "trl==1.16.0",
         "transformers==5.23.0",

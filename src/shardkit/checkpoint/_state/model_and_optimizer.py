@@ -4,7 +4,9 @@ The functions have the names, arguments and meaning of those in
 ``torch.distributed.checkpoint.state_dict``, with these differences: an optimizer that was never
 stepped has an empty state, where torch steps it with zero gradients (which counts as a step);
 parameters are found also while a module shows unsharded ones; state of another shape is refused
-before anything has been changed.
+before anything has been changed; with ``full_state_dict`` a missing parameter is missing, where
+torch goes on with the model's own; of parameters that a state has nothing of, the optimizer's state
+begins anew.
 """
 
 from __future__ import annotations
@@ -49,8 +51,7 @@ if TYPE_CHECKING:
 def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """Return the state of optimizers by parameter names: ``state`` and ``param_groups``.
 
-    Tensors are those of the optimizers, sharded as they are. Parameters that were never stepped
-    have no state; an optimizer is not stepped for it.
+    Tensors are those of the optimizers. No optimizer is stepped for it.
     """
     names = names_of_parameters(model)
     state: dict[str, Any] = {}
@@ -94,13 +95,8 @@ def optimizer_template(
 ) -> dict[str, Any]:
     """Return room for a saved optimizer state, made without stepping the optimizers.
 
-    Returns:
-        ``state``: by parameter and state name a tensor to load into: sharded like the parameter if
-        it has its shape, end to end with those of the parameter's bucket; else a plain one on the
-        host; None for what is not a tensor. Parameters of which nothing was saved are left out.
-        ``param_groups``: those of the optimizers, with names as ``params``.
-
-    Cost: memory of this rank's pieces; no collective.
+    Entries are tensors to load into: sharded like the parameter if they have its shape, end to end
+    with those of the parameter's bucket; else plain ones on the host; None for what is no tensor.
     """
     state = {
         name: {
@@ -131,8 +127,7 @@ def _is_like_parameter(
 ) -> bool:
     """Whether an entry of the parameter's shape is one number for each of its elements.
 
-    Only a parameter without dimensions leaves a doubt: its steps have no dimensions either. Then
-    the same entry of parameters that have some tells.
+    In doubt is a parameter without dimensions: then the same entry of others that have some tells.
     """
     if info.shape or key in STATE_NUMBERS:
         return bool(info.shape)
@@ -150,13 +145,9 @@ def put_optimizer_state(
 ) -> None:
     """Put state by parameter names into optimizers, which keep the tensors, not copies of them.
 
-    A parameter without an entry has no state afterwards, as one that was never stepped. Options
-    come from the saved group that lists the group's parameters, in whatever order; those that were
-    not saved stay.
-
-    Raises:
-        CheckpointError: Parameters are missing, or the saved groups of one group's parameters have
-            different options. Nothing has been changed then.
+    A parameter without an entry has no state afterwards. Options come from the saved group that
+    lists the group's parameters; those that were not saved stay. After an error nothing has been
+    changed.
     """
     loads = list(numbered_states(model, optimizers, state, strict=strict))
     for optimizer, numbered_state in loads:
@@ -282,14 +273,19 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
 
 
 def get_model_state_dict(
-    model: nn.Module, *, options: StateDictOptions | None = None
+    model: nn.Module,
+    *,
+    submodules: Container[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """Return a model's state dict, by names without those of wrappers.
 
     Args:
         model: Module, sharded or not; all ranks must call it with ``full_state_dict``.
-        options: Options of torch: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``.
-            With the first two, rank 0 gets the state and the others an empty dict.
+        submodules: Modules in it whose state alone is returned; None for all.
+        options: Options of torch: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``,
+            ``keep_submodule_prefixes``. With the first two, rank 0 gets the state and the others an
+            empty dict.
 
     Cost: with ``full_state_dict`` one gather for each tensor (`ShardedTensor.full_tensor`), one
     tensor at a time where ``cpu_offload`` moves it away.
@@ -300,6 +296,15 @@ def get_model_state_dict(
         for name, param in model.named_parameters(remove_duplicate=False):
             if not param.requires_grad:
                 state.pop(plain_name(model, name), None)
+    if submodules:
+        modules = model.named_modules(remove_duplicate=False)
+        prefixes = [f"{plain_name(model, name)}." for name, each in modules if each in submodules]
+        state = {
+            key if options.keep_submodule_prefixes else key.removeprefix(prefix): value
+            for key, value in state.items()
+            for prefix in prefixes
+            if key.startswith(prefix)
+        }
     return _as_wanted(state, options)
 
 
@@ -327,11 +332,18 @@ def get_optimizer_state_dict(
 
 
 def get_state_dict(
-    model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: Container[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a model and of its optimizers; see the functions for each."""
+    """Return the state of a model and of its optimizers; see the functions for each.
+
+    As with torch, `submodules` chooses from the model only.
+    """
     return (
-        get_model_state_dict(model, options=options),
+        get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, options=options),
     )
 
@@ -362,7 +374,7 @@ def whole_state(state: dict[str, Any], *, keep: bool, to_cpu: bool) -> dict[str,
 
 def set_model_state_dict(
     model: nn.Module,
-    model_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[Any, Any],
     *,
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
@@ -370,8 +382,8 @@ def set_model_state_dict(
 
     Args:
         model: Module, sharded or not. Parameters on the meta device get memory for their pieces.
-        model_state_dict: State by names without those of wrappers. Whole tensors are cut by each
-            rank.
+        model_state_dict: State by names without those of wrappers, or dict of states by the modules
+            in `model` that they are of. Whole tensors are cut by each rank.
         options: Options of torch: ``strict``; with ``broadcast_from_rank0`` rank 0 has whole
             tensors and sends them one at a time, what other ranks pass is not looked at.
 
@@ -385,6 +397,13 @@ def set_model_state_dict(
     options = options or StateDictOptions()
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
+    if any(isinstance(key, nn.Module) for key in model_state_dict or ()):
+        names = {each: plain_name(model, name) for name, each in model.named_modules()}
+        model_state_dict = {
+            f"{names[module]}.{key}".removeprefix("."): value
+            for module, state in model_state_dict.items()
+            for key, value in state.items()
+        }
     if options.broadcast_from_rank0:
         state = _received_model(model_state_dict, {name: own[key] for name, key in keys.items()})
     else:
@@ -668,7 +687,8 @@ def rekey_optimizer_state(
         )
         raise CheckpointError(msg)
     named = {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}
-    if _is_by_ids(state):
+    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
+    if any(isinstance(key, int) for key in keys):
         named = _by_names(state, model, optimizer, names)
     if layout == "names":
         return named
@@ -680,11 +700,6 @@ def _check_layout(layout: object) -> None:
     if layout not in ("names", "ids"):
         msg = f"layout must be 'names' or 'ids', got {layout!r}."
         raise CheckpointError(msg)
-
-
-def _is_by_ids(state: Mapping[str, Any]) -> bool:
-    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
-    return any(isinstance(key, int) for key in keys)
 
 
 def _by_names(
