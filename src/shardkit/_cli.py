@@ -52,9 +52,6 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
     Returns:
         Lines: who waits for whom, then each rank with its stack, if that is wanted, and with what
         NCCL's flight recorder says of it.
-
-    Raises:
-        StateError: There is no such run, and no diagnosis of one.
     """
     running = [run for run in runs.running() if pid in (None, run.pid)]
     if running:

@@ -12,9 +12,6 @@ dicts. Its name and its arguments are a file format: what is added comes last, w
 from __future__ import annotations
 
 import copyreg
-import importlib
-import sys
-import types
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Self
 
@@ -253,35 +250,3 @@ def _reduce_and_note(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
 copyreg.pickle(ShardedTensor, _reduce_and_note)
 ForkingPickler.register(ShardedTensor, reduce_for_process)
 torch.serialization.add_safe_globals([rebuild_tensor])
-
-
-# --- addresses in files of earlier versions -------------------------------------------------------
-
-
-_MOVED = {
-    "shardkit._group": {"Group": ("shardkit._runtime.group", "ParamGroup")},
-    "shardkit._module_copies": {"new_module": ("shardkit._module.fsdp_module", "new_module")},
-    "shardkit._places": {"FoundParam": ("shardkit._params.sites", "ParamEntry")},
-    "shardkit._schedule_options": {"BackwardPrefetch": ("shardkit._policy", "BackwardPrefetch")},
-    "shardkit._state_dict": {
-        "load_into_sharded": ("shardkit._params.state_dicts", "load_into_sharded"),
-        "save_sharded": ("shardkit._params.state_dicts", "save_sharded"),
-    },
-}
-"""Modules that pickled modules name and that are no more: where each name is, and as what."""
-
-
-class _OldModule(types.ModuleType):
-    """Stands for a module that moved; knows the names that were written to files."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Look a name up where it is now."""
-        moved = _MOVED[self.__name__]
-        if name not in moved:
-            msg = f"module {self.__name__!r} has no attribute {name!r}"
-            raise AttributeError(msg)
-        address, new_name = moved[name]
-        return getattr(importlib.import_module(address), new_name)
-
-
-sys.modules.update({name: _OldModule(name) for name in _MOVED})

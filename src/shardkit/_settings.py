@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit._policy import BackwardPrefetch
@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardkit._custom_comm import AllGather, AllReduce, ReduceScatter
-
-
-_RENAMED_OF_GROUP = {
-    "forward_prefetch": "next_in_forward",
-    "backward_prefetch": "next_in_backward",
-}
-_RENAMED_OF_ROOT = {
-    "forward_prefetch": "prefetch_in_forward",
-    "backward_prefetch": "prefetch_in_backward",
-}
-"""Names in files of earlier versions, and what they are now."""
 
 
 @dataclass(slots=True)
@@ -53,11 +42,6 @@ class CommSettings:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     all_reduce: AllReduce | None = None
-
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Take what was pickled, by an earlier version perhaps; that may lack what is new."""
-        for item in fields(self):
-            setattr(self, item.name, state[1].get(item.name, item.default))
 
 
 @dataclass(slots=True)
@@ -97,11 +81,6 @@ class GroupSettings:
     next_in_backward: Sequence[Any] | None = None
     comm: CommSettings = field(default_factory=CommSettings)
 
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Take what was pickled, by an earlier version perhaps."""
-        for name, value in state[1].items():
-            setattr(self, _RENAMED_OF_GROUP.get(name, name), value)
-
     def copy(self) -> GroupSettings:
         """Return independent settings for a copy of the group.
 
@@ -139,11 +118,6 @@ class RootSettings:
     dummy_gathers: bool = False
     dummy_reductions: bool = False
     memory_message: str | None = None
-
-    @classmethod
-    def restored(cls, values: dict[str, Any]) -> RootSettings:
-        """Return settings that were written as a dict, by an earlier version perhaps."""
-        return cls(**{_RENAMED_OF_ROOT.get(name, name): value for name, value in values.items()})
 
 
 def as_number(value: Any) -> float:

@@ -119,8 +119,8 @@ def reference(steps: int, rank: int, *, warm_start: bool) -> list[Tensor]:
     for step in range(steps):
         values = [slopes(step, w).double() + errors[w] for w in range(2)]
         if second is None or not warm_start:
-            from shardkit.compression._power_sgd import Matrix as Described
-            from shardkit.compression._power_sgd import random_factor
+            from shardkit.compression import Matrix as Described
+            from shardkit.compression import random_factor
 
             described = Described("weight", 0, 12, 10, rank)
             iteration = 0 if warm_start else step + 1

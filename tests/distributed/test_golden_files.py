@@ -1,7 +1,7 @@
-"""Files that an earlier version wrote, with all its classes and modules at other addresses.
+"""Checkpoints that an earlier version wrote, with all its classes and modules at other addresses.
 
-`tests/golden` was written by two ranks at commit 2d7c38e: a pickled model, state dicts, a
-checkpoint, files of single ranks, whole tensors, and the values that must come out.
+`tests/golden` was written by two ranks at commit 2d7c38e: state dicts, a checkpoint, files of
+single ranks, whole tensors, and the values that must come out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from shardkit import FSDPModule, MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
+from shardkit import MixedPrecisionPolicy, ShardedTensor, fully_shard, init_device_mesh
 from shardkit import checkpoint as shardkit_checkpoint
-from shardkit._module.hooks import ModuleState, get_state
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -68,33 +67,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     torch.testing.assert_close(wholes, expected()["optimizer"], rtol=0, atol=0)
 
 
-def state_of(module: nn.Module) -> ModuleState:
-    state = get_state(module)
-    assert state is not None
-    return state
-
-
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def load_pickled_model() -> Tensor:
-    init_device_mesh("cpu", (dist.get_world_size(),))
-    model = torch.load(own_file("model"), weights_only=False)
-    check_model(model)
-    assert isinstance(model, FSDPModule)
-    assert isinstance(model[0], FSDPModule)
-    policy = state_of(model[0]).policy
-    assert policy == BF16
-    settings = state_of(model[1]).group.settings
-    assert settings.reshard_after_forward is False
-    assert settings.comm.divide_factor == 3.0
-    assert settings.all_reduce is False
-    assert state_of(model[2][0]).group is state_of(model[2][1]).group
-    output = model[1](model[0](torch.ones(2, 3, dtype=torch.float64)).double())
-    output.sum().backward()
-    gradient: Tensor = model[1][0].weight.grad
-    return gradient.full_tensor()
 
 
 def load_checkpoint() -> None:
@@ -110,12 +84,6 @@ def load_full() -> None:
     model = make()
     shardkit_checkpoint.load_full(GOLDEN / "full.pt", model)
     check_model(model)
-
-
-def test_a_pickled_model_loads_and_trains(spawn: Spawn) -> None:
-    gradients = spawn(load_pickled_model, 2)
-    assert gradients[0].abs().sum() > 0
-    assert torch.equal(*gradients)
 
 
 @on_ranks(2)

@@ -13,8 +13,8 @@ import pytest
 
 from checkpoints import assert_same
 from shardkit._progress import Meter
-from shardkit.checkpoint._state.parts import room
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
+from shardkit.checkpoint._load import room
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def content(folder: pathlib.Path) -> dict[str, typing.Any]:
     path = folder / "checkpoints" / "end"
     source = DistributedCheckpoint(path, Meter(progress=False, what="", rank=0))
     targets = {name: room(info) for name, info in source.entries.items()}
-    return targets | source.fill(targets)
+    return source.fill(targets)
 
 
 @pytest.mark.parametrize(("world_size", "kills", "steps"), [(1, 14, 90), (2, 6, 42)])

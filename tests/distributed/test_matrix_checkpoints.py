@@ -24,7 +24,7 @@ from matrix_cases import (
 from models import CASES
 from reference import make_mesh, my_batch, shard
 from shardkit import ShardedTensor, checkpoint
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 
 if typing.TYPE_CHECKING:
     import pathlib

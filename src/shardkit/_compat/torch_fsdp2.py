@@ -4,7 +4,6 @@
 | --- | --- |
 | ``symmetric_all_gather``: there is none | 2.10 |
 | ``mesh_info_of``: there are no answers of this kind | 2.12 |
-| ``goes_to_inputs_of_stage``: one frame less on the way | 2.9 at least |
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 | branch | until which torch |
 | --- | --- |
 | ``root_mesh``: a table of meshes in place of a method | 2.9 |
-| ``forget_dtensor_meshes``: nothing to forget, or under another name | 2.12 |
+| ``forget_dtensor_meshes``: there is no function for it | 2.9, perhaps newer ones |
 | ``nccl_flight_record``: a build without NCCL | any |
 """
 
@@ -153,31 +153,22 @@ def before_threads_end(callback: Callable[[], None]) -> None:
     threading._register_atexit(callback)  # type: ignore[attr-defined]
 
 
-def before_world_ends(callback: Callable[[], object]) -> None:
-    """Call `callback` when ``dist.destroy_process_group()`` is about to end the default group.
+def around_end_of_world(
+    before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None
+) -> None:
+    """Have functions called around a ``dist.destroy_process_group()`` of the default group.
 
     Torch has no hook for it. Who imported the function by its name before does not come by here.
     """
-    _around_destroy(before=callback)
-
-
-def after_world_ends(callback: Callable[[], object]) -> None:
-    """Call `callback` when it has ended the default group; see `before_world_ends`."""
-    _around_destroy(after=callback)
-
-
-def _around_destroy(
-    before: Callable[[], object] | None = None, after: Callable[[], object] | None = None
-) -> None:
     destroy = c10d.destroy_process_group
 
     @functools.wraps(destroy)
     def wrapper(group: Any = None) -> None:
         is_end = c10d.is_initialized() and group in {None, c10d.GroupMember.WORLD}
-        if is_end and before is not None:
+        if is_end:
             before()
         destroy(group)
-        if is_end and after is not None:
+        if is_end:
             after()
 
     c10d.destroy_process_group = wrapper

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardkit._doctor.facts import LaunchPlace, RankFacts, Timing
 from shardkit.backends import accelerator_type
+from shardkit.backends.device import use_own_device
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
@@ -131,11 +132,8 @@ _COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast
 def _device(place: LaunchPlace, device_type: str | None) -> torch.device:
     if device_type in (None, "cpu"):
         return torch.device("cpu")
-    # A launcher may let each rank see its own device only.
-    module = torch.get_device_module(device_type)
-    number = place.local_rank if place.local_rank < module.device_count() else 0
-    module.set_device(number)
-    return torch.device(device_type, number)
+    use_own_device(str(device_type), str(place.local_rank))
+    return torch.device(str(device_type), torch.get_device_module(device_type).current_device())
 
 
 def _first_line(error: BaseException) -> str:
@@ -172,12 +170,10 @@ class Machine:
 
     def address_towards(self, host: str) -> str:
         """Return this machine's address on the way to a host."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((host, 9))  # Chooses an interface, and sends nothing.
-            except OSError:
-                return "127.0.0.1"
-            return str(probe.getsockname()[0])
+        try:
+            return address_towards(host, family=socket.AF_INET)
+        except OSError:
+            return "127.0.0.1"
 
     def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
         """Return a connection; raises `OSError`."""
@@ -229,6 +225,20 @@ def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
         port=port,
         **machine.facts(),
     )
+
+
+def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) -> str:
+    """Return this machine's address on the way to a host; raise `OSError` if no way leads there."""
+    problem: OSError | None = None
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
+    for kind, of_packets, protocol, _, address in found:
+        try:
+            with socket.socket(kind, of_packets, protocol) as probe:
+                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError as error:
+            problem = error
+    raise problem or OSError(f"{host} has no address")
 
 
 def interface_addresses() -> dict[str, list[str]]:

@@ -29,22 +29,16 @@ _ENLARGE_SHM = "container --shm-size=16g or --ipc=host, else mount -o remount,si
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """A finding that a rank may get; `_words` are put into its texts.
-
-    Attributes:
-        alone: Level where there is one host only.
-        is_of_host: Whether the first rank of a host speaks for the others.
-        names_rank: Whether the finding names the rank beside its host.
-    """
+    """A finding that a rank may get; `_words` are put into its texts."""
 
     check: str
     level: Level
     applies: Callable[[RankFacts, Checkup], object]
     what: str
     remedy: str
-    alone: Level | None = None
-    is_of_host: bool = True
-    names_rank: bool = False
+    alone: Level | None = None  # Level where there is one host only.
+    is_of_host: bool = True  # Whether the first rank of a host speaks for the others.
+    names_rank: bool = False  # Whether the finding names the rank beside its host.
 
 
 def findings_of(facts: RankFacts, checkup: Checkup) -> Iterator[Finding]:

@@ -201,11 +201,7 @@ def place_of(environment: Mapping[str, str]) -> LaunchPlace | None:
 
 
 def open_store(machine: Machine, place: LaunchPlace, timeout_s: float) -> Any:
-    """Return the store by which ranks meet.
-
-    Raises:
-        NoStoreError: It cannot be opened, or not be reached in time.
-    """
+    """Return the store by which ranks meet."""
     where = f"{place.master_addr}:{place.master_port}"
     host = f"rank {place.rank} on {machine.host_name()}"
     if not machine.addresses_of(place.master_addr):
@@ -264,13 +260,7 @@ def _wait_for_master(machine: Machine, place: LaunchPlace, timeout_s: float, hos
 class Session:
     """A rank's part in a checkup, each step of which waits for ranks for some seconds.
 
-    Args:
-        machine: Machine of the rank.
-        place: Place of the rank.
-        store: Store by which ranks meet.
-        timeout_s: Limit of a step.
-        device: Device type of timed collectives; None: the accelerator, if all ranks have one.
-        times_collectives: Whether collectives are timed.
+    Collectives are timed on `device`; None: on the accelerator, if all ranks have one.
     """
 
     def __init__(
@@ -294,11 +284,7 @@ class Session:
         self.checkup = Checkup(place.world_size, where, is_alone=place.is_alone)
 
     def run(self) -> Checkup | None:
-        """Do all steps; return what is known, on rank 0.
-
-        Raises:
-            NoStoreError: Rank 0 does not answer.
-        """
+        """Do all steps; return what is known, on rank 0."""
         answerer = Answerer(self._machine)
         try:
             own = facts_of(self._machine, self._place, answerer.port)

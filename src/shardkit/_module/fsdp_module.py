@@ -96,7 +96,7 @@ def restore(module: Any, written: Written) -> None:
     ]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(n + 1 for n in numbers)])
     state = ModuleState(module, group, policy)
-    state.settings = RootSettings.restored(settings)
+    state.settings = RootSettings(**settings)
     state.install()
     watch_optimizers()
     if group is not None:

@@ -15,7 +15,7 @@ from shardkit._module.activation_checkpoint import (
 )
 from shardkit._module.fsdp_module import own_class
 from shardkit._text import listed
-from shardkit._wrapping.policies import ModuleTree, chooses_groups, chosen_by, described
+from shardkit._wrapping.policies import ModuleTree, chosen_by, described, word_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -76,7 +76,7 @@ def checkpoint_activations(
     if classes is not None and policy is not None:
         msg = "give classes or policy, not both: a policy may look at the classes itself."
         raise StateError(msg)
-    if isinstance(policy, str) and chooses_groups(policy):
+    if policy is not None and word_of(policy) in ("balanced", "no_wrap"):
         msg = (
             f"policy={policy!r} chooses groups to shard, not modules to run again. Leave policy "
             f"out to choose the repeated blocks."

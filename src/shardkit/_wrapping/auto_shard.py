@@ -17,7 +17,7 @@ from shardkit._policy import (
     as_mixed_precision,
     as_offload,
 )
-from shardkit._wrapping.experts import ExpertMeshes, Experts, axis_of
+from shardkit._wrapping.experts import ExpertMeshes, Experts, PlacedExperts, axis_of
 from shardkit._wrapping.plan import (
     ShardPlan,
     assign_params,
@@ -29,8 +29,8 @@ from shardkit._wrapping.policies import (
     ModuleTree,
     choose,
     choose_by_name,
-    is_balanced,
     size_policy,
+    word_of,
 )
 from shardkit._wrapping.strategies import Strategy
 from shardkit._wrapping.strategies import strategy as strategy_of
@@ -186,12 +186,12 @@ def auto_shard(  # noqa: PLR0913 - what is to be decided, in one call
     }
     meshes = None if experts is None else _expert_meshes(mesh, axis_of(experts), is_plan=not apply)
     shard_mesh = _mesh_of(model, mesh, chosen, common, is_plan=not apply, meshes=meshes)
-    choice = _choice(model, policy, units, shard_mesh, common)
+    tree = ModuleTree(model, ignored_params or ())
+    choice = _choice(tree, policy, units, shard_mesh, common)
     spread = None
     if experts is not None and meshes is not None:
-        tree = ModuleTree(model, ignored_params or ())
         spread = Experts.of(tree, [*experts], meshes)
-    planned = _planned(model, shard_mesh, choice, common, spread)
+    planned = _planned(tree, shard_mesh, choice, common, spread)
     if offload_budget_nbytes is not None:
         offload_to_fit(planned, offload_budget_nbytes)
     plan = ShardPlan(
@@ -300,20 +300,19 @@ def _expert_meshes(mesh: Any, axis: str, *, is_plan: bool) -> ExpertMeshes:
 
 
 def _choice(
-    model: nn.Module,
+    tree: ModuleTree,
     policy: Any,
     units: Mapping[Any, Any] | Collection[Any],
     mesh: DeviceMesh,
     common: dict[str, Any],
 ) -> Choice:
     """Return the groups of the policy, and those that users name besides."""
-    tree = ModuleTree(model, common["ignored_params"])
     named = choose_by_name(tree, (units,) if isinstance(units, str) else units)
-    if named and is_balanced(policy):
+    if named and word_of(policy) == "balanced":
         # What is named is settled; the rest is balanced without it. The root takes what is left.
         inner = [tree.modules[name] for names in named for name in names if name]
         inside = {param for module in inner for param in module.parameters()}
-        rest = ModuleTree(model, {*common["ignored_params"], *inside})
+        rest = ModuleTree(tree.model, {*common["ignored_params"], *inside})
         choice = choose(rest, None, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
     else:
         choice = choose(tree, policy, mp_policy=common["mp_policy"], num_ranks=mesh.shape[-1])
@@ -324,14 +323,13 @@ def _choice(
 
 
 def _planned(
-    model: nn.Module,
+    tree: ModuleTree,
     mesh: DeviceMesh,
     choice: Choice,
     common: dict[str, Any],
     experts: Experts | None,
 ) -> list[Unit]:
     """Return the groups in the order of sharding, with all arguments."""
-    tree = ModuleTree(model, common["ignored_params"])
     of_root = choice.pop(_ROOT, {})
     ordered = units_in_order(tree, choice)
     ordered[-1].arguments.update(of_root)
@@ -363,7 +361,8 @@ def _place_experts(unit: Unit, experts: Experts) -> None:
             f"experts= those of the call, for experts are in it. Leave out one of them."
         )
         raise MeshError(msg)
-    unit.arguments["shard_placement_fn"] = experts.placed(unit.arguments["shard_placement_fn"])
+    fn = unit.arguments["shard_placement_fn"]
+    unit.arguments["shard_placement_fn"] = PlacedExperts(experts, fn)
     experts.plan(unit.entries)
 
 
@@ -376,9 +375,6 @@ def offload_to_fit(units: Sequence[Unit], budget_nbytes: int) -> None:
     Counted is what a rank keeps of a group between steps: its shard and, where it is trained, the
     gradients and two tensors of optimizer state (AdamW). Groups that are on the host already stay
     there. Of equal groups the one that is sharded first goes first.
-
-    Raises:
-        WrapError: The budget is no number of bytes.
     """
     if budget_nbytes < 0:
         msg = f"offload_budget_nbytes must be 0 or more bytes, got {budget_nbytes}."

@@ -33,28 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertMeshes:
-    """The meshes of a model with experts.
+    """The meshes of a model with experts."""
 
-    Attributes:
-        dense: Mesh of all other parameters.
-        own: Mesh of the experts: of the ranks that hold the same ones.
-        axis: Name of the axis over which experts are spread.
-        num_parts: Number of ranks of that axis.
-        torch_mesh: That axis, as torch's mesh; None where the mesh is only a shape.
-    """
-
-    dense: DeviceMesh
-    own: DeviceMesh
-    axis: str
-    num_parts: int
+    dense: DeviceMesh  # Mesh of all other parameters.
+    own: DeviceMesh  # Mesh of the experts: of the ranks that hold the same ones.
+    axis: str  # Name of the axis over which experts are spread.
+    num_parts: int  # Number of ranks of that axis.
+    # That axis, as torch's mesh; None where the mesh is only a shape.
     torch_mesh: TorchDeviceMesh | None = None
 
     @classmethod
     def of(cls, mesh: Any, axis: str) -> ExpertMeshes:
         """Return them of torch's mesh, with names of its axes.
-
-        Raises:
-            MeshError: It is no such mesh, lacks the axis, or has more than two others.
 
         Cost: a process group for several axes that are taken as one, made once.
         """
@@ -103,29 +93,20 @@ class ExpertMeshes:
 
 @dataclass(eq=False)
 class Experts:
-    """The stacked experts of a model.
+    """The stacked experts of a model."""
 
-    Attributes:
-        meshes: The meshes of the model.
-        sites: Every (module, attribute) of the model that holds them, also of modules that share
-            them with the named ones (tied).
-        params: The parameters: those of the model and, of each that is to be cut, one of the size
-            of a rank's part, by which a plan counts.
-        whole: Parameters of the model that are to be cut.
-    """
-
-    meshes: ExpertMeshes
+    meshes: ExpertMeshes  # The meshes of the model.
+    # Every (module, attribute) of the model that holds them, also of modules that share them with
+    # the named ones (tied).
     sites: list[tuple[nn.Module, str]]
+    # The parameters: those of the model and, of each that is to be cut, one of the size of a rank's
+    # part, by which a plan counts.
     params: set[nn.Parameter]
-    whole: set[nn.Parameter]
+    whole: set[nn.Parameter]  # Parameters of the model that are to be cut.
 
     @classmethod
     def of(cls, tree: ModuleTree, choices: Sequence[Any], meshes: ExpertMeshes) -> Experts:
-        """Find the experts of a model.
-
-        Raises:
-            WrapError: A choice fits no module, or a module that holds no stacks which can be cut.
-        """
+        """Find the experts of a model."""
         params: set[nn.Parameter] = set()
         names = dict.fromkeys(name for choice in choices for name in _modules_of(tree, choice))
         for name in names:
@@ -170,10 +151,6 @@ class Experts:
             setattr(module, attribute, made.get(param, param))
         return made
 
-    def placed(self, fn: Callable[[nn.Parameter], Any] | None) -> PlacedExperts:
-        """Return the `shard_placement_fn` of a group with experts; `fn` is that of all else."""
-        return PlacedExperts(self, fn)
-
 
 class PlacedExperts:
     """A `shard_placement_fn` that knows the mesh of experts."""
@@ -195,11 +172,7 @@ class PlacedExperts:
 
 
 def axis_of(experts: Any) -> str:
-    """Return the axis that `experts=` names.
-
-    Raises:
-        WrapError: It is no mapping from modules to one axis.
-    """
+    """Return the axis that `experts=` names."""
     axes = {*experts.values()} if isinstance(experts, Mapping) else set()
     axis = next(iter(axes), None)
     if len(axes) != 1 or not isinstance(axis, str):

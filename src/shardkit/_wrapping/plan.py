@@ -93,11 +93,7 @@ class ShapeOnly(MeshBackend):
 
 
 def mesh_of_shape(shape: Sequence[int]) -> DeviceMesh:
-    """Return a mesh that can be planned for, seen from its first rank.
-
-    Raises:
-        MeshError: A size is no positive int.
-    """
+    """Return a mesh that can be planned for, seen from its first rank."""
     if not shape or min(shape) < 1:
         msg = f"a mesh shape is one or two positive numbers of ranks, got {tuple(shape)}."
         raise MeshError(msg)
@@ -319,25 +315,18 @@ _STATES = 4
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """What one call of `fully_shard` is to take.
+    """What one call of `fully_shard` is to take."""
 
-    Attributes:
-        names: The names of its modules; an empty name is the root's.
-        modules: One, or those of a list.
-        arguments: The arguments of the call.
-        entries: The parameters that it takes, by their names in the root.
-        left_out: Parameters in it that belong to a unit around it: they are tied or shared.
-        shared: Names of modules in it that units inside have in common, so that it takes their
-            parameters.
-        buckets: The buckets that its group will consist of.
-    """
-
-    names: tuple[str, ...]
-    modules: list[nn.Module]
-    arguments: dict[str, Any]
+    names: tuple[str, ...]  # The names of its modules; an empty name is the root's.
+    modules: list[nn.Module]  # One, or those of a list.
+    arguments: dict[str, Any]  # The arguments of the call.
+    # The parameters that it takes, by their names in the root.
     entries: list[ParamEntry] = field(default_factory=list)
+    # Parameters in it that belong to a unit around it: they are tied or shared.
     left_out: set[nn.Parameter] = field(default_factory=set)
+    # Names of modules in it that units inside have in common, so that it takes their parameters.
     shared: tuple[str, ...] = ()
+    # The buckets that its group will consist of.
     buckets: list[PlannedBucket] = field(default_factory=list)
 
     @property
@@ -357,12 +346,7 @@ class Unit:
         return sum(b.shard_nbytes * (_STATES if b.is_trainable else 1) for b in self.buckets)
 
     def check(self) -> None:
-        """Check what `fully_shard` would check.
-
-        Raises:
-            WrapError: As `fully_shard` raises it.
-            MeshError: The same.
-        """
+        """Check what `fully_shard` would check."""
         for module in self.modules:
             checks.check_module(module)
         checks.check_mesh(self.mesh)
@@ -458,11 +442,7 @@ class Unit:
 
 
 def units_in_order(tree: ModuleTree, choice: Choice) -> list[Unit]:
-    """Return the units of a choice, inner ones before outer ones, and the root's last.
-
-    Raises:
-        WrapError: Two of them overlap, so that neither is inside the other.
-    """
+    """Return the units of a choice, inner ones before outer ones, and the root's last."""
     _check_overlaps(tree, choice)
     # Children come before parents, and neighbours in their order.
     positions = {name: i for i, name in enumerate(tree.modules)}

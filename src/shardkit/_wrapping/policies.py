@@ -133,11 +133,7 @@ class ModuleTree:
         return ((name, m) for name, m in self.modules.items() if self.may_be_unit(m))
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the names that a pattern matches: `*` stands for a part of a name between dots.
-
-        Raises:
-            WrapError: There is none.
-        """
+        """Return the names that a pattern matches: `*` stands for a part of a name between dots."""
         parts = map(re.escape, pattern.split("*"))
         expression = re.compile("[^.]+".join(parts))
         found = [name for name in self.modules if name and expression.fullmatch(name)]
@@ -293,7 +289,7 @@ def choose_by_protocol(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], A
     return chosen
 
 
-def is_by_size(policy: Any) -> bool:
+def _is_by_size(policy: Any) -> bool:
     """Whether a policy is that by size, of whichever package: it may well choose nothing."""
     while isinstance(policy, functools.partial):
         policy = policy.func
@@ -548,14 +544,13 @@ ARGUMENTS = (
 )
 """What a policy may choose for one group."""
 
-BALANCED, NO_SPLIT, SIZE, NO_WRAP = "balanced", "no_split_modules", "size", "no_wrap"
-_NAMED = {
-    "balanced": BALANCED,
-    "no_split_modules": NO_SPLIT,
-    "transformer_based_wrap": NO_SPLIT,
-    "size": SIZE,
-    "size_based_wrap": SIZE,
-    "no_wrap": NO_WRAP,
+_WORDS = {
+    "balanced": "balanced",
+    "no_split_modules": "no_split_modules",
+    "transformer_based_wrap": "no_split_modules",
+    "size": "size",
+    "size_based_wrap": "size",
+    "no_wrap": "no_wrap",
 }
 """Policies by name; the longer names are Accelerate's."""
 
@@ -566,18 +561,14 @@ _WEIGHTS = {"free_full_weight": True, "keep_full_weight": False}
 def choose(
     tree: ModuleTree, policy: Any, *, mp_policy: MixedPrecisionPolicy, num_ranks: int
 ) -> Choice:
-    """Return the groups that a policy chooses, without the root's, in any order.
-
-    Raises:
-        WrapError: It chooses nothing, though not by size; names what is not there; or is no policy.
-    """
-    policy = _by_word(policy)
-    if is_balanced(policy):
+    """Return the groups that a policy chooses, without the root's, in any order."""
+    word = word_of(policy)
+    if word == "balanced":
         return _Balance(tree, mp_policy, num_ranks).choose()
-    if policy == NO_WRAP:
+    if word == "no_wrap":
         return {}
     chosen = chosen_by(tree, policy)
-    if not chosen and policy != SIZE and not is_by_size(policy):
+    if not chosen and word != "size" and not _is_by_size(policy):
         msg = (
             f"the policy {described(policy)} chooses no module of this "
             f"{tree.class_name}, so all would be one group. Choose others, or pass "
@@ -587,33 +578,19 @@ def choose(
     return chosen
 
 
-def is_balanced(policy: Any) -> bool:
-    """Whether groups are chosen by size: nothing was said, or ``"balanced"``."""
-    return policy is None or _by_word(policy) == BALANCED
-
-
-def chooses_groups(policy: str) -> bool:
-    """Whether a policy is about sizes of groups, or about having one, and names no modules."""
-    return _by_word(policy) in (BALANCED, NO_WRAP)
-
-
-def _by_word(policy: Any) -> Any:
-    """Return the policy, or its own name where it has several."""
+def word_of(policy: Any) -> str | None:
+    """Return the own name of a policy that is a word, or that is not said; None: it is no word."""
     if isinstance(policy, str) and (policy.islower() or policy.isupper()):
-        return _NAMED.get(policy.lower(), policy)  # A class may have the name Size.
-    return policy
+        return _WORDS.get(policy.lower())  # A class may have the name Size.
+    return "balanced" if policy is None else None
 
 
 def chosen_by(tree: ModuleTree, policy: Any) -> Choice:
-    """Return the groups that a policy chooses, maybe none.
-
-    Raises:
-        WrapError: It names what is not there, or is no policy.
-    """
-    policy = _by_word(policy)
-    if policy == NO_SPLIT:
+    """Return the groups that a policy chooses, maybe none."""
+    word = word_of(policy)
+    if word == "no_split_modules":
         return _by_class(tree, _no_split_modules(tree.model))
-    if policy == SIZE:
+    if word == "size":
         policy = size_based_auto_wrap_policy
     lambda_fn = torch_modules.lambda_of_custom_policy(policy)
     if lambda_fn is not None:
@@ -718,9 +695,6 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
     """Choose modules by names or patterns; a tuple of names is one group.
 
     A name that is in several patterns takes the arguments of the last one.
-
-    Raises:
-        WrapError: No module has such a name, or it cannot be a group.
     """
     chosen: Choice = {}
     pairs = wanted.items() if isinstance(wanted, Mapping) else ((key, {}) for key in wanted)
@@ -753,11 +727,7 @@ def choose_by_name(tree: ModuleTree, wanted: Mapping[Any, Any] | Collection[Any]
 
 
 def checked_arguments(value: Any, where: Any) -> dict[str, Any]:
-    """Return what a policy says of one group as arguments of `fully_shard`.
-
-    Raises:
-        WrapError: It has no such argument.
-    """
+    """Return what a policy says of one group as arguments of `fully_shard`."""
     if isinstance(value, str) and value in _WEIGHTS:
         return {"reshard_after_forward": _WEIGHTS[value]}
     if value is None or value is True:

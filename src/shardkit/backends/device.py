@@ -7,6 +7,7 @@ them. Tests put a simulated device in its place, which needs no card (`tests/str
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -171,6 +172,24 @@ class AcceleratorDevice:
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a small host tensor on the device, others as they are. Blocks the host."""
         return tensor.to(self.device)
+
+
+def use_own_device(device_type: str, local_rank: str | None = None) -> None:
+    """Make the device with a rank's number on its host the current one, as launchers mean it.
+
+    Where the rank sees fewer devices, its launcher shows it its own only, which stays. So does the
+    current one where nobody says the number.
+
+    Args:
+        device_type: Type of the device; the host and XLA have none to choose.
+        local_rank: The number; None: LOCAL_RANK of the environment.
+    """
+    number = os.environ.get("LOCAL_RANK", "") if local_rank is None else local_rank
+    if device_type in ("cpu", "xla") or not number.isdecimal():
+        return
+    module = device_module(device_type)
+    if int(number) < module.device_count():
+        module.set_device(int(number))
 
 
 def accelerator_type() -> str | None:

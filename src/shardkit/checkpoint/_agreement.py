@@ -25,11 +25,7 @@ T = TypeVar("T")
 
 
 def rank_of(group: Any) -> int:
-    """Return this process' rank in a process group, None for the default one.
-
-    Raises:
-        CheckpointError: It is not in the group.
-    """
+    """Return this process' rank in a process group, None for the default one; it must be in it."""
     rank = group_rank(group)
     if rank < 0:
         msg = "this rank is not in process_group. Call it on the ranks of the group only."
@@ -42,17 +38,8 @@ def agreed(
 ) -> T:
     """Run something on all ranks of a group and raise on all of them if it raised on any.
 
-    Args:
-        group: Process group; None: the default one, if there is any.
-        what: Text of what was not done, for the error.
-        act: Function that must not communicate.
-        identity: Function of its result: what must be the same on all ranks.
-
-    Raises:
-        CheckpointError: On all ranks, with the reason of each rank that failed, or because they
-            are not about the same.
-
-    Cost: an all-gather of a few bytes.
+    `act` must not communicate; `identity` of its result must be the same on all ranks. An error
+    says what was not done and each rank's reason. Cost: an all-gather of a few bytes.
     """
     error: Exception | None = None
     try:
@@ -84,23 +71,13 @@ def raise_any(what: str, reasons: Sequence[str | None], cause: Exception | None 
         raise CheckpointError(_message(what, failed)) from cause
 
 
-def any_rank(group: Any, condition: bool) -> bool:  # noqa: FBT001 - it is all there is to say
-    """Return whether something holds on any rank of a group. Cost: an all-gather of a few bytes."""
-    return any(exchange(condition, group, "a checkpoint")) if dist.is_initialized() else condition
-
-
 def axes_of(mesh: DeviceMesh) -> list[AxisComm]:
     """Return the communicators of all axes of a mesh."""
     return [mesh.backend.axis(axis) for axis in range(mesh.ndim)]
 
 
 class FirstRank:
-    """What only the first of some ranks does, while the others wait for it.
-
-    Attributes:
-        is_this: Whether it is this rank.
-        error: First error of what was tried here.
-    """
+    """What only the first of some ranks does (`is_this`), while the others wait for it."""
 
     def __init__(self, axes: Sequence[AxisComm], what: str) -> None:
         self.is_this = all(axis.rank == 0 for axis in axes)
@@ -127,10 +104,7 @@ class FirstRank:
 
 
 def error_of(what: str, exception: api.CheckpointException) -> BaseException:
-    """Return what to raise for an error that DCP gathered from all ranks.
-
-    Somebody's ctrl-C stays one.
-    """
+    """Return what to raise for an error that DCP gathered from all ranks; a ctrl-C stays one."""
     found = [error for error, _ in exception.failures.values()]
     for error in found:
         if not isinstance(error, Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +14,19 @@ from shardkit._progress import Meter
 from shardkit._text import listed
 from shardkit.checkpoint._dcp.directory import complete_in
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
+    Keys,
     Source,
     check_saved_dtype,
     converted,
     info_nbytes,
+    nested,
     reading,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._files.local import LocalFiles, RankFiles, XlaFsdpFiles, is_of_xla_fsdp
-from shardkit.checkpoint._state.sections import nested
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     import os
@@ -40,16 +40,6 @@ DEFAULT_SUFFIX = "_rank-*-of-*.pth"
 """Of per-rank files, after their common prefix."""
 
 _OPTIMIZERS = ("optim", "optimizer")
-
-
-@dataclass(frozen=True)
-class _FilePlan:
-    """What is written where."""
-
-    names: dict[str, str]  # Key in the checkpoint by name in the file.
-    others: dict[str, str] = field(default_factory=dict)
-    # Function that makes the content of one torch file; None: it is flat.
-    arrange: Callable[[dict[str, Tensor]], Any] | None = None
 
 
 def consolidate(  # noqa: PLR0913 - what there is to say of both sides
@@ -96,38 +86,41 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
     """
     check_saved_dtype(dtype)
     checkpoint = open_checkpoint(source, suffix)
-    plan = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    keys, put_together = _plan(checkpoint, source, model_key=model_key, optimizer=optimizer)
+    names = {name: key for name, key in keys.items() if key in checkpoint.infos}
+    other_keys = {name: key for name, key in keys.items() if name not in names}
     if optimizer and (format != "torch" or max_shard_size is not None):
         msg = "an optimizer's state fits one torch file only: leave out the other options."
         raise CheckpointError(msg)
-    if plan.others and (format != "torch" or max_shard_size is not None):
+    if other_keys and (format != "torch" or max_shard_size is not None):
         msg = (
-            f"{source} has entries that are no tensors ({listed(plan.others, str)}): they fit one "
+            f"{source} has entries that are no tensors ({listed(other_keys, str)}): they fit one "
             f"torch file only, without max_shard_size."
         )
         raise CheckpointError(msg)
-    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in plan.names.items()}
-    by_key = {key: name for name, key in reversed(plan.names.items())}
+    infos = {name: converted(checkpoint.infos[key], dtype) for name, key in names.items()}
+    by_key = {key: name for name, key in reversed(names.items())}
     tied = {
         name: by_key[checkpoint.tied[key]]
-        for name, key in plan.names.items()
+        for name, key in names.items()
         if checkpoint.tied.get(key) in by_key
     }
-    others = {name: checkpoint.read_other(key) for name, key in plan.others.items()}
+    others = {name: checkpoint.read_other(key) for name, key in other_keys.items()}
 
-    def arrange(tensors: dict[str, Tensor]) -> Any:
-        everything = {**tensors, **others}
-        return plan.arrange(everything) if plan.arrange is not None else everything
-
-    kept = [name for name in plan.names if name not in tied]
+    kept = [name for name in names if name not in tied]
     with (
         Meter(progress, f"consolidating {Path(source).name}", rank=0) as meter,
         FullWriter(
-            out, infos, format=format, max_shard_size=max_shard_size, tied=tied, arrange=arrange
+            out,
+            infos,
+            format=format,
+            max_shard_size=max_shard_size,
+            tied=tied,
+            arrange=lambda tensors: put_together({**tensors, **others}),
         ) as writer,
     ):
         meter.expect(sum(info_nbytes(infos[name]) for name in kept))
-        for key, part in _parts(checkpoint, [plan.names[name] for name in kept]):
+        for key, part in _parts(checkpoint, [names[name] for name in kept]):
             name = by_key[key]
             saved = part.to(infos[name].dtype)
             writer.append(name, saved)
@@ -149,7 +142,8 @@ def _open(
     path = Path(source)
     if (path / METADATA_FILE).exists():
         return DistributedCheckpoint(path)
-    files = local_files(source, suffix)
+    # A pattern of text, since a prefix is no directory.
+    files = [Path(name) for name in sorted(glob.glob(glob.escape(str(source)) + suffix))]  # noqa: PTH207
     if files:
         return XlaFsdpFiles(files) if is_of_xla_fsdp(files[0]) else LocalFiles(files)
     if path.is_dir() and (any(path.glob("*.distcp")) or not any(path.iterdir())):
@@ -172,16 +166,10 @@ def _open(
     return FullFile(path)
 
 
-def local_files(prefix: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> list[Path]:
-    """Return the per-rank files of a prefix, in order."""
-    return [Path(name) for name in sorted(glob.glob(glob.escape(str(prefix)) + suffix))]  # noqa: PTH207 - a prefix is no directory
-
-
 def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield key and part of flattened tensors, in order; each part is good until the next.
 
-    They are read into one buffer, so that none is there beside the next. From a checkpoint
-    directory a tensor is read as a whole, since chunks may be any boxes of it.
+    From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
     """
     largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
     is_whole = isinstance(checkpoint, DistributedCheckpoint)
@@ -203,15 +191,12 @@ def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _plan(
     checkpoint: Source, source: object, *, model_key: str | None, optimizer: bool
-) -> _FilePlan:
+) -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+    """Return the key in the checkpoint of each name in the file, and what makes its content."""
     root = model_root(checkpoint, source, model_key)
-    keys = [key for key, path in checkpoint.paths.items() if path[: len(root)] == root]
+    inside = {key: path for key, path in checkpoint.paths.items() if path[: len(root)] == root}
     if not optimizer:
-        names = {_join(checkpoint.paths[key][len(root) :]): key for key in keys}
-        return _FilePlan(
-            {name: key for name, key in names.items() if key in checkpoint.infos},
-            {name: key for name, key in names.items() if key not in checkpoint.infos},
-        )
+        return {_join(path[len(root) :]): key for key, path in inside.items()}, lambda flat: flat
     optim = next(
         (
             (*root[:-1], name)
@@ -223,22 +208,18 @@ def _plan(
     if optim is None:
         msg = f"{source} has no optimizer's state beside the model. Leave out the optimizer."
         raise CheckpointError(msg)
-    places: dict[str, tuple[str | int, ...]] = {}
+    places: dict[str, Keys] = {}
     for key, path in checkpoint.paths.items():
-        if path[: len(root)] == root:
+        if key in inside:
             places[key] = ("model", _join(path[len(root) :]))
         elif path[: len(optim)] == optim:
             places[key] = ("optim", *path[len(optim) :])
-    return _FilePlan(
-        {key: key for key in places if key in checkpoint.infos},
-        {key: key for key in places if key not in checkpoint.infos},
-        lambda entries: nested({places[key]: value for key, value in entries.items()}),
+    return {key: key for key in places}, lambda entries: nested(
+        {places[key]: value for key, value in entries.items()}
     )
 
 
-def model_root(
-    checkpoint: Source, source: object, model_key: str | None = None
-) -> tuple[str | int, ...]:
+def model_root(checkpoint: Source, source: object, model_key: str | None = None) -> Keys:
     """Return where in a checkpoint the model's state dict is."""
     parents = list(dict.fromkeys(path[:-1] for path in checkpoint.paths.values()))
     shown = listed(sorted({_join(parent[:2]) or "(top)" for parent in parents}), str)
@@ -261,5 +242,5 @@ def model_root(
     raise CheckpointError(msg)
 
 
-def _join(path: tuple[str | int, ...]) -> str:
+def _join(path: Keys) -> str:
     return ".".join(map(str, path))

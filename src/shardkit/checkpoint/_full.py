@@ -143,12 +143,7 @@ def _parts(
     """Yield a flattened tensor in order, each part good until the next. Collective.
 
     Ranks whose shard axis does not lead to the writer hold the same as others, and yield none.
-
-    Args:
-        tensor: Tensor of the model.
-        dtype: Dtype to convert it to.
-        writer: Global rank that needs all of it.
-        rooms: Memory for parts by device, kept from one tensor to the next.
+    `rooms` is memory for parts by device, kept from one tensor to the next.
     """
     if not isinstance(tensor, ShardedTensor) or tensor.spec.tensor_parallel is not None:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -21,6 +21,7 @@ from shardkit.checkpoint._dcp.directory import (
 from shardkit.checkpoint._dcp.item_file import ItemFile, Slice
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
+from shardkit.checkpoint._dcp.reader import DistributedCheckpoint
 from shardkit.checkpoint._files.disk import (
     PART_NBYTES,
     dtype_name,
@@ -28,7 +29,6 @@ from shardkit.checkpoint._files.disk import (
     open_regular,
     reading,
 )
-from shardkit.checkpoint._state.sources import DistributedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,13 +67,7 @@ class Description:
 
 
 def describe(source: str | os.PathLike[str], suffix: str = DEFAULT_SUFFIX) -> Description:
-    """Describe a checkpoint directory, per-rank files by their prefix, or a file of whole tensors.
-
-    No tensor is read.
-
-    Raises:
-        CheckpointError: There is none, or its description is damaged.
-    """
+    """Describe a checkpoint directory, per-rank files by their prefix, or whole tensors."""
     with reading(source):
         return again_if_replaced(Path(source), lambda: _describe(source, suffix))
 

@@ -263,7 +263,8 @@ def _fitting_metadata(
         misfits.wrong.append("no state of an optimizer was saved")
     elif has_optimizer:
         misfits.wrong += _wrong_of_optimizer(state[OPTIMIZER], metadata[OPTIMIZER])
-        if not all(map(_is_group, state["param_groups"])):
+        groups = [g.get("params") if isinstance(g, dict) else None for g in state["param_groups"]]
+        if not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
             misfits.wrong.append("its parameter groups are no groups")
     report = misfits.report(
         "the state dict does not fit the model, nothing was loaded",
@@ -325,11 +326,6 @@ def _wrong_of_optimizer(saved: dict[str, Any], described: dict[str, Any]) -> Any
             value = saved[f"{name}.{key}"]
             if isinstance(value, Tensor) if of_entry is None else not is_piece(value, of_entry):
                 yield f"not what is said of it: {f'{name}.{key}'!r}"
-
-
-def _is_group(group: Any) -> bool:
-    names = group.get("params") if isinstance(group, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _copy(target: Tensor, value: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import numbers
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -20,25 +22,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardkit._compat import torch_groups
 from shardkit._errors import CheckpointError
+from shardkit._params.state_dicts import map_leaves
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.groups import new_group
 from shardkit.backends.watch.channel import channel_of
 from shardkit.checkpoint._agreement import error_of, quote, rank_of
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.planners import SavePlanner, Whole
-from shardkit.checkpoint._dcp.writer import CheckpointWriter, Staging
+from shardkit.checkpoint._dcp.item_file import is_plain
+from shardkit.checkpoint._dcp.writer import CheckpointWriter, SavePlanner, Whole
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from shardkit.checkpoint._state.names import memory_of
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterable
     from pathlib import Path
-
-    import torch
 
     from shardkit._progress import Progress
 
@@ -60,11 +62,7 @@ class Job:
     progress: Progress  # Argument of `save`.
 
     def check(self) -> None:
-        """Refuse what cannot be meant, before anything has been done.
-
-        Raises:
-            CheckpointError: On every rank alike.
-        """
+        """Refuse what cannot be meant, before anything has been done; on every rank alike."""
         check_arguments(self.model, self.optimizers)
         if self.model is None and not self.extra:
             msg = f"{quote(self.path)}: there is nothing to save. Pass a model or extras."
@@ -97,11 +95,7 @@ class Job:
 
 
 def check_arguments(model: Any, optimizers: Any) -> None:
-    """Refuse what is no model or no optimizer.
-
-    Raises:
-        CheckpointError: On every rank alike.
-    """
+    """Refuse what is no model or no optimizer; on every rank alike."""
     if model is not None and not isinstance(model, nn.Module):
         msg = (
             f"model: expected a module, not {type(model).__name__}. Pass the model itself, not its "
@@ -123,38 +117,37 @@ def check_arguments(model: Any, optimizers: Any) -> None:
         raise CheckpointError(msg)
 
 
-def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, meter: Meter) -> Path:
+def write(job: Job, collect: Callable[[], dict[str, Any]], group: Any, progress: Progress) -> Path:
     """Write a checkpoint; see `save`."""
-    writer = CheckpointWriter(
-        job.path,
-        overwrite=job.overwrite,
-        step=job.step,
-        report=meter.add,
-    )
+    rank = rank_of(group)
+    with Meter(progress, f"saving {job.path.name}", rank=rank) as meter:
+        writer = CheckpointWriter(
+            job.path, overwrite=job.overwrite, step=job.step, report=meter.add
+        )
 
-    def make_state() -> dict[str, Any]:
-        state = collect()
-        writer.layout = layout_of(state.get("model", {}))
-        return state
+        def make_state() -> dict[str, Any]:
+            state = collect()
+            writer.layout = layout_of(state.get("model", {}))
+            return state
 
-    planner = SavePlanner(make_state, meter.expect)
-    writer.stages = planner.stages  # Known when all ranks have planned.
-    try:
-        if dist.is_initialized():
-            with channel_of(group).section("saving", "a checkpoint"):
-                dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
-        else:
-            _write_alone(writer, planner)
-    except BaseException as error:
-        if rank_of(group) == 0:
-            with contextlib.suppress(OSError):
-                writer.discard()
-        if isinstance(error, CheckpointException):
-            what = f"{quote(job.path)} was not saved"
-            raise error_of(what, error) from error
-        raise
-    if job.keep_last is not None and rank_of(group) == 0:
-        directory.prune(job.path, job.keep_last)
+        planner = SavePlanner(make_state, meter.expect)
+        writer.stages = planner.stages  # Known when all ranks have planned.
+        try:
+            if dist.is_initialized():
+                with channel_of(group).section("saving", "a checkpoint"):
+                    dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+            else:
+                _write_alone(writer, planner)
+        except BaseException as error:
+            if rank == 0:
+                with contextlib.suppress(OSError):
+                    writer.discard()
+            if isinstance(error, CheckpointException):
+                what = f"{quote(job.path)} was not saved"
+                raise error_of(what, error) from error
+            raise
+        if job.keep_last is not None and rank == 0:
+            directory.prune(job.path, job.keep_last)
     return job.path
 
 
@@ -256,42 +249,120 @@ _SILENT_S = 5.0  # Who waits no longer than this says nothing.
 _logger = logging.getLogger("shardkit")
 
 
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Memory on the host for copies of a state's tensors.
+
+    It is kept from one copy to the next: memory fresh from the system takes several times as long
+    to be written as the copy itself. Training goes on while a copy is being written to the disk, so
+    the peak is the same as if it were given back in between.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def release(self) -> None:
+        """Give the memory back to the system, once no copy is in it any more."""
+        self._buffer = None
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state like this one with tensors of its own; overwrite the last copy."""
+        tensors: dict[int, Tensor] = {}
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                tensors[id(leaf)] = memory_of(leaf)
+            return leaf
+
+        map_leaves(state, note)
+        copies = self._copy_all(tensors)
+        result: dict[str, Any] = map_leaves(
+            state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
+        )
+        return result
+
+    def _copy_all(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        starts, total = {}, 0
+        for key, tensor in tensors.items():
+            if is_plain(tensor) and not tensor.is_quantized:
+                starts[key] = total
+                total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        on_accelerator = {t.device for t in tensors.values()} - {torch.device("cpu")}
+        if self._buffer is None or self._buffer.numel() < total:
+            self._buffer = None  # First: there is not room for both.
+            self._buffer = _allocate(total, pinned=bool(on_accelerator))
+        copies = {}
+        for key, tensor in tensors.items():
+            if key not in starts:
+                copies[key] = tensor.detach().cpu().clone()
+                continue
+            memory = self._buffer[starts[key] : starts[key] + tensor.nbytes]
+            copies[key] = memory.view(tensor.dtype).view(tensor.shape)
+            copies[key].copy_(tensor, non_blocking=True)
+        for device in on_accelerator:
+            if device.type not in {"meta", "xla"}:  # XLA's copies are done when they return.
+                torch.accelerator.synchronize(device)
+        return copies
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
+    if pinned and torch.accelerator.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # So the first copy takes fewer page faults.
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _like(tensor: Any, memory: Tensor) -> Any:
+    """Return a tensor like another, of which this rank holds `memory`."""
+    if isinstance(tensor, ShardedTensor):
+        return ShardedTensor(memory, tensor.spec)
+    if hasattr(tensor, "to_local"):
+        return type(tensor).from_local(
+            memory,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return memory
+
+
 class SaveHandle:
     """A checkpoint that is being written."""
 
     def __init__(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
         """Start to write; or to tell other ranks why this one has nothing to write."""
         self._path = job.path
-        self._group = group
-        self._state: dict[str, Any] | Exception | None = state
         self._error: BaseException | None = None
         self._is_asked = False
         self._is_given_up = False
         self._rank = rank_of(group)
         # A daemon: the end of the process waits for it by `end`, which has a limit.
         self._thread = threading.Thread(
-            target=self._write, args=(job,), name="shardkit-save", daemon=True
+            target=self._write, args=(job, state, group), name="shardkit-save", daemon=True
         )
         self._catch_sigterm()
         self._thread.start()
 
-    def _write(self, job: Job) -> None:
-        state = self._state
-        progress = False if job.progress is None else job.progress
-
+    def _write(self, job: Job, state: dict[str, Any] | Exception, group: Any) -> None:
         def collected() -> dict[str, Any]:
-            assert state is not None
             if isinstance(state, Exception):
                 raise state
             return state
 
         try:
-            with Meter(progress, f"saving {job.path.name}", rank=rank_of(self._group)) as meter:
-                write(job, collected, self._group, meter)
+            write(job, collected, group, False if job.progress is None else job.progress)
         except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
             self._error = error
         finally:
-            self._state = None
             if signal.getsignal(signal.SIGTERM) == self._end_by_sigterm:
                 # Only main threads may call signal.signal, and one that is blocked in a collective
                 # would not come to call a handler: SIGTERM ends the process at once, as before.
@@ -401,7 +472,7 @@ class Background:
         if not self._ends_are_seen:
             self._ends_are_seen = True
             torch_groups.before_threads_end(self._end_process)
-            torch_groups.before_world_ends(self._end_world)
+            torch_groups.around_end_of_world(before=self._end_world)
         self._last = SaveHandle(job, state, group)
         return self._last
 
@@ -501,8 +572,7 @@ def save(  # noqa: PLR0913 - the state, where it goes, and how
         _raise_last(error)
         return job.collect()
 
-    with Meter(progress, f"saving {job.path.name}", rank=rank_of(process_group)) as meter:
-        return write(job, collect, process_group, meter)
+    return write(job, collect, process_group, progress)
 
 
 def async_save(  # noqa: PLR0913 - as `save`

@@ -72,12 +72,7 @@ def default_fields(
 ) -> dict[str, Any]:
     """Return a config for this machine that is right for every model: version 2, full sharding.
 
-    Args:
-        num_processes: Number of ranks.
-        use_cpu: Whether they compute on the host.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        layers: Names of classes, with commas between them; None: modules of 100 million parameters
-            and more become groups.
+    Groups are the classes in `layers`, or modules of 100 million parameters and more.
     """
     fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
     if layers is None:
@@ -137,9 +132,7 @@ def _fsdp(ask: Terminal) -> dict[str, Any]:
     version = int(ask.choice("Which fsdp_version has the file?", ("1", "2"), "2"))
     fields: dict[str, Any] = {"fsdp_version": version}
     if version == 1:
-        fields["fsdp_sharding_strategy"] = ask.choice(
-            "What is sharded?", tuple(STRATEGIES), "FULL_SHARD"
-        )
+        fields["fsdp_sharding_strategy"] = ask.choice("What is sharded?", STRATEGIES, "FULL_SHARD")
     else:
         fields["fsdp_reshard_after_forward"] = ask.yes(
             "Are parameters resharded after forward (less memory, more traffic)?", default=True

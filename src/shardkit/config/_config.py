@@ -19,13 +19,14 @@ from shardkit._mesh import SHARD_AXIS
 from shardkit._module.activation_checkpoint import checkpoint_module
 from shardkit._module.materialize import materialize
 from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._runtime.group import exchange_buffer
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.policies import size_policy
 from shardkit._wrapping.strategies import REPLICATE_AXIS, Strategy, strategy
 from shardkit.backends import accelerator_type, as_device_mesh, init_device_mesh, tensor_parallel_of
 from shardkit.backends.base import first_of_all
-from shardkit.backends.device import device_module
+from shardkit.backends.device import use_own_device
 from shardkit.backends.groups import (
     current_world_size,
     exchange,
@@ -57,12 +58,8 @@ _TP_AXIS = "tp"
 def make(
     settings: Settings, strategy: Strategy, device_type: str
 ) -> tuple[DeviceMesh, TorchDeviceMesh | None]:
-    """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one.
-
-    Raises:
-        MeshError: The ranks do not fit.
-    """
-    _set_current_device(device_type)
+    """Return the mesh to shard over, and torch's of the ``tp`` axis, if there is one."""
+    use_own_device(device_type)  # As Accelerate does.
     if device_type == "xla":
         world_size = as_device_mesh(None, device_type=device_type).size()
     else:
@@ -126,16 +123,6 @@ def _axes_of(sizes: Parallelism) -> list[tuple[str, int]]:
     return [*replicas, (SHARD_AXIS, sizes.dp_shard_size)]
 
 
-def _set_current_device(device_type: str) -> None:
-    """Choose this rank's own accelerator, as Accelerate does."""
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    if device_type in ("cpu", "xla") or not local_rank.isdecimal():
-        return
-    module = device_module(device_type)
-    if int(local_rank) < module.device_count():
-        module.set_device(int(local_rank))
-
-
 # --- training state in three shapes ---------------------------------------------------------------
 #
 # Files of LOCAL and FULL state dicts take the place of those of the save before. Each is written
@@ -164,14 +151,7 @@ def _full_files(folder: Path, optimizer: Optimizer | None) -> list[Path]:
 
 
 def _of_one_save(files: list[Path]) -> list[Path]:
-    """Return where files of the same save are: of the newest that all ranks have.
-
-    Args:
-        files: Files that this rank reads.
-
-    Raises:
-        CheckpointError: On all ranks: some are not there, or no save has all of them.
-    """
+    """Return where files of the same save are: of the newest that all ranks have."""
     found = _on_all("read", files[0], lambda: [_saves(file) for file in files])
     chosen, of_ranks = _common(files, found)
     if chosen is not None:
@@ -189,11 +169,7 @@ def _of_one_save(files: list[Path]) -> list[Path]:
 
 
 def _finish_last(mine: list[Path]) -> None:
-    """Give the files of the last save their names, if it was killed while it did so.
-
-    Args:
-        mine: Files that this rank is about to write.
-    """
+    """Give the files of the last save their names, if it was killed while it did so."""
     found = [_saves_if_whole(file) for file in mine]
     chosen, _ = _common(mine, found)
     for file, whole in zip(mine, chosen or (), strict=False):
@@ -225,11 +201,7 @@ def _common(
 
 
 def _saves(file: Path) -> dict[object, Path]:
-    """Return by the number of a save where its file of this name is; the newest save first.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Return by the number of a save where its file of this name is; the newest save first."""
     found = {_number(path): path for path in (_aside(file), file) if path.exists()}
     if not found:
         msg = f"{file} is not there: it is what Config.save writes with this fsdp_state_dict_type."
@@ -282,11 +254,6 @@ def _write(file: Path, state: dict[str, Any]) -> None:
     fsync_directory(file.parent)
 
 
-def _write_optimizer(files: list[Path], whole: dict[str, Any]) -> None:
-    for file in files[1:]:
-        _write(file, {**whole, _SAVED_WITH: _crc32(_aside(files[0]))})
-
-
 def _name_all(files: list[Path]) -> None:
     from shardkit.checkpoint._files.disk import fsync_directory
 
@@ -312,22 +279,16 @@ def _on_all(what: str, path: Path, act: Callable[[], T]) -> T:
 
 @dataclass
 class Values:
-    """What rank 0's model holds, kept while the model is sharded on meta.
+    """What rank 0's model holds, kept while the model is sharded on meta."""
 
-    Attributes:
-        mesh: The mesh; all of its ranks make this object.
-        state: A state dict; on ranks other than 0 its tensors are not looked at.
-        other: Tensors that `load_full` does not fill: ignored parameters, and buffers that state
-            dicts leave out.
-        taken: Parameters that are on meta now, each with a parameter that has its values.
-        places: All names of a buffer in this rank's model, by each of them.
-    """
-
-    mesh: DeviceMesh
-    state: dict[str, Any]
+    mesh: DeviceMesh  # The mesh; all of its ranks make this object.
+    state: dict[str, Any]  # A state dict; on ranks other than 0 its tensors are not looked at.
+    # Tensors that `load_full` does not fill: ignored parameters, and buffers that state dicts leave
+    # out.
     other: dict[str, Tensor]
+    # Parameters that are on meta now, each with a parameter that has its values.
     taken: list[tuple[nn.Parameter, nn.Parameter]]
-    places: dict[str, list[str]]
+    places: dict[str, list[str]]  # All names of a buffer in this rank's model, by each of them.
 
     def put_back(self) -> None:
         """Give the values back to this rank's parameters, but for those that are sharded."""
@@ -356,9 +317,6 @@ def take_values(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) 
     Returns:
         The values; None: there is nothing to send: one rank, one process for all devices, or a
         model without values on rank 0.
-
-    Raises:
-        ConfigError: Replicas of torch_xla, each a process.
 
     Cost: one exchange of a flag per axis.
     """
@@ -663,8 +621,13 @@ class Config:
             _finish_last(mine)
             checkpoint.save_full(_aside(files[0]), model)
             if optimizer is not None:
-                whole = checkpoint.gather_optimizer_state(model, optimizer)
-                _on_all("write", files[1], lambda: _write_optimizer(mine, whole))
+                state = checkpoint.gather_optimizer_state(model, optimizer)
+
+                def write_optimizer() -> None:
+                    for file in mine[1:]:
+                        _write(file, {**state, _SAVED_WITH: _crc32(_aside(mine[0]))})
+
+                _on_all("write", files[1], write_optimizer)
         _on_all("complete", folder, lambda: _name_all(mine))
 
     def load(
@@ -739,12 +702,11 @@ class Config:
 
     def _wrap_policy(self) -> Any:
         settings = self.settings
-        if settings.wrap == "TRANSFORMER_BASED_WRAP":
-            names = settings.transformer_layer_cls_to_wrap
-            return "no_split_modules" if names is None else set(names)
+        if settings.transformer_layer_cls_to_wrap is not None:
+            return set(settings.transformer_layer_cls_to_wrap)
         if settings.wrap == "SIZE_BASED_WRAP":
             return size_policy(settings.min_num_params)
-        return "no_wrap"
+        return settings.wrap  # A policy has Accelerate's name, too.
 
     def _check(self, model: nn.Module) -> None:
         sizes = self.settings.parallelism
@@ -793,4 +755,4 @@ def _move(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter], *, off
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != device:
-                setattr(module, name, buffer.to(device))
+                exchange_buffer(module, name, buffer.to(device))

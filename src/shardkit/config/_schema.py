@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shardkit._errors import ConfigError
 from shardkit._text import NotOfKindError, flag, is_of_kind, nearest, number
+from shardkit._wrapping.strategies import strategy
 from shardkit.config._source import Section, Setting, plain
 
 if TYPE_CHECKING:
@@ -95,14 +96,8 @@ def unused(remedy: str, *unset: str) -> Callable[[Any], None]:
 
 # --- fields ---------------------------------------------------------------------------------------
 
-STRATEGIES = {
-    "FULL_SHARD": "zero3",
-    "SHARD_GRAD_OP": "zero2",
-    "NO_SHARD": "replicate",
-    "HYBRID_SHARD": "hybrid",
-    "HYBRID_SHARD_ZERO2": "hybrid_zero2",
-}
-"""FSDP1's names, in the order of their numbers, and ours."""
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""FSDP1's names, in the order of their numbers, which `shardkit.strategy` takes."""
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 PREFETCHES: dict[str, Literal["pre", "post", "none"]] = {
@@ -133,20 +128,14 @@ Use = Literal["applied", "launcher", "noted"]
 
 @dataclass(frozen=True)
 class Field:
-    """One field.
+    """One field."""
 
-    Attributes:
-        kind: Kind of its value.
-        use: User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks;
-            ``"noted"``: nobody.
-        note: Reason why it changes nothing; empty: it does something.
-        default: Value where nothing is written.
-    """
-
-    kind: Kind
+    kind: Kind  # Kind of its value.
+    # User of it: ``"applied"``: the model; ``"launcher"``: whoever starts the ranks; ``"noted"``:
+    # nobody.
     use: Use = "applied"
-    note: str = ""
-    default: Any = None
+    note: str = ""  # Reason why it changes nothing; empty: it does something.
+    default: Any = None  # Value where nothing is written.
 
 
 _TPU = "Only accelerate tpu-config reads it."
@@ -376,11 +365,7 @@ class Found:
         self.complaints.append((entry.place, error.sentence(name, plain(entry.value))))
 
     def raise_complaints(self) -> None:
-        """Raise all complaints at once, by lines.
-
-        Raises:
-            ConfigError: There are some.
-        """
+        """Raise all complaints at once, by lines."""
         if self.complaints:
             ordered = sorted(self.complaints, key=lambda item: item[0].line or 0)
             raise ConfigError("\n".join(f"{place}: {text}" for place, text in ordered))
@@ -452,10 +437,11 @@ def settings_of(found: Found) -> Settings:
     is_fsdp = is_fsdp_type(found)
     is_fsdp_1 = is_fsdp and version == 1
     parallelism = parallelism_of(found)
+    chosen = _strategy_of(found, version, parallelism) if is_fsdp else "replicate"
     return Settings(
         distributed_type=distributed_type,
         device_type="cpu" if found.value("use_cpu") else DEVICES.get(distributed_type),
-        strategy=_strategy_of(found, version, parallelism) if is_fsdp else "replicate",
+        strategy=strategy(cast("Any", chosen)).name,
         precision=found.value("mixed_precision"),
         is_fsdp=is_fsdp,
         fsdp_version=version,
@@ -489,11 +475,7 @@ def is_fsdp_type(found: Found) -> bool:
 
 
 def strategy_name(found: Found) -> str | None:
-    """Return the sharding strategy that either field of version 1 names; None: no field does.
-
-    Raises:
-        NotOfKindError: fsdp_reshard_after_forward names none.
-    """
+    """Return the sharding strategy that either field of version 1 names; None: no field does."""
     written = found.value("fsdp_reshard_after_forward")
     if written is None:
         name: str | None = found.value("fsdp_sharding_strategy")
@@ -526,7 +508,7 @@ def parallelism_of(found: Found) -> Parallelism | None:
 
 def _strategy_of(found: Found, version: int, parallelism: Parallelism | None) -> str:
     if version == 1:
-        return STRATEGIES[strategy_name(found) or "FULL_SHARD"]
+        return strategy_name(found) or "FULL_SHARD"
     kept = "" if reshards(found) else "_zero2"
     if parallelism is None or parallelism.dp_replicate_size == 1:
         return "zero2" if kept else "zero3"

@@ -22,15 +22,10 @@ _MAX_DEPTH = 20
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """Where something stands.
+    """Where something stands."""
 
-    Attributes:
-        source: The file, or a word for a dict.
-        line: Number from 1 on; None: there are no lines.
-    """
-
-    source: str
-    line: int | None = None
+    source: str  # The file, or a word for a dict.
+    line: int | None = None  # Number from 1 on; None: there are no lines.
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
@@ -63,11 +58,7 @@ def plain(value: Any) -> Any:
 
 
 def import_yaml() -> ModuleType:
-    """Return PyYAML.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Return PyYAML."""
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -81,11 +72,7 @@ def import_yaml() -> ModuleType:
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
-    """Read a file of YAML or JSON, or take a dict.
-
-    Raises:
-        ConfigError: There is no such file, or it does not hold fields; with its line.
-    """
+    """Read a file of YAML or JSON, or take a dict."""
     if isinstance(source, (str, os.PathLike)):
         return _read_file(Path(source))
     return _of_mapping([""], source, SourceLine(_OF_DICT))

@@ -57,17 +57,12 @@ _ALONE: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """A launch.
+    """A launch."""
 
-    Attributes:
-        torchrun: Options that `torch.distributed.run.run` takes, with those that are added here.
-        use_cpu: Whether cards are hidden from the ranks.
-        cards: Numbers of those that the ranks see, with commas between them; None: all.
-    """
-
+    # Options that `torch.distributed.run.run` takes, with those that are added here.
     torchrun: argparse.Namespace
-    use_cpu: bool
-    cards: str | None
+    use_cpu: bool  # Whether cards are hidden from the ranks.
+    cards: str | None  # Numbers of those that the ranks see, with commas between them; None: all.
 
     @property
     def min_hosts(self) -> int:
@@ -115,12 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], read_config: Any) -> Arguments:
-    """Return what to launch; `read_config` returns the fields of a file by its path.
-
-    Raises:
-        LaunchError: Options, or fields of the config file, that contradict each other.
-        ConfigError: The config file cannot be read.
-    """
+    """Return what to launch; `read_config` returns the fields of a file by its path."""
     reader = parser()
     first = reader.parse_args(argv)
     written = read_config(first.config) if first.config else {}
@@ -168,11 +158,7 @@ def _problem_of_counts(torchrun: argparse.Namespace) -> str:
 
 
 def check_script(script: str, *, is_module: bool) -> None:
-    """Raise if there is no such script.
-
-    Raises:
-        LaunchError: It names what is spelled most alike.
-    """
+    """Raise if there is no such script."""
     if is_module:
         name = script.partition(".")[0]
         if PathFinder.find_spec(name, [str(Path.cwd()), *sys.path[1:]]) is None:
@@ -194,9 +180,6 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
     Args:
         first: All options, with torchrun's variables and defaults.
         given: The same with None where torchrun's names are not on the command line.
-
-    Raises:
-        LaunchError: Both names of one thing are on the command line, with different values.
     """
     found = {}
     for name in _OF_CONFIG:
@@ -220,11 +203,7 @@ def _above_the_file(first: argparse.Namespace, given: argparse.Namespace) -> dic
 
 
 def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of the command line as those of a file are read.
-
-    Raises:
-        LaunchError: One cannot be meant; it names the option.
-    """
+    """Return fields of the command line as those of a file are read."""
     result = dict(fields)
     for name in _OF_CONFIG:  # Hosts before the rank of one of them.
         if name not in fields:

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from shardkit._errors import LaunchError
-from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 """Below those that Linux gives to outgoing connections."""
-_NAME = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
-_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
+_HOST = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+_HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
+_NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
-
-class Tasks(NamedTuple):
-    """The tasks of a job step, and which of them this process is.
-
-    Attributes:
-        host: Number of its host in `hosts`.
-        hosts: Names of all hosts.
-        address: Host where the ranks meet: the first of them, or MASTER_ADDR.
-        port: Port there, or MASTER_PORT.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: int
-    hosts: tuple[str, ...]
-    address: str
-    port: int
-
-    @property
-    def num_hosts(self) -> int:
-        """How many hosts there are."""
-        return len(self.hosts)
 
 
 def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -65,31 +39,12 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     Raises:
         LaunchError: This process was not started by `srun`, or a variable cannot be read.
     """
-    environment = os.environ if environment is None else environment
-    tasks = tasks_of(environment)
-    return {
-        "RANK": str(tasks.rank),
-        "WORLD_SIZE": str(tasks.world_size),
-        "LOCAL_RANK": str(tasks.local_rank),
-        "LOCAL_WORLD_SIZE": str(tasks.local_world_size),
-        "GROUP_RANK": str(tasks.host),
-        "GROUP_WORLD_SIZE": str(tasks.num_hosts),
-        "MASTER_ADDR": tasks.address,
-        "MASTER_PORT": str(tasks.port),
-    }
-
-
-def tasks_of(environment: Mapping[str, str]) -> Tasks:
-    """Return what SLURM's variables say.
-
-    Raises:
-        LaunchError: See `slurm_environment`.
-    """
+    variables = os.environ if environment is None else environment
 
     def find(*names: str) -> str:
         for name in names:
-            if environment.get(name):
-                return environment[name]
+            if variables.get(name):
+                return variables[name]
         msg = (
             f"{names[0]} is not in the environment: `srun` sets it for each task. Write "
             f"`srun python -m shardkit launch --slurm script.py` in the batch script, and leave "
@@ -108,66 +63,43 @@ def tasks_of(environment: Mapping[str, str]) -> Tasks:
     step = find("SLURM_STEP_ID", "SLURM_STEPID")
     host = number("SLURM_NODEID")
     # Those of the step come first: it may have fewer hosts than its job.
-    hosts = host_names(find("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    hosts = find("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    num_hosts = number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     per_host = tasks_per_host(find("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    if len(per_host) != len(hosts) or host >= len(hosts):
+    if len(per_host) != num_hosts or host >= num_hosts:
         msg = (
-            f"SLURM names the hosts {listed(hosts, str)} and {len(per_host)} numbers of tasks; "
-            f"this is host {host}. They must belong together: start this process by `srun` itself."
+            f"SLURM names {num_hosts} hosts ({hosts}) and {len(per_host)} numbers of tasks; this "
+            f"is host {host}. They must belong together: start this process by `srun` itself."
         )
         raise LaunchError(msg)
-    job = number("SLURM_JOB_ID", "SLURM_JOBID")
-    chosen = environment.get("MASTER_PORT")
-    offset = 31 * job + (int(step) if step.isdecimal() else 0)
-    return Tasks(
-        rank=number("SLURM_PROCID"),
-        world_size=number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        local_rank=number("SLURM_LOCALID"),
-        local_world_size=per_host[host],
-        host=host,
-        hosts=hosts,
-        address=environment.get("MASTER_ADDR") or hosts[0],
-        port=number("MASTER_PORT") if chosen else _FIRST_PORT + offset % _NUM_PORTS,
-    )
+    offset = 31 * number("SLURM_JOB_ID", "SLURM_JOBID") + (int(step) if step.isdecimal() else 0)
+    chosen = number("MASTER_PORT") if variables.get("MASTER_PORT") else None
+    port = _FIRST_PORT + offset % _NUM_PORTS if chosen is None else chosen
+    return {
+        "RANK": str(number("SLURM_PROCID")),
+        "WORLD_SIZE": str(number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+        "LOCAL_RANK": str(number("SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(per_host[host]),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(num_hosts),
+        "MASTER_ADDR": variables.get("MASTER_ADDR") or first_host(hosts),
+        "MASTER_PORT": str(port),
+    }
 
 
-def host_names(nodelist: str) -> tuple[str, ...]:
-    """Return the names that a list of SLURM's stands for, in its order.
-
-    ``node[001-003,007],gpu-a`` is node001, node002, node003, node007 and gpu-a.
-
-    Raises:
-        LaunchError: It is no such list.
-    """
-    if _NAME.sub("", nodelist).strip(","):
-        msg = f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,007]."
+def first_host(nodelist: str) -> str:
+    """Return the first name of a list of SLURM's: of ``node[001-003,007],a`` it is node001."""
+    if not _HOSTS.fullmatch(nodelist):
+        msg = (
+            f"{nodelist!r} is no list of hosts as SLURM writes them, with numbers in brackets, "
+            f"such as node[001-003,007]."
+        )
         raise LaunchError(msg)
-    found: list[str] = []
-    for name in _NAME.findall(nodelist):
-        parts = []
-        for ranges, text in _PART.findall(name):
-            parts.append([text] if text else [])
-            for part in [] if text else ranges.split(","):
-                first, _, last = part.partition("-")
-                last = last or first
-                if not (first.isdecimal() and last.isdecimal()):
-                    msg = (
-                        f"{nodelist!r} has {part!r} in brackets, where numbers must be: "
-                        f"[001-003,007]."
-                    )
-                    raise LaunchError(msg)
-                # With as many zeros as they were written with.
-                parts[-1] += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
-        found += map("".join, itertools.product(*parts))
-    return tuple(found)
+    return _NUMBERS.sub(r"\1", nodelist).partition(",")[0]
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
-    """Return how many tasks each host has: ``2(x3),1`` is 2, 2, 2, 1.
-
-    Raises:
-        LaunchError: It is no such text.
-    """
+    """Return how many tasks each host has: ``2(x3),1`` is 2, 2, 2, 1."""
     found: list[int] = []
     for part in text.split(","):
         match = _REPEATED.fullmatch(part)

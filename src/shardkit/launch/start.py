@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from shardkit._doctor.machine import interface_addresses
+from shardkit._doctor.machine import address_towards, interface_addresses
 from shardkit._errors import LaunchError
 from shardkit.config import CONFIG_VARIABLE, from_config
-from shardkit.launch import slurm
 from shardkit.launch.arguments import check_script, meet, parse
+from shardkit.launch.slurm import slurm_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,19 +47,13 @@ _ERROR_FILE = "error.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank of this host failed.
-
-    Attributes:
-        at: Time in seconds since 1970.
-        message: Type and text of its exception, or how its process ended.
-        traceback: Traceback of its exception; empty: its process ended without one.
-    """
+    """How one rank of this host failed."""
 
     rank: int
     local_rank: int
-    at: float
-    message: str
-    traceback: str
+    at: float  # Time in seconds since 1970.
+    message: str  # Type and text of its exception, or how its process ended.
+    traceback: str  # Traceback of its exception; empty: its process ended without one.
 
     @property
     def diagnosis(self) -> str | None:
@@ -218,27 +212,20 @@ class RankLines:
 
 
 class Here(NamedTuple):
-    """This host, as another one sees it.
+    """This host, as another one sees it."""
 
-    Attributes:
-        address: Numeric.
-        interface: Name of the interface; None: the system does not tell.
-    """
-
-    address: str
-    interface: str | None
+    address: str  # Numeric.
+    interface: str | None  # Name of the interface; None: the system does not tell.
 
 
 def here_towards(host: str, port: int) -> Here:
     """Return the address and the interface by which this host reaches another one.
 
     Nothing is sent. If `host` is this one, it is the interface that has its address.
-
-    Raises:
-        LaunchError: The name is not known here, or no route leads there.
     """
+    known = interface_addresses()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        own = address_towards(host, port)
     except socket.gaierror as error:
         msg = (
             f"this host ({socket.gethostname()}) does not know {host!r}, where the ranks are to "
@@ -246,37 +233,19 @@ def here_towards(host: str, port: int) -> Here:
             f"--main_process_ip, or the name that a name server or /etc/hosts has."
         )
         raise LaunchError(msg) from None
-    problem: OSError | None = None
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
-                own = probe.getsockname()[0].split("%")[0]
-        except OSError as error:
-            problem = error
-            continue
-        known = interface_addresses()
-        return Here(own, next((name for name, each in known.items() if own in each), None))
-    own_addresses = ", ".join(each[0] for each in interface_addresses().values() if each)
-    msg = (
-        f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks are "
-        f"to meet: {problem}. Its addresses are {own_addresses or 'none'}. Give an address "
-        f"of the network that all hosts share as --main_process_ip."
-    )
-    raise LaunchError(msg)
+    except OSError as error:
+        own_addresses = ", ".join(each[0] for each in known.values() if each)
+        msg = (
+            f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks "
+            f"are to meet: {error}. Its addresses are {own_addresses or 'none'}. Give an address "
+            f"of the network that all hosts share as --main_process_ip."
+        )
+        raise LaunchError(msg) from None
+    return Here(own, next((name for name, each in known.items() if own in each), None))
 
 
 def check_interface(variable: str, chosen: str, here: Here) -> None:
-    """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour.
-
-    Args:
-        variable: Variable by which they were chosen.
-        chosen: Names, with commas between them.
-        here: Address and interface by which this host reaches the first one.
-
-    Raises:
-        LaunchError: One of them is not there, or is for this host alone.
-    """
+    """Refuse interfaces that cannot lead to other hosts: ranks would wait for half an hour."""
     known = interface_addresses()
     wanted = here.interface or f"the one with the address {here.address}"
     for name in filter(None, chosen.split(",")):
@@ -318,13 +287,16 @@ def launch(argv: Sequence[str]) -> int:
     check_script(arguments.torchrun.training_script, is_module=arguments.torchrun.module)
     os.environ.update(environment_of(arguments))
     if arguments.torchrun.slurm:
-        tasks = slurm.tasks_of(os.environ)
-        if tasks.world_size > tasks.num_hosts:  # Each task is a rank, SLURM has started them.
-            os.environ.update(slurm.slurm_environment())
-            _use_network(tasks.address, tasks.port)
+        tasks = slurm_environment()
+        address, port, hosts = (
+            tasks[name] for name in ("MASTER_ADDR", "MASTER_PORT", "GROUP_WORLD_SIZE")
+        )
+        if int(tasks["WORLD_SIZE"]) > int(hosts):  # Each task is a rank, SLURM has started them.
+            os.environ.update(tasks)
+            _use_network(address, int(port))
             os.execv(sys.executable, [sys.executable, "-u", *_program(arguments)])  # noqa: S606
-        arguments.torchrun.nnodes = str(tasks.num_hosts)
-        meet(arguments, host=tasks.address, port=tasks.port, host_rank=tasks.host)
+        arguments.torchrun.nnodes = hosts
+        meet(arguments, host=address, port=int(port), host_rank=int(tasks["GROUP_RANK"]))
     _reach_others(arguments)
     with _logs(arguments) as logs:
         return _run(arguments, logs)

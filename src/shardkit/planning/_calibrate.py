@@ -15,6 +15,7 @@ from shardkit._events import observe
 from shardkit._module.fully_shard import fully_shard
 from shardkit.backends import init_device_mesh
 from shardkit.backends.base import Gather, Reduction
+from shardkit.backends.device import use_own_device
 from shardkit.planning._meter import MemoryMeter
 from shardkit.planning._profile import Curve, HardwareProfile, Route
 from shardkit.planning._run import DryRun, Run
@@ -45,8 +46,7 @@ def calibrate(device: str) -> HardwareProfile:
     Raises:
         MeshError: No launcher started this process.
     """
-    if device != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    use_own_device(device)
     mesh = init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", "1")),))
     probe = _Probe(mesh, device)
     operator_s = _operator_s(probe)

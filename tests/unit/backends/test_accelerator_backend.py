@@ -31,7 +31,7 @@ from shardkit._tensor.spec import ShardSpec
 from shardkit.backends import groups as process_groups
 from shardkit.backends import groups as world_module
 from shardkit.backends.accelerator import DeviceCheckHandle
-from shardkit.backends.device import AcceleratorDevice, device_module
+from shardkit.backends.device import AcceleratorDevice, device_module, use_own_device
 from shardkit.backends.process_group import WorkHandle
 
 if typing.TYPE_CHECKING:
@@ -245,6 +245,26 @@ def test_the_device_is_the_current_one_and_streams_have_priority(
     assert asked == [("stream", torch.device("cuda", 2), -1)]
     assert device.current_stream() == ("current", 2)
     assert device.on("s") == ("on", "s")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "chosen"), [("1", [1]), ("2", []), (None, []), ("first", [])]
+)
+def test_a_rank_uses_the_device_with_its_number_if_it_sees_so_many(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, chosen: list[int]
+) -> None:
+    used: list[int] = []
+    names = ("Stream", "Event", "stream", "current_stream", "current_device")
+    two = Stub(**dict.fromkeys(names), device_count=lambda: 2, set_device=used.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: two)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for device_type in ("cuda", "cpu", "xla"):
+        use_own_device(device_type)
+    assert used == chosen
+    use_own_device("cuda", "0")
+    assert used == [*chosen, 0]
 
 
 # --- process groups of some ranks ---------------------------------------------------------------

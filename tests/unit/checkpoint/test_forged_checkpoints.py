@@ -28,7 +28,7 @@ from shardkit import checkpoint
 from shardkit._cli import app
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp import directory, manifest, metadata
-from shardkit.checkpoint._dcp.metadata_pickle import unpickle
+from shardkit.checkpoint._dcp.metadata import unpickle
 from shardkit.checkpoint._inspect import describe, verify
 
 if typing.TYPE_CHECKING:

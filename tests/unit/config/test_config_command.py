@@ -9,7 +9,7 @@ import pytest
 import typer.testing
 import yaml
 
-from shardkit import from_config
+from shardkit import from_config, strategy
 from shardkit._cli import app
 from shardkit.config._command import asked_fields, default_fields
 from shardkit.config._schema import STRATEGIES
@@ -57,24 +57,26 @@ def meaning(**answers: object) -> typing.Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "policy", "kind"),
+    ("sharded", "policy", "kind"),
     list(
         itertools.product(
-            tuple(STRATEGIES),
+            STRATEGIES,
             ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
             ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         )
     ),
 )
-def test_all_answers_of_version_1_make_a_config(strategy: str, policy: str, kind: str) -> None:
+def test_all_answers_of_version_1_make_a_config(
+    sharded: typing.Any, policy: str, kind: str
+) -> None:
     found = meaning(
         fsdp_version="1",
-        What_is_sharded=strategy,
+        What_is_sharded=sharded,
         Which_modules=policy,
         state_saved=kind,
         Are_activations=True,
     )
-    assert found.strategy == STRATEGIES[strategy]
+    assert found.strategy == strategy(sharded).name
     assert (found.wrap, found.state_dict_type) == (policy, kind)
     assert found.activation_checkpointing == (policy != "NO_WRAP")
     assert (found.forward_prefetch, found.backward_prefetch) == (True, "pre")

@@ -754,7 +754,7 @@ def _new_watchdog(store: Any) -> Watchdog:
 
 def _at_start() -> None:
     """Have the end of this process told, and that of the process group."""
-    torch_groups.after_world_ends(functools.partial(_end_with_group, os.getpid()))
+    torch_groups.around_end_of_world(after=functools.partial(_end_with_group, os.getpid()))
     atexit.register(_say_goodbye, os.getpid())
     hook = sys.excepthook
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint._dcp.manifest import (
-    DAMAGED,
     MANIFEST_FILE,
     Header,
     Manifest,
@@ -38,6 +37,7 @@ from shardkit.checkpoint._dcp.manifest import (
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files.disk import (
+    DAMAGED,
     DELETED,
     INCOMPLETE,
     REPLACED,
@@ -74,11 +74,7 @@ _ONE_EACH = "Give each job a path of its own, or end the one before."
 
 
 def normalized(path: os.PathLike[str] | str) -> Path:
-    """Return an absolute path with a name; symbolic links on the way are kept.
-
-    Raises:
-        CheckpointError: It has none, or one that is used while checkpoints are written.
-    """
+    """Return an absolute path with a name; symbolic links on the way are kept."""
     if path is None:
         msg = (
             "expected the path of a checkpoint, not None, which latest() returns if there is no "
@@ -121,10 +117,7 @@ def _stamp_of(found: os.stat_result) -> Stamp:
 def again_if_replaced(
     path: Path, read: Callable[[], T], is_right: Callable[[T], bool] = lambda _: True
 ) -> T:
-    """Read a checkpoint; once more if it failed since another job has replaced the checkpoint.
-
-    `read` communicates nothing. Of a result that `is_right` there is no second look.
-    """
+    """Read a checkpoint; once more if it failed, or is not right, since another job replaced it."""
     for _ in range(READ_AGAIN):
         before = stamp(path)
         try:
@@ -139,10 +132,7 @@ def again_if_replaced(
 
 
 def problem(path: Path) -> str:
-    """Say what of a checkpoint is missing or damaged, as far as is known; empty if nothing.
-
-    Known is what sizes tell, and what `load` has found.
-    """
+    """Say what of a checkpoint is missing or damaged, by sizes and what `load` has found; or ''."""
     try:
         again_if_replaced(path, lambda: _check(path))
     except (CheckpointError, OSError) as error:
@@ -223,10 +213,7 @@ def check_metadata(path: Path, manifest: Manifest) -> bytes:
 def headers(
     directory: Path, unreadable: Callable[[Path, CheckpointError], None] | None = None
 ) -> Iterator[tuple[Path, Header]]:
-    """Yield what of a directory has a manifest, also under names that are used while writing.
-
-    `unreadable` is called with each one that is damaged.
-    """
+    """Yield what of a directory has a manifest, also under names that are used while writing."""
     for entry in sorted(directory.iterdir()):
         try:
             yield entry, read_header(entry)
@@ -347,12 +334,7 @@ def _recover_all(directory: Path) -> None:
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
-    """Make the directory in which a checkpoint is written; of dead jobs' nothing is left.
-
-    Raises:
-        CheckpointError: There is something under the name, and it may not be replaced.
-        OSError: It cannot be made.
-    """
+    """Make the directory in which a checkpoint is written; of dead jobs' nothing is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # First: what is abandoned now is obsolete if there is a checkpoint afterwards.
     abandoned = [a for a in asides_in(path.parent) if a.name == path.name and a.is_abandoned]
@@ -368,10 +350,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
 def check_free(path: Path, *, overwrite: bool) -> None:
     """Raise if a checkpoint may not be given this name.
 
-    Raises:
-        CheckpointError: There is something under it, and either `overwrite` was not asked for or it
-            is no checkpoint. A damaged checkpoint may be replaced: a run that goes on from an older
-            one comes by it again.
+    A damaged one may be replaced: a run that goes on from an older one comes by it again.
     """
     if not os.path.lexists(path):
         return
@@ -399,21 +378,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def commit(new: Path, path: Path, *, overwrite: bool, before: Stamp, mine: Stamp) -> None:
-    """Give a complete checkpoint its name. What had it before is deleted.
+    """Give a complete checkpoint its name, and delete what had it before.
 
-    Warns if another job has saved under this name at the same time: the last one has it.
-
-    Args:
-        new: Directory that `prepare` returned.
-        path: Name that it gets.
-        overwrite: Permission to replace a checkpoint of this name.
-        before: Stamp of what had the name when `prepare` was called.
-        mine: Stamp of the new one, taken before it was complete: then another job may use it to
-            recover the name.
-
-    Raises:
-        CheckpointError: Another job has taken the name meanwhile, and it is not overwritten.
-        OSError: It cannot be renamed; what was there before is there again.
+    `before` and `mine` are stamps of what had the name at `prepare`, and of the new one before it
+    was complete: from then on another job may use it to recover the name. Warns if another job
+    has saved under this name at the same time: the last one has it. After an OSError what was
+    there before is there again.
     """
     try:
         with contextlib.suppress(FileNotFoundError):  # It has the name already.
@@ -509,11 +479,7 @@ def _renameat2() -> Any:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange what has two names, at once.
-
-    Raises:
-        OSError: It cannot be done. EINVAL or ENOSYS: never on this file system, or system.
-    """
+    """Exchange what has two names, at once; some file systems never can (EINVAL, ENOSYS)."""
     renameat2 = _renameat2()
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
@@ -533,8 +499,7 @@ def _saved_by(path: Path) -> str:
 def prune(path: Path, keep_last: int) -> None:
     """Delete what is beside a new checkpoint: older ones but the newest, and leftovers.
 
-    What is newer stays: two jobs that do this at once do not delete each other's last one. Warns if
-    another job is saving there.
+    What is newer stays: two jobs that do this at once do not delete each other's last one.
     """
     asides = list(asides_in(path.parent))  # First, as in `prepare`.
     _recover_all(path.parent)
@@ -590,10 +555,7 @@ def _warning(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path, target: Path) -> None:
-    """Delete what stands aside of `target`; at no moment half of it can be taken for a checkpoint.
-
-    It is a directory or a link to one, and may be gone.
-    """
+    """Delete what stands aside of `target`: never can half of it be taken for a checkpoint."""
     doomed = new_aside(target, DELETED)
     try:
         path.rename(doomed)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp.manifest import BLOCK_NBYTES, DAMAGED, Item
+from shardkit.checkpoint._dcp.manifest import BLOCK_NBYTES, Item
 from shardkit.checkpoint._files.disk import (
+    DAMAGED,
     TensorInfo,
     bytes_of,
     copy_from_scratch,
@@ -168,10 +169,7 @@ def _create(path: Path) -> int:
 
 
 def _use_cache(fd: int) -> bool:
-    """Write through the page cache from now on; False if that is done already.
-
-    Some file systems can do without it only in larger multiples than ours.
-    """
+    """Write through the page cache from now on, for larger blocks are asked for; False: it did."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     direct = getattr(os, "O_DIRECT", 0)
     if not flags & direct:
@@ -207,8 +205,7 @@ class _Frame:
 def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return what torch.save writes before and after the elements of a contiguous tensor.
 
-    So the elements go from the tensor's memory to the file: torch.save itself would write the whole
-    storage that a piece is a view of, and compute a checksum that nobody reads.
+    torch.save itself would write the whole storage that a piece is a view of.
     """
     frame = _Frame()
     with torch.serialization.skip_data():
@@ -263,14 +260,7 @@ class ItemFile:
         return content
 
     def read_into(self, item: Item, start: int, target: memoryview, name: str) -> None:
-        """Read bytes of an item, from `start` on, and all other bytes of their blocks.
-
-        Args:
-            item: Place of it, and its checksums. Without any nothing is verified.
-            start: Counted from the item's begin.
-            target: Memory for the bytes.
-            name: Name of the entry, for errors.
-        """
+        """Read bytes of an item from `start` on, verified: with all other bytes of their blocks."""
         stop = start + len(target)
         if not item.crc32s:
             self._read_run(item.offset + start, [target], 0, name)
@@ -342,10 +332,7 @@ class ItemFile:
         return replace(item, data_offset=record.header_offset + _LOCAL_HEADER_NBYTES + skipped)
 
     def check_frame(self, item: Item, chunk: TensorInfo, name: str) -> None:
-        """Raise unless an item with a `data_offset` is such a tensor.
-
-        Cost: a read of some hundred bytes.
-        """
+        """Raise unless an item with a `data_offset` is such a tensor; reads some hundred bytes."""
         if item.data_offset is None:
             return
         with contextlib.suppress(Exception):  # Not every dtype has such a frame.
@@ -368,11 +355,7 @@ class ItemFile:
             self.load(item, chunk, name)
 
     def load(self, item: Item, chunk: TensorInfo, name: str) -> Tensor:
-        """Return the tensor that torch.save wrote.
-
-        Raises:
-            CheckpointError: It holds anything else; nothing of it has been executed.
-        """
+        """Return the tensor that torch.save wrote; of anything else nothing is executed."""
         content: Any = io.BytesIO(self.read(item, name))
         try:
             loaded = torch.load(content, weights_only=True, map_location="cpu")
@@ -399,15 +382,7 @@ class ItemFile:
         target: Tensor,
         name: str,
     ) -> None:
-        """Read a box of a saved chunk.
-
-        Args:
-            item: Item with a `data_offset`.
-            chunk: Shape and dtype of the chunk, which was saved row after row.
-            offsets: The place where the box begins in it.
-            lengths: Shape of the box.
-            target: Tensor for the box: of its shape; any dtype, device and strides.
-            name: Name of the entry, for errors.
+        """Read a box of a saved chunk into a tensor of its shape; any dtype, device and strides.
 
         Cost: memory for the box's range of the chunk, unless its elements can go where they belong.
         """

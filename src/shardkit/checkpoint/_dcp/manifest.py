@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import is_plain_name, open_regular, read_index
+from shardkit.checkpoint._files.disk import DAMAGED, is_plain_name, open_regular, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +30,6 @@ BLOCK_NBYTES = 4 << 20
 
 _HEADER_NBYTES = 1 << 16
 _LIMIT = 1 << 62  # Sums of a few sizes below it are what they should be in any language.
-
-DAMAGED = "The checkpoint is damaged: load another one."
 
 
 @dataclass(frozen=True)
@@ -120,24 +118,14 @@ def _line(part: Mapping[str, Any]) -> bytes:
 
 
 def read_header(directory: Path) -> Header:
-    """Return the header of a checkpoint; reads only as much as there is of it.
-
-    Raises:
-        CheckpointError: It is damaged, or of another format.
-        FileNotFoundError: There is no manifest.
-    """
+    """Return the header of a checkpoint, of which no more is read; or raise FileNotFoundError."""
     path = directory / MANIFEST_FILE
     with open(open_regular(path), "rb") as file:  # noqa: PTH123 - a descriptor
         return _parse_header(file.readline(_HEADER_NBYTES), path)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint: all of it makes sense, whoever has written it.
-
-    Raises:
-        CheckpointError: It is damaged, or of another format.
-        FileNotFoundError: There is no manifest.
-    """
+    """Return the manifest of a checkpoint: all of it makes sense, whoever has written it."""
     path = directory / MANIFEST_FILE
     first, newline, second = read_index(path).partition(b"\n")
     header = _parse_header(first + newline, path)
@@ -150,13 +138,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _parse_body(body: Mapping[str, Any], header: Header) -> Manifest:
-    """Return what the body says.
-
-    Raises:
-        KeyError: Something is missing.
-        TypeError: Something is of another type.
-        ValueError: A number is out of range.
-    """
+    """Return what the body says; raise some error where it says nothing that can be."""
     block_nbytes = _natural(body["block_nbytes"], "block_nbytes", at_least=1)
     files = {}
     for name, stored in body["files"].items():

@@ -7,9 +7,13 @@ import functools
 import gc
 import itertools
 import math
+import pickle
 import random
+import reprlib
+import struct
 from collections import defaultdict
 from pathlib import Path
+from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +21,12 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._dcp.metadata_pickle import shown, unpickle
 from shardkit.checkpoint._files.disk import is_plain_name, read_index, reading
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
 
 METADATA_FILE = ".metadata"
 """Its name in a checkpoint's directory."""
@@ -38,12 +42,7 @@ _random_place = functools.partial(random.Random().getrandbits, 64)  # noqa: S311
 
 
 def parse_metadata(content: bytes, path: os.PathLike[str] | str) -> dcp.Metadata:
-    """Return what the bytes of a `.metadata` file describe; execute nothing.
-
-    Raises:
-        CheckpointError: It is not a pickle, asks for anything that DCP does not write, or
-            describes no checkpoint.
-    """
+    """Return what the bytes of a `.metadata` file describe; execute nothing."""
     remedy = "The file is damaged or foreign: load another checkpoint."
     try:
         with _without_collections():
@@ -211,3 +210,381 @@ def _are_sizes(values: Any) -> bool:
         if not isinstance(value, int) or not 0 <= value < _LIMIT:
             return False
     return True
+
+
+# --- its pickle, not executed ---------------------------------------------------------------------
+#
+# A pickle is a program. `unpickle` carries out the opcodes that DCP has written in any of its
+# releases, and knows the classes and functions that DCP names there: whatever else a file asks for
+# is an error. Python's own unpickler is not used. The one in C can be asked neither what a tuple
+# may hold nor what may be called, and its counterpart in Python takes three times as long.
+
+_MEMORY_FORMAT: Any = torch_checkpoints.dcp_memory_format()
+_BUILT: frozenset[type[Any]] = frozenset(
+    {
+        dcp.Metadata,
+        dcp.TensorStorageMetadata,
+        dcp.BytesStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        dcp.TensorProperties,
+        dcp.MetadataIndex,
+        dcp.StorageMeta,
+        torch_checkpoints.dcp_storage_info(),
+    }
+)
+"""Classes of which a pickle may make instances, and whose state it may set."""
+_SETS_STATE: dict[type[Any], Any] = {
+    cls: cls.__setstate__ for cls in _BUILT if hasattr(cls, "__setstate__")
+}
+_PROPERTIES = frozenset({torch.dtype, torch.layout, bool, _MEMORY_FORMAT})  # States for these.
+_INDEX_FIELDS = {"fqn", "offset", "index"}
+_MAX_LEN = 100  # Of tuples: the keys that lead to an entry.
+_MAX_NDIM = 64  # As of tensors that torch computes with.
+_MAX_FIELDS = 16  # Of an object.
+_FREE_FIELDS = 5  # As many as the classes have: an instance shares the names of those.
+_MAX_MARKS = 64  # What is nested.
+_NBYTES_EACH = 5  # At least of a container in a pickle, on average. DCP's have 7 and more.
+_FREE_CONTAINERS = 1000
+_MAX_STR_NBYTES = 1 << 20  # Names are compared wherever they are used.
+_MAX_PROTOCOL = 5
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+
+_read_int4 = struct.Struct("<i").unpack_from
+_read_uint4 = struct.Struct("<I").unpack_from
+_read_float8 = struct.Struct(">d").unpack_from
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = 200
+
+
+def shown(value: object) -> str:
+    """Return what an error shows of a value of a pickle: a plain one shortened, else its class.
+
+    A value may stand in another any number of times, and repr() goes through it each time.
+    """
+    if type(value) is type:
+        return value.__name__
+    values = value if type(value) is tuple else (value,)
+    if {str, int, NoneType}.issuperset(map(type, values)):
+        return _repr.repr(value)
+    return type(value).__name__
+
+
+class ForeignPickleError(pickle.UnpicklingError):
+    """A pickle asks for something that DCP does not write."""
+
+
+def unpickle(content: bytes) -> Any:
+    """Return what a pickle describes, if it is one that DCP could have written.
+
+    It takes at most about 40 times as much memory as the pickle has bytes, and for what DCP writes
+    23 times: containers, each of which may be one byte, are counted. A value of a pickle may refer
+    to others, any number of times, and stand for more than there is memory or time. So no tuple is
+    long here, or nested but as arguments are, and no string is long; lists and dicts are neither
+    copied nor compared nor shown. Keys are strings, whose hashes nobody foresees, and indices of
+    entries. An index is hashed by numbers that the file chooses, so no two in a dict may have the
+    same hash: thousands that have would take hours.
+
+    Raises:
+        ForeignPickleError: It has an opcode, a class or a value that DCP does not write, or ends
+            too early.
+    """
+    try:
+        return _unpickle(content)
+    except (IndexError, KeyError, struct.error) as error:
+        msg = "it is cut off, or refers to what is not there"
+        raise ForeignPickleError(msg) from error
+
+
+def _unpickle(content: bytes) -> Any:  # noqa: C901, PLR0912, PLR0915 - an opcode each
+    stack: list[Any] = []
+    marks: list[int] = []  # Where in the stack.
+    memo: list[Any] = []
+    room = _FREE_CONTAINERS + len(content) // _NBYTES_EACH  # For so many containers.
+    hashes: defaultdict[int, set[int]] = defaultdict(set)  # Of keys, by the dict's id.
+    push, pop = stack.append, stack.pop
+    at = 0
+    while room >= 0:  # The most frequent opcodes first.
+        opcode = content[at]  # Raises if what came last was cut off.
+        at += 1
+        match opcode:
+            case 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            case 0x68:  # BINGET
+                push(memo[content[at]])
+                at += 1
+            case 0x6A:  # LONG_BINGET
+                push(memo[_read_uint4(content, at)[0]])
+                at += 4
+            case 0x85:  # TUPLE1
+                room -= 1
+                value = stack[-1]
+                if type(value) is tuple:  # Arguments of a call.
+                    _check_flat(value)
+                stack[-1] = (value,)
+            case 0x4B:  # BININT1
+                push(content[at])
+                at += 1
+            case 0x28:  # MARK
+                marks.append(len(stack))
+                if len(marks) > _MAX_MARKS:
+                    break
+            case 0x62:  # BUILD
+                state = pop()
+                if type(state) is dict and len(state) > _FREE_FIELDS:
+                    room -= len(state)
+                _build(stack[-1], state)
+            case 0x29:  # EMPTY_TUPLE
+                push(())
+            case 0x81:  # NEWOBJ
+                if pop() != ():
+                    msg = "it makes an object with arguments"
+                    raise ForeignPickleError(msg)
+                room -= 1
+                stack[-1] = _new(stack[-1])
+            case 0x7D:  # EMPTY_DICT
+                room -= 2
+                push({})
+            case 0x52:  # REDUCE
+                args = pop()
+                stack[-1] = _call(stack[-1], args)
+            case 0x75:  # SETITEMS
+                _set_items(_taken(stack, marks.pop()), stack, hashes)
+            case 0x73:  # SETITEM
+                _set_items(_taken(stack, len(stack) - 2), stack, hashes)
+            case 0x8C:  # SHORT_BINUNICODE
+                begin, at = at + 1, at + 1 + content[at]
+                push(content[begin:at].decode("utf-8", "surrogatepass"))
+            case 0x4A:  # BININT
+                push(_read_int4(content, at)[0])
+                at += 4
+            case 0x4D:  # BININT2
+                push(content[at] | content[at + 1] << 8)
+                at += 2
+            case 0x86 | 0x87:  # TUPLE2, TUPLE3
+                room -= 1
+                push(_flat(_taken(stack, len(stack) - opcode + 0x84)))
+            case 0x74:  # TUPLE
+                room -= 1
+                push(_flat(_taken(stack, marks.pop())))
+            case 0x5D:  # EMPTY_LIST
+                room -= 1
+                push([])
+            case 0x61:  # APPEND
+                value = pop()
+                _of_type(list, stack[-1]).append(value)
+            case 0x65:  # APPENDS
+                values = _taken(stack, marks.pop())
+                _of_type(list, stack[-1]).extend(values)
+            case 0x4E:  # NONE
+                push(None)
+            case 0x88:  # NEWTRUE
+                push(True)
+            case 0x89:  # NEWFALSE
+                push(False)
+            case 0x93:  # STACK_GLOBAL
+                name = pop()
+                stack[-1] = _named(stack[-1], name)
+            case 0x63:  # GLOBAL
+                middle = content.index(b"\n", at)
+                end = content.index(b"\n", middle + 1)
+                push(_named(content[at:middle].decode(), content[middle + 1 : end].decode()))
+                at = end + 1
+            case 0x71:  # BINPUT
+                _remember(memo, content[at], stack[-1])
+                at += 1
+            case 0x72:  # LONG_BINPUT
+                _remember(memo, _read_uint4(content, at)[0], stack[-1])
+                at += 4
+            case 0x58:  # BINUNICODE
+                begin, at = at + 4, at + 4 + _read_uint4(content, at)[0]
+                if at - begin > _MAX_STR_NBYTES:
+                    msg = f"it has a string of {at - begin} bytes"
+                    raise ForeignPickleError(msg)
+                push(content[begin:at].decode("utf-8", "surrogatepass"))
+            case 0x8A:  # LONG1
+                begin, at = at + 1, at + 1 + content[at]
+                push(int.from_bytes(content[begin:at], "little", signed=True))
+            case 0x43:  # SHORT_BINBYTES
+                begin, at = at + 1, at + 1 + content[at]
+                push(content[begin:at])
+            case 0x42:  # BINBYTES
+                begin, at = at + 4, at + 4 + _read_uint4(content, at)[0]
+                push(content[begin:at])
+            case 0x47:  # BINFLOAT
+                push(_read_float8(content, at)[0])
+                at += 8
+            case 0x95:  # FRAME: how much to read at once. All of it is in memory.
+                at += 8
+            case 0x80:  # PROTO
+                if content[at] > _MAX_PROTOCOL:
+                    msg = f"protocol {content[at]} is none of a description"
+                    raise ForeignPickleError(msg)
+                at += 1
+            case 0x2E:  # STOP
+                return pop()
+            case _:
+                msg = f"opcode {opcode} is none of a description"
+                raise ForeignPickleError(msg)
+    msg = "it makes far more than it has bytes"
+    raise ForeignPickleError(msg)
+
+
+def _remember(memo: list[Any], number: int, value: Any) -> None:
+    memo[number : number + 1] = [value]  # Picklers number one after the other.
+    if number >= len(memo):
+        raise IndexError
+
+
+def _taken(stack: list[Any], begin: int) -> list[Any]:
+    """Take what is on the stack from a place on."""
+    if not 0 <= begin <= len(stack):
+        raise IndexError
+    values = stack[begin:]
+    del stack[begin:]
+    return values
+
+
+def _set_items(values: list[Any], stack: list[Any], hashes: defaultdict[int, set[int]]) -> None:
+    changed = _of_type(dict, stack[-1])
+    keys = iter(values)
+    for key, value in zip(keys, keys, strict=True):
+        if type(key) is not str:
+            _check_index(key, hashes[id(changed)])
+        changed[key] = value
+
+
+def _check_index(key: Any, hashes: set[int]) -> None:
+    """Raise if a key is no index, or has the hash of another one of its dict."""
+    if type(key) is not dcp.MetadataIndex:
+        msg = f"it has a key that is {type(key).__name__}"
+        raise ForeignPickleError(msg)
+    number = hash(key)
+    if number in hashes:
+        msg = "it has two keys of the same hash"
+        raise ForeignPickleError(msg)
+    hashes.add(number)
+
+
+def _of_type(expected: type[Any], found: Any) -> Any:
+    if type(found) is not expected:
+        msg = f"it adds to what is {type(found).__name__}"
+        raise ForeignPickleError(msg)
+    return found
+
+
+def _flat(values: list[Any]) -> tuple[Any, ...]:
+    if len(values) > _MAX_LEN:
+        msg = f"it has a tuple of {len(values)} values"
+        raise ForeignPickleError(msg)
+    _check_flat(values)
+    return tuple(values)
+
+
+def _check_flat(values: Iterable[Any]) -> None:
+    if tuple in map(type, values):
+        msg = "it has tuples of tuples"
+        raise ForeignPickleError(msg)
+
+
+def _named(module: Any, name: Any) -> Any:
+    if isinstance(module, str) and isinstance(name, str):
+        known = _KNOWN.get((module, name))
+        if known is not None:
+            return known
+        if module.startswith("pathlib") and name in _PATHS:
+            return _path
+    msg = f"it asks for {shown(name)} of {shown(module)}"
+    raise ForeignPickleError(msg)
+
+
+def _new(cls: Any) -> Any:
+    if cls not in _BUILT:
+        msg = f"it makes what is {shown(cls)}"
+        raise ForeignPickleError(msg)
+    return cls.__new__(cls)
+
+
+def _call(called: Any, args: Any) -> Any:
+    if type(args) is not tuple or type(called) is not FunctionType:
+        msg = f"it calls what is {type(called).__name__}"
+        raise ForeignPickleError(msg)
+    return called(*args)
+
+
+def _build(built: Any, state: Any) -> None:
+    cls = type(built)
+    sets_state = _SETS_STATE.get(cls)
+    if sets_state is not None:
+        if type(state) is tuple and _PROPERTIES.issuperset(map(type, state)):
+            sets_state(built, state)
+            return
+    elif cls not in _BUILT:  # Classes are this process' own.
+        msg = f"it sets attributes of {shown(built)}"
+        raise ForeignPickleError(msg)
+    elif (
+        type(state) is dict
+        and len(state) <= _MAX_FIELDS
+        and (cls is not dcp.MetadataIndex or _is_index(state))  # Indices are hashed.
+    ):
+        built.__dict__.update(state)
+        return
+    msg = "it has a state that is none of a description"
+    raise ForeignPickleError(msg)
+
+
+def _is_index(state: dict[Any, Any]) -> bool:
+    return (
+        state.keys() <= _INDEX_FIELDS
+        and isinstance(state.get("fqn"), str)
+        and isinstance(state.get("offset"), (torch.Size, NoneType))
+        and isinstance(state.get("index"), (int, NoneType))
+    )
+
+
+def _path(*parts: object) -> None:
+    """Make nothing of a path: where a checkpoint was once is not asked for."""
+    del parts
+
+
+def _size(values: Any) -> torch.Size:
+    if type(values) is not tuple or len(values) > _MAX_NDIM:
+        msg = f"it makes a size of {shown(values)}"
+        raise ForeignPickleError(msg)
+    return torch.Size(values)
+
+
+def _layout(name: object) -> torch.layout:
+    for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.jagged):
+        if str(layout) == name:
+            return layout
+    msg = f"it asks for the layout {shown(name)}"
+    raise ForeignPickleError(msg)
+
+
+def _memory_format(number: object) -> Any:
+    for member in _MEMORY_FORMAT:
+        if member.value == number:
+            return member
+    msg = f"it asks for the memory format {shown(number)}"
+    raise ForeignPickleError(msg)
+
+
+def _named_memory_format(owner: object, name: object) -> Any:
+    for member in _MEMORY_FORMAT:
+        if owner is _memory_format and member.name == name:
+            return member
+    msg = f"it asks for {shown(name)} of {shown(owner)}"
+    raise ForeignPickleError(msg)
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(cls.__module__, cls.__name__): cls for cls in _BUILT},
+    **{("torch", name): each for name, each in vars(torch).items() if type(each) is torch.dtype},
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _layout,
+    (_MEMORY_FORMAT.__module__, _MEMORY_FORMAT.__name__): _memory_format,
+    # How some releases of Python pickle the member of an enum.
+    ("builtins", "getattr"): _named_memory_format,
+}

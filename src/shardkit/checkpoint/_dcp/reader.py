@@ -1,4 +1,4 @@
-"""`CheckpointReader`: reads DCP's files straight into tensors, and verifies what it reads."""
+"""Reading directories of DCP: straight into tensors, and verified by the manifest."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from shardkit._errors import CheckpointError
+from shardkit._progress import Meter
+from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import ItemFile
 from shardkit.checkpoint._dcp.manifest import (
     BLOCK_NBYTES,
-    DAMAGED,
     MANIFEST_FILE,
     Item,
     read_manifest,
 )
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE, metadata_content, parse_metadata
-from shardkit.checkpoint._files.disk import TensorInfo, asides_in
+from shardkit.checkpoint._files.disk import DAMAGED, Source, TensorInfo, asides_in, why_refused
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from torch.distributed.checkpoint import planner as dcp
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
     from shardkit.checkpoint._dcp.manifest import Manifest
 
@@ -166,7 +171,7 @@ class CheckpointReader(FileSystemReader):
             nbytes = max(nbytes, path.stat().st_size)
         directory.check_size(path, nbytes)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Read what the plan asks for.
 
         Raises:
@@ -194,7 +199,7 @@ class CheckpointReader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def _read(self, file: ItemFile, request: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, file: ItemFile, request: ReadItem, planner: dcp.LoadPlanner) -> None:
         index = request.storage_index
         where = self.storage_data[index]
         item = self._items[where.relative_path, where.offset]
@@ -235,3 +240,107 @@ def check_is_checkpoint(path: Path) -> None:
         found = f"is not a checkpoint: it has no {METADATA_FILE} file"
     msg = f"{path} {found}. shardkit.checkpoint.latest(directory) returns the newest complete one."
     raise CheckpointError(msg)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Loads by flat names; runs no code from the file."""
+
+    def __init__(self, path: object, targets: dict[str, Any], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Not by set_up_planner, which would look through the targets for those without memory.
+        self.state_dict, self.metadata = targets, metadata
+        self._path = path
+        self.loaded: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep a value that is not a tensor; refuse classes that torch does not take for safe."""
+        name = read_item.dest_index.fqn
+        try:
+            self.loaded[name] = torch.load(value, weights_only=True, map_location="cpu")
+        except Exception as error:
+            msg = (
+                f"{self._path}: entry {name!r} is not loaded: {why_refused(error)}. If you trust "
+                f"the file, declare what is in it by torch.serialization.add_safe_globals."
+            )
+            raise CheckpointError(msg) from error
+
+
+class DistributedCheckpoint(Source):
+    """A checkpoint directory, shardkit's or another one of DCP; a manifest verifies what is read.
+
+    Attributes:
+        entries: Shape and dtype of every tensor; None for what is not a tensor.
+        paths: Keys that led to each entry in the nested state; one key if that is not known.
+        stages: Entries of each model, where the ranks that saved had different ones.
+    """
+
+    kind = "checkpoint directory"
+
+    def __init__(self, path: Path, meter: Meter | None = None) -> None:
+        self.path = path
+        meter = meter or Meter(progress=False, what="", rank=0)
+        self._expect = meter.expect
+        self.reader = CheckpointReader(path, report=meter.add)
+        self._metadata = self.reader.read_metadata()
+        self.entries = {
+            name: TensorInfo(tuple(entry.size), entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for name, entry in self._metadata.state_dict_metadata.items()
+        }
+        self.infos = {name: info for name, info in self.entries.items() if info is not None}
+        self.others = [name for name, info in self.entries.items() if info is None]
+        self.tied = {}
+        manifest = self.reader.manifest
+        self.world_size = None if manifest is None else manifest.header.world_size
+        self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
+        known = self._metadata.planner_data
+        known = known if isinstance(known, dict) else {}
+        self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
+
+    @property
+    def files(self) -> list[Path]:
+        """All files in it."""
+        return [path for path in sorted(self.path.iterdir()) if path.is_file()]
+
+    def fill(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill tensors of the saved shapes, whole or sharded; return them, and what is no tensor.
+
+        That is None among the targets. Communicates nothing.
+        """
+        planner = LoadPlanner(self.path, dict(targets), self._metadata)
+        plan = planner.create_local_plan()
+        for item in plan.items:
+            target = targets[item.dest_index.fqn]
+            if isinstance(target, Tensor):
+                self._expect(math.prod(item.lengths) * target.dtype.itemsize)
+        self.reader.read_data(plan, planner).wait()
+        for target in targets.values():
+            if isinstance(target, ShardedTensor):
+                target.spec.annotate_sharding(target.local_piece)
+        return {**targets, **planner.loaded}
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` from `start` on; of a tensor's part the whole is read."""
+        info = self.infos[name]
+        if out.numel() < math.prod(info.shape):
+            out.copy_(self.read(name, 0, math.prod(info.shape))[start : start + out.numel()])
+        else:
+            self.fill({name: out.view(info.shape)})
+
+    def read_other(self, key: str) -> Any:
+        """Return an entry that is no tensor: plain values only, nothing is executed."""
+        return self.fill({key: None})[key]
+
+    def chunks(self, key: str) -> list[dict[str, Any]]:
+        """Return offsets, sizes and file of each chunk that a tensor was saved in."""
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return [
+            {
+                "file": self.reader.storage_data[MetadataIndex(key, chunk.offsets)].relative_path,
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+            }
+            for chunk in entry.chunks
+        ]

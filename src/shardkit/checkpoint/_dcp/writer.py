@@ -1,17 +1,17 @@
-"""`CheckpointWriter`: DCP's files, written aside and renamed when all of them are on the disk."""
+"""Writing directories of DCP: who writes what, files written aside, and their name in the end."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import io
-import mmap
+import math
+import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -21,125 +21,204 @@ from torch.futures import Future
 from shardkit._compat import torch_checkpoints
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import map_leaves
-from shardkit._tensor.sharded import ShardedTensor
 from shardkit.checkpoint._dcp import directory
-from shardkit.checkpoint._dcp.item_file import FileStream, is_plain, raw_bytes, tensor_frame
+from shardkit.checkpoint._dcp.item_file import FileStream, raw_bytes, tensor_frame
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE, Header, Item, Manifest, StoredFile
 from shardkit.checkpoint._dcp.metadata import METADATA_FILE
 from shardkit.checkpoint._files import disk
-from shardkit.checkpoint._files.disk import write_synced
+from shardkit.checkpoint._files.disk import Keys, why_refused, write_synced
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint import planner as dcp
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 
-# --- copies that are written in the background ----------------------------------------------------
+# --- who writes what ------------------------------------------------------------------------------
 
-_ALIGNMENT = 64
+_GROUPS = ("optim", "param_groups")
 
 
-class Staging:
-    """Memory on the host for copies of a state's tensors.
+class Whole:
+    """A value that is written as one entry, with all that is in it.
 
-    It is kept from one copy to the next: memory fresh from the system takes several times as long
-    to be written as the copy itself. Training goes on while a copy is being written to the disk, so
-    the peak is the same as if it were given back in between.
+    DCP takes dicts and lists apart and puts them together again with strings as keys, without empty
+    ones, and without tuples.
     """
 
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
+    def __init__(self, name: str, value: Any) -> None:
+        self.content = _dumped(f"extra {name!r}", value)
 
-    def release(self) -> None:
-        """Give the memory back to the system, once no copy is in it any more."""
-        self._buffer = None
 
-    @torch.no_grad()
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state like this one whose tensors nobody else writes to.
+def _dumped(what: str, value: Any) -> bytes:
+    """Return a value as a file has it; refuse what could be loaded by running its code only."""
+    content = io.BytesIO()
+    try:
+        torch.save(map_leaves(value, _alone), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        msg = (
+            f"{what} ({type(value).__name__}) cannot be saved: "
+            f"{why_refused(error)}. Save numbers, strings, tensors, lists and dicts of these, or "
+            f"an object with state_dict() and load_state_dict(), or declare its class by "
+            f"torch.serialization.add_safe_globals."
+        )
+        raise CheckpointError(msg) from error
+    return content.getvalue()
 
-        Values that are not tensors are those of the state. What the last copy holds is overwritten.
 
-        Cost: one copy of what this rank holds.
+def _alone(leaf: Any) -> Any:
+    """Return a leaf as it is saved.
+
+    Of a view of a larger tensor, one that does not bring all of it into a file; of a number of
+    numpy, which schedules often put into optimizers, Python's: its class is not safe to load.
+    """
+    if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_meta:
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == () and leaf.size == 1:
+        return leaf.item()
+    return leaf
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Makes the state while the ranks agree about the plan: an error there is one of all ranks."""
+
+    def __init__(
+        self, collect: Callable[[], dict[str, Any]], expect: Callable[[int], None]
+    ) -> None:
+        super().__init__()
+        self._collect = collect
+        self._expect = expect
+        self._own_names: dict[str, str] = {}
+        self.stages: list[list[str]] = []
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - DCP's signature
+    ) -> None:
+        """Make the state; what DCP passes is empty."""
+        super().set_up_planner({**state_dict, **self._collect()}, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Spread what several ranks hold evenly over them, by bytes; called by the coordinator.
+
+        DCP takes each box for as large as the whole tensor that it is of.
         """
-        tensors: dict[int, Tensor] = {}
+        models = dict.fromkeys(map(_entries_of_model, all_plans))
+        if len(models) > 1:
+            self.stages[:] = map(sorted, models)
+        renamed, own_names = _with_groups_of_all_stages(all_plans)
+        plans, metadata = super().create_global_plan(_without_copies(renamed))
+        return [
+            replace(plan, planner_data=names) for plan, names in zip(plans, own_names, strict=True)
+        ], metadata
 
-        def note(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                tensors[id(leaf)] = memory_of(leaf)
-            return leaf
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Count the bytes of this rank's part."""
+        self._own_names = new_plan.planner_data
+        plan = super().finish_plan(new_plan)
+        for item in plan.items:
+            if item.tensor_data is not None:
+                self._expect(_nbytes(item))
+        return plan
 
-        map_leaves(state, note)
-        copies = self._copy_all(tensors)
-        result: dict[str, Any] = map_leaves(
-            state, lambda leaf: _like(leaf, copies[id(leaf)]) if id(leaf) in copies else leaf
-        )
-        return result
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return a part of this rank's state, which may have another name in the checkpoint."""
+        name = self._own_names.get(index.fqn)
+        if name is not None:
+            index = replace(index, fqn=name)
+        return super().lookup_object(index)
 
-    def _copy_all(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        starts, total = {}, 0
-        for key, tensor in tensors.items():
-            if is_plain(tensor) and not tensor.is_quantized:
-                starts[key] = total
-                total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        on_accelerator = {t.device for t in tensors.values()} - {torch.device("cpu")}
-        if self._buffer is None or self._buffer.numel() < total:
-            self._buffer = None  # First: there is not room for both.
-            self._buffer = _allocate(total, pinned=bool(on_accelerator))
-        copies = {}
-        for key, tensor in tensors.items():
-            if key not in starts:
-                copies[key] = tensor.detach().cpu().clone()
-                continue
-            memory = self._buffer[starts[key] : starts[key] + tensor.nbytes]
-            copies[key] = memory.view(tensor.dtype).view(tensor.shape)
-            copies[key].copy_(tensor, non_blocking=True)
-        for device in on_accelerator:
-            if device.type not in {"meta", "xla"}:  # XLA's copies are done when they return.
-                torch.accelerator.synchronize(device)
-        return copies
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
+        """Return what is written."""
+        if isinstance(object, Whole):
+            return io.BytesIO(object.content)
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(_dumped(f"entry {write_item.index.fqn!r}", object))
+        return super().transform_object(write_item, object)
 
 
-def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
-    if pinned and torch.accelerator.is_available():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # So the first copy takes fewer page faults.
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def _entries_of_model(plan: SavePlan) -> frozenset[str]:
+    return frozenset(name for name, path in plan.planner_data.items() if path[0] == "model")
 
 
-def memory_of(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    if isinstance(tensor, ShardedTensor):
-        return tensor.local_piece.detach()
-    if hasattr(tensor, "to_local"):
-        local: Tensor = tensor.detach().to_local()
-        return local
-    detached: Tensor = tensor.detach()
-    return detached
+def _with_groups_of_all_stages(
+    plans: list[SavePlan],
+) -> tuple[list[SavePlan], list[dict[str, str]]]:
+    """Number the parameter groups of optimizers on, where ranks have different models.
+
+    Stages of a pipeline name their parameters differently, but each numbers its groups from 0.
+    """
+    firsts: dict[frozenset[str], int] = {}
+    num_groups = 0
+    renamed: list[SavePlan] = []
+    own_names: list[dict[str, str]] = []
+    for plan in plans:
+        paths: dict[str, Keys] = plan.planner_data
+        of_model = _entries_of_model(plan)
+        numbers = [int(path[2]) for path in paths.values() if path[:2] == _GROUPS]
+        if of_model not in firsts:
+            firsts[of_model] = num_groups
+            num_groups += max(numbers, default=-1) + 1
+        first = firsts[of_model]
+        if not first:
+            renamed.append(plan)
+            own_names.append({})
+            continue
+        moved = {
+            name: (*_GROUPS, int(path[2]) + first, *path[3:])
+            for name, path in paths.items()
+            if path[:2] == _GROUPS
+        }
+        new_names = {name: ".".join(map(str, path)) for name, path in moved.items()}
+        indices = [item.index for item in plan.items]
+        items = [
+            replace(item, index=replace(index, fqn=new_names.get(index.fqn, index.fqn)))
+            for item, index in zip(plan.items, indices, strict=True)
+        ]
+        paths = {name: path for name, path in paths.items() if name not in moved}
+        paths |= {new_names[name]: path for name, path in moved.items()}
+        renamed.append(replace(plan, items=items, planner_data=paths))
+        own_names.append({new: name for name, new in new_names.items()})
+    return renamed, own_names
 
 
-def _like(tensor: Any, memory: Tensor) -> Any:
-    """Return a tensor like another, of which this rank holds `memory`."""
-    if isinstance(tensor, ShardedTensor):
-        return ShardedTensor(memory, tensor.spec)
-    if hasattr(tensor, "to_local"):
-        return type(tensor).from_local(
-            memory,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return memory
+def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave each item in one plan: the largest first, each in the plan that has least so far."""
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+            items[item.index] = item
+    load = [0] * len(plans)
+    chosen: dict[MetadataIndex, int] = {}
+    # What only one rank has is no choice, so it comes first.
+    order = sorted(items, key=lambda index: (len(holders[index]) > 1, -_nbytes(items[index])))
+    for index in order:
+        if items[index].tensor_data is None:
+            # Values may differ from rank to rank: all of them come from the first one.
+            chosen[index] = holders[index][0]
+            continue
+        chosen[index] = min(holders[index], key=lambda rank: load[rank])
+        load[chosen[index]] += _nbytes(items[index])
+    return [
+        replace(plan, items=[i for i in plan.items if chosen[i.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 # --- the writer -----------------------------------------------------------------------------------
@@ -152,14 +231,6 @@ class _Written:
     file: str
     item: Item
     file_nbytes: int
-
-
-@dataclass(frozen=True)
-class _WrittenPlace:
-    """What the coordinator tells a rank."""
-
-    prefix: str  # Begins the name of its file.
-    folder: str  # Name of the directory in which it is written.
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -227,18 +298,17 @@ class CheckpointWriter(FileSystemWriter):
         self._new = directory.prepare(self.target, overwrite=self.overwrite)
         self._before = directory.stamp(self.target)
         return [
-            dataclasses.replace(plan, storage_data=_WrittenPlace(f"__{rank}_", self._new.name))
+            replace(plan, storage_data=(self._new.name, f"__{rank}_0.distcp"))
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and have it on the disk.
 
         Cost: 16 MiB of buffers; tensors on the host are not copied as a whole.
         """
-        place: _WrittenPlace = plan.storage_data
-        name = f"{place.prefix}0.distcp"
-        folder = self.target.with_name(place.folder)
+        folder_name, name = plan.storage_data
+        folder = self.target.with_name(folder_name)
         written: list[tuple[WriteItem, Item]] = []
         if plan.items:
             if not folder.is_dir():
@@ -346,7 +416,7 @@ def _files_of(results: list[list[WriteResult]]) -> dict[str, StoredFile]:
 def _as_dcp(result: WriteResult) -> WriteResult:
     stored: _Written = result.storage_data
     info = torch_checkpoints.dcp_storage_info()(stored.file, stored.item.offset, stored.item.nbytes)
-    return dataclasses.replace(result, storage_data=info)
+    return replace(result, storage_data=info)
 
 
 def _own_version() -> str:

@@ -39,7 +39,13 @@ PART_NBYTES = 2**24
 MAX_INDEX_NBYTES = 2**30
 """Of a file that says where tensors are: more than that of any checkpoint that can be saved."""
 
+DAMAGED = "The checkpoint is damaged: load another one."
+
 _MAX_NAME_LEN = 255  # No file system has a longer name.
+
+
+Keys = tuple[str | int, ...]
+"""They lead to an entry in nested dicts and lists."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,7 @@ class TensorInfo:
 
 
 class Source:
-    """Whole tensors by name, of which ranges can be read.
-
-    Subclasses have `read_into`.
+    """Whole tensors by name, of which ranges can be read; subclasses have `read_into`.
 
     Attributes:
         infos: Shape and dtype of every tensor.
@@ -67,7 +71,7 @@ class Source:
     _room: Tensor | None = None
 
     @functools.cached_property
-    def paths(self) -> dict[str, tuple[str | int, ...]]:
+    def paths(self) -> dict[str, Keys]:
         """The keys that lead to each entry in nested dicts and lists."""
         return {name: (name,) for name in (*self.infos, *self.others)}
 
@@ -111,6 +115,18 @@ class Source:
             part = out[first : first + room.numel()]
             self.read_into(name, start + first, room[: part.numel()])
             copy_from_scratch(part, room[: part.numel()])
+
+
+def nested(values: Mapping[Keys, Any]) -> Any:
+    """Return values put back where they were: in dicts, and in lists where keys are numbers."""
+    if () in values:
+        return values[()]
+    inner: dict[str | int, dict[Keys, Any]] = {}
+    for path, value in values.items():
+        inner.setdefault(path[0], {})[path[1:]] = value
+    if all(isinstance(key, int) for key in inner):
+        return [nested(inner[key]) for key in sorted(inner)]
+    return {key: nested(rest) for key, rest in inner.items()}
 
 
 def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
@@ -225,34 +241,32 @@ def reading(what: object) -> Iterator[None]:
         raise CheckpointError(msg) from error
 
 
-def open_regular(path: os.PathLike[str] | str) -> int:
-    """Open a file to read from; what is no file is not opened: a FIFO would have no end.
+def why_refused(error: Exception) -> str:
+    """Return the part of torch's long messages that says what is wrong."""
+    found = re.search(r"([^\n:]*GLOBAL \S+[^\n]*?)\.?(?: Please|\n|$)", str(error))
+    if found:
+        return found[1].strip()
+    return (str(error).splitlines() or [repr(error)])[0].removesuffix(".")
 
-    Raises:
-        CheckpointError: It is something else, such as a directory or a FIFO.
-        OSError: It cannot be opened.
-    """
+
+def open_regular(path: os.PathLike[str] | str) -> int:
+    """Open a file to read from; what is no file is not opened: a FIFO would have no end."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        msg = f"{os.fspath(path)} is no regular file. The checkpoint is damaged: load another one."
+        msg = f"{os.fspath(path)} is no regular file. {DAMAGED}"
         raise CheckpointError(msg)
     return fd
 
 
 def read_index(path: os.PathLike[str] | str, max_nbytes: int = MAX_INDEX_NBYTES) -> bytes:
-    """Return what an index holds.
-
-    Raises:
-        CheckpointError: It is no regular file, or larger.
-        OSError: It cannot be read.
-    """
+    """Return what an index holds; refuse a larger one."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_nbytes:
             msg = (
                 f"{os.fspath(path)} has {size} bytes, of which there can be {max_nbytes} at most. "
-                f"The checkpoint is damaged: load another one."
+                f"{DAMAGED}"
             )
             raise CheckpointError(msg)
         return file.read(size)

@@ -85,7 +85,6 @@ class SafetensorsFile(Source):
         metadata = header.pop("__metadata__", None) or {}
         if not isinstance(metadata, dict):
             self._refuse(f"its __metadata__ is a {type(metadata).__name__}, not an object")
-        self.metadata: dict[str, str] = metadata
         self.infos = {}
         self._offsets: dict[str, int] = {}
         room = os.fstat(self._fd).st_size - begin
@@ -149,11 +148,7 @@ class SafetensorsFile(Source):
 def safetensors_writer(
     path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]
 ) -> TensorWriter:
-    """Make a file to write tensor after tensor.
-
-    Raises:
-        CheckpointError: The format lacks a dtype, or this machine is big-endian.
-    """
+    """Make a file to write tensor after tensor; refuse dtypes that the format lacks."""
     if sys.byteorder != "little":
         msg = "safetensors files are little-endian, this machine is not. Use format='torch'."
         raise CheckpointError(msg)
@@ -315,21 +310,13 @@ class FullWriter:
     """Writes whole tensors that come one after another, in parts, to a file or directory.
 
     A context: what is written appears under its name when the body ends, flushed to the disk, and
-    not at all if it raises. Parts of a tensor come in order; tensors in any.
+    not at all if it raises. Parts of a tensor come in order; tensors in any. With `max_shard_size`,
+    or for safetensors without their suffix, `path` is a directory that has no weights yet and gets
+    names as Hugging Face's libraries expect.
 
-    Args:
-        path: A file; or, with `max_shard_size`, or for safetensors without their suffix, a
-            directory that has no weights yet and gets names as Hugging Face's libraries expect.
-        infos: Shape and dtype of every tensor that will come, and the names of `tied`, in their
-            order in the file.
-        format: ``"torch"``: what torch.load reads; ``"safetensors"``.
-        max_shard_size: Bytes of a file at most, unless one tensor is larger; ``"5GB"`` means 5e9.
-        tied: Names that are another tensor again, which do not come themselves. A torch file holds
-            them as tied, a safetensors file under that tensor's name only, as its libraries do.
-        arrange: Function, for one torch file, of all tensors, empty, by name: what to save.
-
-    Raises:
-        CheckpointError: Weights are there, or the format cannot hold something.
+    Names in `tied` are another tensor again, which do not come themselves: a torch file holds them
+    as tied, a safetensors file under that tensor's name only. `arrange` makes what one torch file
+    holds of all tensors, which are empty then, by name.
     """
 
     def __init__(
@@ -489,11 +476,7 @@ class FullWriter:
 
 
 def _is_linked(aside: Path, file: Path) -> bool:
-    """Give a file another name, unless something has it; False where there are no links.
-
-    Raises:
-        FileExistsError: Something has the name.
-    """
+    """Give a file another name that nothing has, or raise; False where there are no links."""
     try:
         os.link(aside, file)
     except FileExistsError:

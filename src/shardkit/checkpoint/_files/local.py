@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._errors import CheckpointError
-from shardkit.checkpoint._files.disk import Source, TensorInfo
+from shardkit.checkpoint._files.disk import Keys, Source, TensorInfo
 from shardkit.checkpoint._files.torch_zip import TorchFile
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class RankFiles(Source):
     def __init__(self) -> None:
         self.infos, self.tied = {}, {}
         self.others: dict[str, Any] = {}
-        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.paths: dict[str, Keys] = {}
         self._chunks: dict[str, list[dict[str, Any]]] = {}
         self._pieces: dict[str, list[SavedRange]] = {}
 
@@ -167,13 +167,9 @@ class RankFiles(Source):
 
 
 class LocalFiles(RankFiles):
-    """The files of `local_state_dict`.
+    """The files of `local_state_dict`, all ranks' of one save.
 
     Names are ``model.<name>`` and ``optim.state.<parameter>.<state>``.
-
-    Raises:
-        CheckpointError: A file is none of these, or was not written together with the others, or
-            files of ranks are missing.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -293,9 +289,6 @@ class XlaFsdpFiles(RankFiles):
 
     A tied weight is in them under its first name only, and stays so: they do not say which others
     it had.
-
-    Raises:
-        CheckpointError: A file is none of these, or files of ranks are missing or of other runs.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -355,15 +348,7 @@ class XlaFsdpFiles(RankFiles):
     def _add(
         self, name: str, info: TensorInfo, files: list[TorchFile], saved: str, start: int = 0
     ) -> None:
-        """Note of which pieces a tensor consists.
-
-        Args:
-            name: Name in the model.
-            info: Shape and dtype of it.
-            files: Files that hold it: the first one alone if it is no shard.
-            saved: Name in each file.
-            start: Offset of its first element in what the files hold, end to end.
-        """
+        """Note of which pieces a tensor consists: from `start` on of what files hold end to end."""
         plain = _plain(name)
         if f"{MODEL}.{plain}" in self.infos:
             msg = f"{self.files[0]} and others hold {plain!r} twice. Were modules wrapped twice?"

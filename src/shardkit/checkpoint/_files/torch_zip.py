@@ -55,18 +55,12 @@ class _ZipEntry:
 
 
 class TorchFile(Source):
-    """A saved state dict to read from.
+    """A saved state dict to read from: under a key, one of the usual names, or alone in a file.
 
     Loaded once with ``weights_only=True, mmap=True``, by which nothing is executed and no tensor is
     read, to learn where each one lies. Then the mapping is dropped: its pages would count as this
-    process's memory as they are read, and stay until Python collects what torch.load left.
-
-    Args:
-        path: The file.
-        key: Key of the state dict in it; None: itself, or under one of the usual names.
-
-    Attributes:
-        beside: Entries of the file beside the state dict, if that is under a key.
+    process's memory as they are read, and stay until Python collects what torch.load left. `beside`
+    has the entries beside the state dict.
     """
 
     def __init__(self, path: Path, key: str | None = None) -> None:

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 def named_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     """Return the state of optimizers by parameter names: ``state`` and ``param_groups``.
 
-    Tensors are those of the optimizers, sharded as they are. Parameters that were never stepped
-    have no state; an optimizer is not stepped for it.
+    Tensors are those of the optimizers. No optimizer is stepped for it.
     """
     names = names_of_parameters(model)
     state: dict[str, Any] = {}
@@ -94,13 +93,8 @@ def optimizer_template(
 ) -> dict[str, Any]:
     """Return room for a saved optimizer state, made without stepping the optimizers.
 
-    Returns:
-        ``state``: by parameter and state name a tensor to load into: sharded like the parameter if
-        it has its shape, end to end with those of the parameter's bucket; else a plain one on the
-        host; None for what is not a tensor. Parameters of which nothing was saved are left out.
-        ``param_groups``: those of the optimizers, with names as ``params``.
-
-    Cost: memory of this rank's pieces; no collective.
+    Entries are tensors to load into: sharded like the parameter if they have its shape, end to end
+    with those of the parameter's bucket; else plain ones on the host; None for what is no tensor.
     """
     state = {
         name: {
@@ -131,8 +125,7 @@ def _is_like_parameter(
 ) -> bool:
     """Whether an entry of the parameter's shape is one number for each of its elements.
 
-    Only a parameter without dimensions leaves a doubt: its steps have no dimensions either. Then
-    the same entry of parameters that have some tells.
+    In doubt is a parameter without dimensions: then the same entry of others that have some tells.
     """
     if info.shape or key in STATE_NUMBERS:
         return bool(info.shape)
@@ -150,13 +143,9 @@ def put_optimizer_state(
 ) -> None:
     """Put state by parameter names into optimizers, which keep the tensors, not copies of them.
 
-    A parameter without an entry has no state afterwards, as one that was never stepped. Options
-    come from the saved group that lists the group's parameters, in whatever order; those that were
-    not saved stay.
-
-    Raises:
-        CheckpointError: Parameters are missing, or the saved groups of one group's parameters have
-            different options. Nothing has been changed then.
+    A parameter without an entry has no state afterwards. Options come from the saved group that
+    lists the group's parameters; those that were not saved stay. After an error nothing has been
+    changed.
     """
     loads = list(numbered_states(model, optimizers, state, strict=strict))
     for optimizer, numbered_state in loads:
@@ -668,7 +657,8 @@ def rekey_optimizer_state(
         )
         raise CheckpointError(msg)
     named = {"state": dict(state["state"]), "param_groups": list(state["param_groups"])}
-    if _is_by_ids(state):
+    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
+    if any(isinstance(key, int) for key in keys):
         named = _by_names(state, model, optimizer, names)
     if layout == "names":
         return named
@@ -680,11 +670,6 @@ def _check_layout(layout: object) -> None:
     if layout not in ("names", "ids"):
         msg = f"layout must be 'names' or 'ids', got {layout!r}."
         raise CheckpointError(msg)
-
-
-def _is_by_ids(state: Mapping[str, Any]) -> bool:
-    keys = chain(state["state"], *(group["params"] for group in state["param_groups"]))
-    return any(isinstance(key, int) for key in keys)
 
 
 def _by_names(

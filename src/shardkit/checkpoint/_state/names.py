@@ -47,17 +47,14 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def sharded_parameter(param: nn.Parameter) -> nn.Parameter:
-    """Return what optimizers hold of a parameter, also while a module shows the unsharded one."""
-    bucket = bucket_showing(param)
-    return param if bucket is None else bucket.sharded_of(param)
-
-
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return every name of each parameter, in the order of the model; tied ones have several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(sharded_parameter(param), []).append(plain_name(model, name))
+        bucket = bucket_showing(param)
+        # What optimizers hold of it, also while a module shows the unsharded one.
+        held = param if bucket is None else bucket.sharded_of(param)
+        names.setdefault(held, []).append(plain_name(model, name))
     return names
 
 
@@ -73,29 +70,17 @@ def as_optimizers(
 def names_in_groups(
     names: dict[nn.Parameter, list[str]], optimizer: torch.optim.Optimizer
 ) -> list[list[list[str]]]:
-    """Return the names of each parameter of each group of an optimizer.
-
-    Raises:
-        CheckpointError: The optimizer holds a parameter that the model does not.
-    """
-    return [
-        [_names_of(names, param, i, j) for j, param in enumerate(group["params"])]
-        for i, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _names_of(
-    names: dict[nn.Parameter, list[str]], param: Any, group: int, position: int
-) -> list[str]:
-    found = names.get(param)
-    if found is None:
-        msg = (
-            f"parameter {position} of group {group} of the optimizer, of shape "
-            f"{tuple(param.shape)}, is not in the model: its state has no name to be saved or "
-            f"loaded by. Pass the model that holds all of the optimizer's parameters."
-        )
-        raise CheckpointError(msg)
-    return found
+    """Return the names of each parameter of each group of an optimizer."""
+    for i, group in enumerate(optimizer.param_groups):
+        for j, param in enumerate(group["params"]):
+            if param not in names:
+                msg = (
+                    f"parameter {j} of group {i} of the optimizer, of shape {tuple(param.shape)}, "
+                    f"is not in the model: its state has no name to be saved or loaded by. Pass "
+                    f"the model that holds all of the optimizer's parameters."
+                )
+                raise CheckpointError(msg)
+    return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def split_at_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]] | None:
@@ -132,6 +117,17 @@ def by_identity(state: dict[str, Any]) -> list[NamedTensor]:
         if isinstance(value, Tensor):
             entries.setdefault(id(value), NamedTensor([], value)).names.append(name)
     return list(entries.values())
+
+
+def memory_of(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.local_piece.detach()
+    if hasattr(tensor, "to_local"):
+        local: Tensor = tensor.detach().to_local()
+        return local
+    detached: Tensor = tensor.detach()
+    return detached
 
 
 def fill_memory(target: Tensor, device: torch.device, fill: Callable[[Tensor], object]) -> None:
@@ -179,11 +175,7 @@ def device_of(values: Iterable[Any]) -> torch.device:
 
 
 def mesh_of(state: dict[str, Any], path: object, *, allow_meta: bool = False) -> DeviceMesh:
-    """Return the mesh of all ranks that hold the model.
-
-    Raises:
-        CheckpointError: There is none, several, or the model is on meta.
-    """
+    """Return the mesh of all ranks that hold the model; refuse none, several, or one on meta."""
     on_meta = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if on_meta and not allow_meta:
         msg = f"{on_meta[0]!r} is on the meta device and has no values to write to {path}."

@@ -1,4 +1,4 @@
-"""What is loaded from, beside files: directories of DCP, state dicts, what one rank has."""
+"""What is loaded from, beside files: state dicts, what one rank has."""
 
 from __future__ import annotations
 
@@ -9,111 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from shardkit._errors import CheckpointError
 from shardkit._params.memory import give_back
-from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends.process_group import ProcessGroupAxis
 from shardkit.checkpoint._agreement import FirstRank
-from shardkit.checkpoint._dcp.planners import LoadPlanner
-from shardkit.checkpoint._dcp.reader import CheckpointReader
 from shardkit.checkpoint._files import disk
 from shardkit.checkpoint._files.disk import Source, TensorInfo, copy_from_scratch
 from shardkit.checkpoint._state.names import fill_memory
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable, Iterator, Sequence
 
     from shardkit.backends.base import AxisComm
-
-
-class DistributedCheckpoint(Source):
-    """A checkpoint directory: shardkit's, or another one of DCP.
-
-    What is read is verified by the checksums of the manifest, if there is one.
-
-    Attributes:
-        path: The directory.
-        world_size: Number of ranks that wrote it; None where that is not recorded.
-        reader: Storage that knows the files.
-        entries: Shape and dtype of every tensor; None for what is not a tensor.
-        paths: Keys that led to each entry in the nested state; one key if that is not known.
-        stages: Entries of each model, where the ranks that saved had different ones.
-        identity: Number that tells the checkpoint from others.
-    """
-
-    kind = "checkpoint directory"
-
-    def __init__(self, path: pathlib.Path, meter: Meter | None = None) -> None:
-        self.path = path
-        meter = meter or Meter(progress=False, what="", rank=0)
-        self._expect = meter.expect
-        self.reader = CheckpointReader(path, report=meter.add)
-        self._metadata = self.reader.read_metadata()
-        self.identity = self.reader.identity
-        self.entries = {
-            name: TensorInfo(tuple(entry.size), entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-            for name, entry in self._metadata.state_dict_metadata.items()
-        }
-        self.infos = {name: info for name, info in self.entries.items() if info is not None}
-        self.others = [name for name, info in self.entries.items() if info is None]
-        self.tied = {}
-        manifest = self.reader.manifest
-        self.world_size = None if manifest is None else manifest.header.world_size
-        self.stages = [] if manifest is None else [frozenset(each) for each in manifest.stages]
-        known = self._metadata.planner_data
-        known = known if isinstance(known, dict) else {}
-        self.paths = {name: tuple(known.get(name, (name,))) for name in self.entries}
-
-    @property
-    def files(self) -> list[pathlib.Path]:
-        """All files in it."""
-        return [path for path in sorted(self.path.iterdir()) if path.is_file()]
-
-    def fill(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill tensors, whole or sharded; return what is not a tensor. Communicates nothing.
-
-        Args:
-            targets: Tensor of the saved shape by name; None for what is not a tensor.
-        """
-        planner = LoadPlanner(self.path, self._expect)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=False)
-        plan = planner.finish_plan(planner.create_local_plan())
-        self.reader.read_data(plan, planner).wait()
-        for target in targets.values():
-            if isinstance(target, ShardedTensor):
-                target.spec.annotate_sharding(target.local_piece)
-        return planner.loaded
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` from `start` on; of a tensor's part the whole is read."""
-        info = self.infos[name]
-        if out.numel() < math.prod(info.shape):
-            out.copy_(self.read(name, 0, math.prod(info.shape))[start : start + out.numel()])
-        else:
-            self.fill({name: out.view(info.shape)})
-
-    def read_other(self, key: str) -> Any:
-        """Return an entry that is no tensor: plain values only, nothing is executed."""
-        return self.fill({key: None})[key]
-
-    def chunks(self, key: str) -> list[dict[str, Any]]:
-        """Return offsets, sizes and file of each chunk that a tensor was saved in."""
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        return [
-            {
-                "file": self.reader.storage_data[MetadataIndex(key, chunk.offsets)].relative_path,
-                "offsets": list(chunk.offsets),
-                "sizes": list(chunk.sizes),
-            }
-            for chunk in entry.chunks
-        ]
 
 
 class StateInMemory(Source):
@@ -157,15 +66,8 @@ class StateInMemory(Source):
 class FromFirstRank(Source):
     """What only the first of some ranks has; all get all of it, part after part.
 
-    Args:
-        open_source: Function that opens it; called on the first rank.
-        what: Name in errors.
-        axes: Axes over the ranks, which all make this object, and read the same tensors in the same
-            order.
-        device: Device on which parts are sent.
-
-    Raises:
-        CheckpointError: On all ranks, if the first one cannot open it.
+    All ranks make this object, with the axes over them, and read the same tensors in the same
+    order. It raises on all ranks, if the first one cannot open its source.
 
     Cost: an exchange per axis, of what is not a tensor and of descriptions; then a broadcast per
     axis of every 16 MiB of each tensor. Memory: 16 MiB.

@@ -1,4 +1,8 @@
-"""PowerSGD: gradients at low rank, and what that leaves out added in the next step."""
+"""Gradients that travel compressed over the replicate axis of a 2-D mesh.
+
+`bf16_compress` and `fp16_compress` send 16 bits of each. `PowerSGD` sends them at low rank, and
+adds what that leaves out in the next step.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,128 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, StateError
+from shardkit._module.fsdp_module import FSDPModule
+from shardkit._module.hooks import groups_in, state_of
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from shardkit._custom_comm import GradientPiece, SumAxis
+    from torch import nn
+
+    from shardkit._custom_comm import AllReduce, GradientPiece, SumAxis
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
+
+__all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
+
+
+# --- whose gradients are compressed ---------------------------------------------------------------
+
+
+def compress_gradients(model: nn.Module, hook: AllReduce | None) -> None:
+    """Have the gradients of all groups in a model go over the replicate axis through `hook`.
+
+    Call it on the root, after `fully_shard`, on all ranks with the same. In place of FSDP1's
+    ``register_comm_hook`` and DDP's. Groups on a mesh of one axis are left as they are.
+
+    Args:
+        model: A sharded root.
+        hook: `bf16_compress`, `fp16_compress`, a `PowerSGD` of this model alone, or any
+            `AllReduce`. None: gradients travel as they are again.
+
+    Raises:
+        StateError: `model` is not sharded, is inside of another root, or has no group with a
+            replicate axis; or the mesh is one of XLA devices.
+    """
+    if not isinstance(model, FSDPModule):
+        msg = (
+            f"compress_gradients takes a sharded module, got {type(model).__name__}. Call "
+            f"fully_shard on it first."
+        )
+        raise StateError(msg)
+    sharded: Any = model
+    state = state_of(sharded)
+    if state.runtime is not None and state.runtime.settings is not state.settings:
+        msg = (
+            f"compress_gradients: this {type(model).__name__} is inside of another sharded module. "
+            f"Call it on the outermost one."
+        )
+        raise StateError(msg)
+    modules = [m for m in sharded.modules() if isinstance(m, FSDPModule)]
+    replicated = [
+        module
+        for module in modules
+        if any(group.replicates for group in groups_in(module, recurse=False))
+    ]
+    if not replicated and hook is not None:
+        msg = (
+            f"compress_gradients: no group of this {type(model).__name__} has a replicate axis. "
+            f"Pass fully_shard a 2-D mesh; (n, 1) replicates without sharding. For fewer bytes in "
+            f"the reduce-scatter choose MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
+        )
+        raise StateError(msg)
+    if isinstance(hook, PowerSGD):
+        groups = [group for module in replicated for group in groups_in(module, recurse=False)]
+        state.name_params(groups, [state.module])
+        hook.bind(groups)
+    for module in replicated:
+        module.set_custom_all_reduce(hook)
+
+
+# --- 16 bits --------------------------------------------------------------------------------------
+
+
+def bf16_compress(
+    tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float
+) -> None:
+    """Sum gradients over the replicate axis in bf16: an `AllReduce`.
+
+    As torch's ``bf16_compress_hook``. The engine adds in bf16, too: each of its additions rounds to
+    8 bits. The reduce-scatter stays in `reduce_dtype`, in fp32 say; to have both in bf16, choose
+    that as `reduce_dtype` instead.
+
+    Args:
+        tensor: Gradients; see `AllReduce`.
+        pieces: Parameters in it; not looked at.
+        axis: The replicas.
+        unit: The sum times this is the gradient, and is what travels.
+
+    Cost: one all-reduce of 2 bytes per element; memory for that.
+    """
+    _all_reduce_as(tensor, torch.bfloat16, axis, unit)
+
+
+def fp16_compress(
+    tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float
+) -> None:
+    """Sum gradients over the replicate axis in fp16: an `AllReduce`.
+
+    As torch's ``fp16_compress_hook``. What travels is divided by the number of ranks before, so
+    that averages up to 65504 do not overflow. Parts below 6e-8 become 0, so scale the loss. The
+    engine adds in fp16.
+
+    Args:
+        tensor: Gradients; see `AllReduce`.
+        pieces: Parameters in it; not looked at.
+        axis: The replicas.
+        unit: The sum times this is the gradient, and is what travels.
+
+    Cost: one all-reduce of 2 bytes per element; memory for that.
+    """
+    _all_reduce_as(tensor, torch.float16, axis, unit)
+
+
+def _all_reduce_as(tensor: Tensor, dtype: torch.dtype, axis: SumAxis, unit: float) -> None:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if real.dtype.itemsize <= dtype.itemsize:
+        axis.all_reduce(real, "sum")
+        return
+    wire = (real * unit).to(dtype)
+    axis.all_reduce(wire, "sum")
+    real.copy_(wire)
+    real.div_(unit)
 
 
 # --- scaled losses --------------------------------------------------------------------------------
@@ -31,17 +148,11 @@ class LossScale:
     Attributes:
         value: The scale as it was read last.
         may_skip: Whether steps are skipped where gradients overflow.
-
-    Raises:
-        StateError: It is neither a GradScaler nor a finite number above 0.
     """
 
     def __init__(self, source: float | torch.amp.GradScaler) -> None:
-        if isinstance(source, int | float):
-            is_valid = 0.0 < source < float("inf")
-        else:
-            is_valid = hasattr(source, "is_enabled")
-        if not is_valid:
+        number = float(source) if isinstance(source, int | float) else None
+        if not (hasattr(source, "is_enabled") if number is None else 0.0 < number < math.inf):
             msg = (
                 f"set_loss_scale takes a GradScaler, or a finite number above 0, got {source!r}. "
                 f"Where the loss is not scaled, pass 1.0."
@@ -49,7 +160,7 @@ class LossScale:
             raise StateError(msg)
         self._scaler = None if isinstance(source, int | float) else source
         self._growth = 0
-        self.value = float(source) if isinstance(source, int | float) else 1.0
+        self.value = 1.0 if number is None else number
         self.may_skip = self._scaler is not None and self._scaler.is_enabled()
         self.read()
 
@@ -113,8 +224,8 @@ def find_matrices(
         if len(piece.shape) < 2 or piece.start == piece.stop:  # noqa: PLR2004 - a matrix
             continue
         columns = math.prod(piece.shape[1:])
-        first, last = -(-piece.start // columns), piece.stop // columns
-        rows = last - first
+        first = -(-piece.start // columns)
+        rows = piece.stop // columns - first
         if rows < 1:
             continue
         wanted = rank_of(piece.name, (rows, columns)) if callable(rank_of) else rank_of
@@ -194,23 +305,18 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class BucketState:
-    """What is kept of one bucket.
+    """What is kept of one bucket."""
 
-    Attributes:
-        iteration: Number of reductions so far.
-        error: 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
-        seconds: Second factors of the last step, by parameter name; nobody writes to them.
-        sent: Parts that this backward sent, until it is known who used which parameters.
-        error_before: Memory for a copy of `error`, where optimizer steps may be skipped.
-        seconds_before: `seconds` when the optimizer step began, as in `error_before`; None: it has
-            not begun.
-    """
-
-    iteration: int = 0
+    iteration: int = 0  # Number of reductions so far.
+    # 1-D, as long as the shard: what was left out, in units of the unscaled gradient.
     error: Tensor | None = None
+    # Second factors of the last step, by parameter name; nobody writes to them.
     seconds: dict[str, Tensor] = field(default_factory=dict)
+    # Parts that this backward sent, until it is known who used which parameters.
     sent: list[Sent] = field(default_factory=list)
+    # Memory for a copy of `error`, where optimizer steps may be skipped.
     error_before: Tensor | None = None
+    # `seconds` when the optimizer step began, as in `error_before`; None: it has not begun.
     seconds_before: dict[str, Tensor] | None = None
 
     def begin_step(self) -> None:
