@@ -39,6 +39,7 @@ FRAMEWORKS = {
 CLIENTS = (
     ("torchtitan==0.3.0", "triton==3.9.0"),
     ("torchtune==0.6.1", "torchao==0.13.0"),  # newer ones of torchao lack what it imports
+    ("accelerate==1.15.0", "transformers==5.23.0"),
     (
         "trl==1.16.0",
         "transformers==5.23.0",
@@ -51,7 +52,7 @@ CLIENTS = (
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch
     "not gpu and not models and not frameworks and not clients and not xla and not parting "
-    "and not hosts and not eight_ranks"
+    "and not hosts and not eight_ranks and not late"
 )
 
 # Ranks that wait for each other leave a core idle, and so do tests of one process. The tests of a
@@ -281,6 +282,13 @@ def eight_ranks(session: nox.Session) -> None:
     session.env["HF_HUB_OFFLINE"] = "1"
     folders = ("tests/real_models", "tests/distributed/test_planned_runs.py")
     session.run("pytest", "-m", "eight_ranks", *folders, *session.posargs)
+
+
+@nox.session
+def late(session: nox.Session) -> None:
+    """Delay real ranks by 3 % of a step in each way; the machine must be idle."""
+    install(session, "test")
+    session.run("pytest", "-m", "late", "tests/distributed", *session.posargs)
 
 
 @nox.session

@@ -20,6 +20,7 @@ Tell = typing.Callable[[str, str, str], None]
 """What the fixture ``tell`` is."""
 
 _NEEDS = {
+    "test_accelerate": ("accelerate", "transformers"),
     "test_torchtitan": ("torchtitan",),
     "test_torchtune": ("torchtune", "torchao"),
     "test_trl": ("trl", "peft"),

@@ -41,7 +41,9 @@ def pipeline(schedule: str, **fields: typing.Any) -> Case:
 CASES = {
     "fp32": Case(),
     "fp32, 4 ranks": Case(ranks=4),
-    "bf16": Case(training={"mixed_precision_param": "bfloat16"}, tolerance=2e-3),
+    "bf16": Case(
+        training={"mixed_precision_param": "bfloat16"}, tolerance=2e-3, norm_tolerance=2e-3
+    ),
     "accumulation": Case(training={"global_batch_size": 16}),
     "selective recomputation": Case(recompute="selective"),
     "full recomputation": Case(recompute="full"),
@@ -69,6 +71,20 @@ CASES = {
         ranks=4, parallelism={"spmd_backend": "full_dtensor", "tensor_parallel_degree": 2}
     ),
     "experts": experts(),
+    "experts in fp32": Case(
+        model="deepseek_v3",
+        has_exact_experts=True,
+        training={"max_norm": 1e9},
+        norm_tolerance=1e-5,
+    ),
+    "expert parallel in fp32": Case(
+        model="deepseek_v3",
+        has_exact_experts=True,
+        training={"max_norm": 1e9},
+        ranks=4,
+        parallelism={"expert_parallel_degree": 2},
+        norm_tolerance=1e-5,
+    ),
     "experts, qwen3": experts(model="qwen3_moe"),
     "expert parallel": experts(ranks=4, parallelism={"expert_parallel_degree": 2}),
     "expert parallel, hybrid": experts(

@@ -7,6 +7,7 @@ stands for FlexAttention, which has no backward on CPUs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -20,7 +21,7 @@ import zlib
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -28,7 +29,7 @@ import shardkit
 
 if typing.TYPE_CHECKING:
     import pathlib
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 SHARDERS = ("fsdp2", "shardkit")
 VOCABULARY = 512
@@ -48,6 +49,7 @@ class Case:
         model: ``"llama3"``, ``"deepseek_v3"`` or ``"qwen3_moe"``.
         is_tied: Whether the head's weight is that of the embedding.
         is_chunked: Whether the head and the loss run chunk by chunk, as in torchtitan's configs.
+        has_exact_experts: Whether experts compute in fp32, and not in bf16 as torchtitan writes.
         steps: Number of steps.
         tolerance: Largest relative difference of losses.
         norm_tolerance: The same of norms of gradients.
@@ -61,6 +63,7 @@ class Case:
     model: str = "llama3"
     is_tied: bool = False
     is_chunked: bool = False
+    has_exact_experts: bool = False
     steps: int = 4
     tolerance: float = 1e-6
     norm_tolerance: float = 1e-6
@@ -157,7 +160,8 @@ def train(sharder: str, case: Case, files: Files) -> Trained:
 
     trainer.metrics_processor.log = record
     try:
-        trainer.train()
+        with _in_fp32() if case.has_exact_experts else contextlib.nullcontext():
+            trainer.train()
         weights = {
             name: _figures(param)
             for part in trainer.model_parts
@@ -167,6 +171,17 @@ def train(sharder: str, case: Case, files: Files) -> Trained:
     finally:
         trainer.close()
     return Trained(steps, losses, norms, weights, sorted(classes))
+
+
+@contextlib.contextmanager
+def _in_fp32() -> Iterator[None]:
+    """Have the casts to bf16 that torchtitan's experts are written with keep fp32."""
+    inner = Tensor.bfloat16
+    Tensor.bfloat16 = Tensor.float
+    try:
+        yield
+    finally:
+        Tensor.bfloat16 = inner
 
 
 def _fill(model: nn.Module) -> None:

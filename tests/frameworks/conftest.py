@@ -17,6 +17,7 @@ _NEEDS = {
     "test_stateful_loader.py": ("torchdata",),
     "test_trainer_beside_fsdp2.py": ("accelerate", "transformers", "torchao"),
     "test_transformers_trainer.py": ("accelerate", "transformers"),
+    "test_what_is_replaced.py": ("accelerate", "transformers", "lightning", "peft"),
 }
 
 collect_ignore = [

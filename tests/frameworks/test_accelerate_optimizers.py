@@ -103,6 +103,43 @@ def test_a_schedule_from_before_leads_what_steps(spawn: Spawn) -> None:
     spawn(follow_a_schedule, 2, timeout_s=TIMEOUT_S)
 
 
+def run_hooks() -> None:
+    """Those from before, one of which is removed; and one that comes later."""
+    from torchao.optim import AdamW8bit
+
+    calls: list[str] = []
+
+    def note(name: str) -> typing.Callable[..., None]:
+        return lambda optimizer, *_: calls.append(f"{name} {len(optimizer.state) > 0}")
+
+    made: list[typing.Any] = []
+
+    def make_hooked(params: object, **options: object) -> torch.optim.Optimizer:
+        made.append(AdamW8bit(params, **options))
+        made[0].register_step_pre_hook(note("before"))
+        made[0].register_step_post_hook(note("after"))
+        made[0].register_state_dict_pre_hook(note("saving"))
+        made[0].register_load_state_dict_post_hook(note("loaded"))
+        made.append(made[0].register_step_post_hook(note("removed")))
+        return made[0]
+
+    with accelerate_ranks(), without_compiler():
+        run = prepare(make_hooked)
+        made[1].remove()
+        del calls[:]  # Accelerate has loaded what state there is.
+        made[0].register_step_post_hook(note("late"))
+        run.train()
+        step = ["before True", "after True", "late True"]
+        assert calls == ["before False", *step[1:], *step, *step], calls
+        del calls[:]
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        assert calls == ["saving True", "loaded True"]
+
+
+def test_hooks_from_before_run(spawn: Spawn) -> None:
+    spawn(run_hooks, 2, timeout_s=TIMEOUT_S)
+
+
 def prepare_subclasses() -> list[str]:
     from torchao.optim import AdamW8bit
 

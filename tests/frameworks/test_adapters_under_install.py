@@ -59,13 +59,14 @@ def tune(names: tuple[str, ...] | None, *, before: bool) -> tuple[list[float], d
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     adapters = get_peft_model_state_dict(model)
-    with torch.no_grad():
-        merged = model.merge_and_unload()
-        whole = {**adapters, **dict(merged.named_parameters())}
-        return losses, {
-            name: getattr(value, "full_tensor", lambda v=value: v)().clone()
-            for name, value in whole.items()
-        }
+    # FSDP2 merges nothing then: it takes no tensor that is assigned to `weight.data`.
+    is_safe = names is None and any(isinstance(m, shardkit.FSDPModule) for m in model.modules())
+    merged = model.merge_and_unload(safe_merge=is_safe)
+    whole = {**adapters, **dict(merged.named_parameters())}
+    return losses, {
+        name: getattr(value, "full_tensor", lambda v=value: v)().detach().clone()
+        for name, value in whole.items()
+    }
 
 
 def beside_fsdp2(names: tuple[str, ...] | None, before: bool) -> None:

@@ -34,6 +34,8 @@ class SyntheticRun:
         num_replicas: Number of ranks on the replicate axis; 1: there is none.
         network_s: Time of a collective after its last rank has issued it.
         jitter_s: Deviation of each time.
+        delay: Delay of what a rank does itself.
+        link: Delay of what a rank receives, by the kind of the collective in place of a phase.
     """
 
     num_ranks: int = 2
@@ -46,6 +48,7 @@ class SyntheticRun:
     optimizer_s: float = 0.006
     jitter_s: float = 0.0
     delay: Delay = no_delay
+    link: Delay = no_delay
     seed: int = 0
 
     def records(self) -> list[RankRecord]:
@@ -58,6 +61,7 @@ class _Simulation:
         self.run = run
         self.world_size = run.num_ranks * run.num_replicas
         self.random = random.Random(run.seed)
+        self.step = 0
         self.now = [0.0] * self.world_size
         self.position = [0] * self.world_size
         self.events: list[list[StepEvent]] = [[] for _ in self.now]
@@ -67,6 +71,7 @@ class _Simulation:
     def records(self) -> list[RankRecord]:
         groups = ["the root", *(f"layers.{i}" for i in range(self.run.num_layers))]
         for step in range(self.run.num_steps):
+            self.step = step
             self.take("data", "", step, self.run.data_s)
             self.forward(groups, step)
             self.backward(groups, step)
@@ -155,7 +160,9 @@ class _Simulation:
     def meet(self, kind: str, group: str, axis: str) -> None:
         for rank, now in enumerate(self.now):
             last = max(self.issued[kind, group, each] for each in self.members(rank, axis))
-            self.now[rank] = max(now, last + self.run.network_s)
+            noise = abs(self.random.gauss(0, self.run.jitter_s)) if self.run.jitter_s else 0.0
+            late = noise + self.run.link(rank, self.step, kind, group)
+            self.now[rank] = max(now, last + self.run.network_s + late)
 
     def begin(self, kind: str, group: str) -> None:
         for rank, now in enumerate(self.now):
@@ -175,7 +182,6 @@ class _Simulation:
             words: typing.Any = {
                 "kind": kind,
                 "name": group,
-                "stream": {"gather": "gather", "reduce_scatter": "reduce"}.get(kind, "compute"),
                 "phase": phase,
                 "axis": axis,
             }

@@ -107,6 +107,16 @@ def note_step(optimizer: Any, *_: object) -> None:
     optimizer._opt_called = True
 
 
+def share_optimizer_hooks(optimizer: Any, other: Any) -> None:
+    """Let `other` run the hooks of an optimizer, also those that are registered or removed later.
+
+    Torch 2.9 to 2.13 keep six dicts of them.
+    """
+    for name, hooks in vars(optimizer).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(other, name, hooks)
+
+
 def has_saved_tensors_hooks() -> bool:
     """Whether somebody decides how tensors are saved for backward; nothing public tells."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shardkit._text import listed
@@ -59,15 +58,6 @@ class RankFacts:
     compute_s: float  # Time of a small product of matrices on the host, the best of several.
     # Names by which devices differ from others of the host; empty: their numbers do.
     device_ids: list[str] = field(default_factory=list)
-
-    def dump(self) -> str:
-        """Return it as text, for `load`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def load(cls, text: str) -> RankFacts:
-        """Return what `dump` wrote."""
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True)

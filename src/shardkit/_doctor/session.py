@@ -288,13 +288,13 @@ class Session:
         answerer = Answerer(self._machine)
         try:
             own = facts_of(self._machine, self._place, answerer.port)
-            self._put(_FIRST, own.dump())
+            self._put(_FIRST, dataclasses.asdict(own))
             group = self._begin(own)
             if group is None:
                 return self._result()
             self.step = _LINKS
             found = self._connect_all(own, group)
-            self._put(_LINKS, json.dumps([dataclasses.asdict(link) for link in found]))
+            self._put(_LINKS, [*map(dataclasses.asdict, found)])
             kind = self._agree_on_collectives(group)
             if kind is not None:
                 self.step = _COLLECTIVES
@@ -309,14 +309,14 @@ class Session:
         """Wait for all; return what they say. None: not all came, so there is no more to do."""
         checkup = self.checkup
         if self._place.rank == 0:
-            for text in self._collect(_FIRST, range(self._place.world_size)).values():
-                checkup.ranks.append(RankFacts.load(text))
-            go = [] if checkup.missing else [facts.dump() for facts in checkup.ranks]
-            self._store.set("group", json.dumps(go))
+            came = [*self._collect(_FIRST, range(self._place.world_size)).values()]
+            checkup.ranks += [RankFacts(**facts) for facts in came]
+            group = [] if checkup.missing else came
+            self._store.set("group", json.dumps(group))
         else:
             # Rank 0 waits as long for others, and may have begun later.
-            go = json.loads(self._wait("group", 2 * self._timeout_s, own.host))
-        return [RankFacts.load(text) for text in go] or None
+            group = json.loads(self._wait("group", 2 * self._timeout_s, own.host))
+        return [RankFacts(**facts) for facts in group] or None
 
     def _connect_all(self, own: RankFacts, group: list[RankFacts]) -> list[Link]:
         world_size, rank = self._place.world_size, self._place.rank
@@ -353,8 +353,8 @@ class Session:
 
     def _time(self, kind: str) -> None:
         store = _prefixed("group", self._store)
-        timings = list(measure_collectives(self._place, store, kind, timeout_s=self._timeout_s))
-        self._put(_COLLECTIVES, json.dumps([dataclasses.asdict(timing) for timing in timings]))
+        timings = measure_collectives(self._place, store, kind, timeout_s=self._timeout_s)
+        self._put(_COLLECTIVES, [*map(dataclasses.asdict, timings)])
         if self._place.rank == 0:
             found = self._collect_lists(_COLLECTIVES)
             self.checkup.timings += [Timing(**timing) for timing in found]
@@ -373,19 +373,19 @@ class Session:
 
     # --- the store ---
 
-    def _put(self, step: str, text: str) -> None:
-        self._store.set(f"{step}/{self._place.rank}", text)
+    def _put(self, step: str, value: object) -> None:
+        self._store.set(f"{step}/{self._place.rank}", json.dumps(value))
 
     def _collect(
         self, step: str, ranks: range | list[int], timeout_s: float | None = None
-    ) -> dict[int, str]:
+    ) -> dict[int, Any]:
         """Return what ranks put, of those that did so in time."""
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        found: dict[int, str] = {}
+        found: dict[int, Any] = {}
         while len(found) < len(ranks):
             for rank in ranks:
                 if rank not in found and self._store.check([f"{step}/{rank}"]):
-                    found[rank] = self._store.get(f"{step}/{rank}").decode()
+                    found[rank] = json.loads(self._store.get(f"{step}/{rank}"))
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
@@ -397,7 +397,7 @@ class Session:
         answers = self._collect(step, ranks)
         if silent := [rank for rank in ranks if rank not in answers]:
             self.checkup.silent[step] = silent
-        return [item for text in answers.values() for item in json.loads(text)]
+        return [item for items in answers.values() for item in items]
 
     def _wait(self, key: str, timeout_s: float, host: str) -> bytes:
         try:

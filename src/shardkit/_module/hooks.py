@@ -395,7 +395,7 @@ class ModuleState:
 
 
 def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Log what is sharded, and how: the first forward of a root begins."""
+    """Log what is sharded, how, and what that holds at most: the first forward of a root begins."""
     if not _logger.isEnabledFor(logging.INFO):
         return
     buckets = [bucket for group in groups for bucket in group.buckets]
@@ -403,6 +403,9 @@ def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     plans = [bucket.plan for bucket in buckets]
     nbytes = sum(n * plan.orig_dtype.itemsize for n, plan in zip(numels, plans, strict=True))
     largest = max(groups, key=lambda group: group.unsharded_nbytes)
+    trained = sum(bucket.store.shard_nbytes for bucket in buckets if bucket.is_trainable)
+    freed = sorted(group.unsharded_nbytes for group in groups if group.reshards_after_forward)
+    kept = sum(group.unsharded_nbytes for group in groups if not group.reshards_after_forward)
     meshes = dict.fromkeys(plan.mesh for plan in plans)
     shapes = dict.fromkeys(
         " x ".join(map(str, mesh.shape))
@@ -416,7 +419,9 @@ def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     _logger.info(
         "%s: %d groups of %.1f million parameters, %.1f MiB; %.1f MiB are on this rank. The mesh "
         "of %s ranks is %s. The largest group (%s) takes %.1f MiB while it is unsharded. Computed "
-        "in %s, reduced in %s.",
+        "in %s, reduced in %s. Expected at the peak of a step: %.1f MiB of parameters and "
+        "gradients, %.1f MiB unsharded; the optimizer's state, activations and buffers of "
+        "collectives come on top, and shardkit.plan counts them.",
         type(root).__name__.removeprefix("FSDP"),
         len(groups),
         sum(numels) / 1e6,
@@ -428,6 +433,8 @@ def _log_groups(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
         largest.unsharded_nbytes / _MIB,
         dtypes("param_dtype"),
         dtypes("reduce_dtype"),
+        (sum(bucket.store.shard_nbytes for bucket in buckets) + trained) / _MIB,
+        (kept + sum(freed[-2:])) / _MIB,  # What is freed: one that computes, one that is gathered.
     )
 
 

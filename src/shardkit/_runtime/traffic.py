@@ -168,26 +168,20 @@ def _first_difference(group: ParamGroup, by_rank: Sequence[dict[str, int]]) -> s
 # --- what an observer is told ---------------------------------------------------------------------
 
 
-def _begin_wait(group: ParamGroup, nbytes: int) -> None:
-    assert _events.observer is not None
-    _events.observer.begin("wait", group.name, group=group.number, nbytes=nbytes)
-
-
 def _begin_gather(parts: Sequence[tuple[ParamGroup, list[Store]]], axis: AxisComm) -> None:
     """Tell that stores of groups are gathered over `axis`; what is offloaded is copied first."""
     observer = _events.observer
     assert observer is not None
     for group, stores in parts:
-        on_host = sum(store.shard_nbytes for store in stores if store.plan.is_offloaded)
+        nbytes = on_host = 0
+        for store in stores:
+            nbytes += store.unsharded_nbytes
+            if store.plan.is_offloaded:
+                on_host += store.shard_nbytes
+        name, number = group.name, group.number
         if on_host:
-            observer.tell("copy", group.name, group=group.number, nbytes=on_host)
-        observer.begin(
-            "gather",
-            group.name,
-            group=group.number,
-            nbytes=sum(store.unsharded_nbytes for store in stores),
-            across=("shard", axis.size),
-        )
+            observer.tell("copy", name, group=number, nbytes=on_host)
+        observer.begin("gather", name, group=number, nbytes=nbytes, across=("shard", axis.size))
 
 
 def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
@@ -198,29 +192,24 @@ def _begin_reduction(groups: Sequence[ParamGroup]) -> None:
         sent = [each for each in group.gradients.buckets if each.is_sent]
         if not sent:
             continue
-        plans = [each.bucket.plan for each in sent]
-        observer.begin(
-            "reduce_scatter",
-            group.name,
-            group=group.number,
-            nbytes=sum(each.send_nbytes for each in sent),
-            across=("shard", plans[0].axis.size),
-        )
-        sums = {id(each): each.send_nbytes // each.bucket.plan.axis.size for each in sent}
-        to_host = sum(sums[id(e)] for e in sent if e.bucket.plan.is_offloaded)
+        nbytes = over = to_host = 0
+        replicate = None
+        for each in sent:
+            plan = each.bucket.plan
+            own = each.send_nbytes // plan.axis.size
+            nbytes += each.send_nbytes
+            if plan.is_offloaded:
+                to_host += own
+            if plan.replicate_axis is not None:
+                replicate = replicate or plan.replicate_axis
+                over += own
+        name, number, size = group.name, group.number, sent[0].bucket.plan.axis.size
+        observer.begin("reduce_scatter", name, group=number, nbytes=nbytes, across=("shard", size))
         if to_host:
-            observer.tell("copy", group.name, group=group.number, nbytes=to_host)
-        over = [each for each in sent if each.bucket.plan.replicate_axis is not None]
-        if over and group.settings.all_reduce:
-            replicate = over[0].bucket.plan.replicate_axis
-            assert replicate is not None
-            observer.begin(
-                "all_reduce",
-                group.name,
-                group=group.number,
-                nbytes=sum(sums[id(each)] for each in over),
-                across=("replicate", replicate.size),
-            )
+            observer.tell("copy", name, group=number, nbytes=to_host)
+        if replicate is not None and group.settings.all_reduce:
+            across = ("replicate", replicate.size)
+            observer.begin("all_reduce", name, group=number, nbytes=over, across=across)
 
 
 # --- gathers --------------------------------------------------------------------------------------
@@ -328,7 +317,7 @@ class Gathers:
         handles = self._under_way.pop(group.index, None)
         if handles is not None:
             if _events.observer is not None:
-                _begin_wait(group, group.unsharded_nbytes)
+                _events.observer.begin("wait", group.name, group=group.number)
             with named_range("await gather", group):
                 for handle in handles:
                     handle.wait()
@@ -557,7 +546,7 @@ class Reductions:
         while self._num_sent < allowed:
             reducing = self._under_way[self._num_sent]
             if _events.observer is not None:
-                _begin_wait(reducing, reducing.gradients.send_nbytes)
+                _events.observer.begin("wait", reducing.name, group=reducing.number)
             reducing.gradients.wait_sent(self._slots)
             if _events.observer is not None:
                 _events.observer.end("wait", reducing.number)
@@ -633,7 +622,7 @@ class Reductions:
         group = self._under_way.pop(0)
         self._num_sent = max(self._num_sent - 1, 0)
         if _events.observer is not None:
-            _begin_wait(group, group.gradients.send_nbytes)
+            _events.observer.begin("wait", group.name, group=group.number)
         with named_range("await reduce", group):
             group.gradients.finish_reduce(self._slots)
         if _events.observer is not None:

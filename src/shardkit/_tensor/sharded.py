@@ -123,7 +123,15 @@ def is_replica(placements: Any) -> bool:
 
 # --- sharded tensors ------------------------------------------------------------------------------
 
-_OWN_ATTRIBUTES = ("spec", "local_piece", "flat", "flat_start", "cut_for", "cut_by")
+_OWN_ATTRIBUTES = (
+    "spec",
+    "local_piece",
+    "flat",
+    "flat_start",
+    "cut_for",
+    "cut_by",
+    "lost_gradient",
+)
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
@@ -167,6 +175,7 @@ class ShardedTensor(ClientAnswers):
     flat_start: int
     cut_for: Any
     cut_by: _GradientCut
+    lost_gradient: str  # Why no gradient may arrive here; absent as a rule.
     __torch_function__ = torch_tensors.disabled_torch_function
 
     @staticmethod
@@ -211,10 +220,17 @@ class ShardedTensor(ClientAnswers):
         made_by = self.grad_fn or True  # A write in place makes it the result of another operator.
         if self.__dict__.get("cut_for") is not made_by:
             self.cut_for = made_by
-            self.cut_by = _GradientCut(self.spec)
+            self.cut_by = _GradientCut(self.spec, refusal=self.__dict__.get("lost_gradient"))
             torch_autograd.add_first_hook(self, self.cut_by)
         if is_gathered:
             self.cut_by.may_be_number = False
+
+    def _is_followed(self) -> bool:
+        """Whether autograd follows what is made of this tensor; refuse what must not arrive."""
+        is_followed = torch.is_grad_enabled() and self.requires_grad
+        if is_followed and "lost_gradient" in self.__dict__:
+            self.cut_gradient()
+        return is_followed
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Have a function called with this tensor's gradient, which it may exchange.
@@ -310,7 +326,7 @@ class ShardedTensor(ClientAnswers):
 
         Differentiable: the gradient of the piece becomes this rank's piece of the gradient.
         """
-        if torch.is_grad_enabled() and self.requires_grad:
+        if self._is_followed():
             result: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
             return result
         return self.local_piece
@@ -328,7 +344,7 @@ class ShardedTensor(ClientAnswers):
         Cost: one all-gather of at most twice the tensor's bytes, or a broadcast per owner where
         few ranks own it; then one more for each axis of tensor parallelism that it is split over.
         """
-        if torch.is_grad_enabled() and self.requires_grad:
+        if self._is_followed():
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
         whole = self.whole_values()
@@ -484,14 +500,20 @@ class _GradientCut(OwnHook):
         may_be_number: Whether a number expanded to the shape is one on every rank, because the
             tensor was reduced. Where its whole met data, it is one on those ranks only whose batch
             is of one sample.
+        refusal: Reason why no gradient may arrive; None: it may.
     """
 
-    def __init__(self, spec: ShardSpec, *, may_be_number: bool = True) -> None:
+    def __init__(
+        self, spec: ShardSpec, *, may_be_number: bool = True, refusal: str | None = None
+    ) -> None:
         self._spec = spec
         self.may_be_number = may_be_number
+        self._refusal = refusal
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         spec = self._spec
+        if self._refusal is not None:
+            raise ShardedTensorError(self._refusal)
         if grad is None:
             return None
         if type(grad) is ShardedTensor and grad.spec.same_cut(spec):

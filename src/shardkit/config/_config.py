@@ -283,9 +283,9 @@ class Values:
 
     mesh: DeviceMesh  # The mesh; all of its ranks make this object.
     state: dict[str, Any]  # A state dict; on ranks other than 0 its tensors are not looked at.
-    # Tensors that `load_full` does not fill: ignored parameters, and buffers that state dicts leave
-    # out.
-    other: dict[str, Tensor]
+    other: dict[
+        str, Tensor
+    ]  # Buffers that state dicts leave out, so that `load_full` does not fill.
     # Parameters that are on meta now, each with a parameter that has its values.
     taken: list[tuple[nn.Parameter, nn.Parameter]]
     places: dict[str, list[str]]  # All names of a buffer in this rank's model, by each of them.

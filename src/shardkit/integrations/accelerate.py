@@ -286,7 +286,8 @@ def _also_sharded(original: Callable[..., Any]) -> Callable[..., Any]:
 def _step_pieces(prepared: Iterable[Any]) -> None:
     """Have torchao's optimizers step this rank's pieces: their compiled steps know DTensors only.
 
-    Who holds the one that was made, a schedule, goes on to write to the groups that are stepped.
+    Who holds the one that was made, a schedule, goes on to write to the groups that are stepped,
+    and its hooks run.
     """
     for each in prepared:
         made = getattr(each, "optimizer", None)
@@ -295,6 +296,7 @@ def _step_pieces(prepared: Iterable[Any]) -> None:
         local = LocalOptimizer(made.param_groups, type(made), **_options_of(made))
         share_groups = functools.partial(_share_groups, made, local)
         share_groups()
+        torch_autograd.share_optimizer_hooks(made, local)
         local.register_load_state_dict_post_hook(share_groups)
         local.register_step_post_hook(functools.partial(torch_autograd.note_step, made))
         each.optimizer = local

@@ -236,20 +236,22 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             options["strategy"] = strategy
         if dtype is not None or reduce_dtype is not None:
             options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
-        found = plan(
-            made,
-            given,
-            mesh=shape[0] if len(shape) == 1 else shape,
-            device=device or "cuda",
-            rank=rank,
-            optimizer=optimizer,
-            recompute=recompute,
-            accumulate=accumulate,
-            budget=None if budget is None else read_size(budget),
-            hardware=hardware,
-            choose=choose,
-            **options,
-        )
+        # Where no terminal is, nothing of it is shown.
+        with Console(stderr=True).status("planning"):
+            found = plan(
+                made,
+                given,
+                mesh=shape[0] if len(shape) == 1 else shape,
+                device=device or "cuda",
+                rank=rank,
+                optimizer=optimizer,
+                recompute=recompute,
+                accumulate=accumulate,
+                budget=None if budget is None else read_size(budget),
+                hardware=hardware,
+                choose=choose,
+                **options,
+            )
     except ShardkitError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None

@@ -336,7 +336,7 @@ class MemoryMeter(TorchDispatchMode):
 
     # --- what the core tells ---
 
-    def clock(self, _: object) -> float:
+    def clock(self) -> float:
         """Return the position: the time of a dry run."""
         return float(self.position)
 

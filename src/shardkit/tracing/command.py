@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardkit._errors import StateError
-from shardkit.tracing.page import write_page
+from shardkit.tracing.page import PlannedStep, write_page
 from shardkit.tracing.perfetto import write_perfetto
 from shardkit.tracing.picture import draw
 from shardkit.tracing.trace import Trace
@@ -35,28 +35,40 @@ def trace_command(
     step: Annotated[
         int | None, typer.Option(help="Step in the picture; default: one in the middle.")
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `plan --hardware ... --json` has printed: a row of the page shows it.",
+        ),
+    ] = None,
+    png: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--png", help="Draw a step of up to 16 ranks, too: trace.png.")
+    ] = False,
     no_files: Annotated[  # noqa: FBT002 - a flag
         bool, typer.Option("--no-files", help="Print the tables only.")
     ] = False,
 ) -> None:
     """Show where the time of steps goes on all ranks, and who is late.
 
-    Writes trace.html (a page that needs no network), trace.json.gz (for ui.perfetto.dev) and
-    trace.svg (a picture of a step).
+    Writes trace.html (a page that needs no network) and trace.json.gz (for ui.perfetto.dev).
     """
     try:
         trace = Trace.read(folder)
         if step is not None and not 0 <= step < trace.num_steps():
             msg = f"--step must be one of the {trace.num_steps()} steps from 0 on, got {step}"
             raise typer.BadParameter(msg)
+        planned = None if plan is None else PlannedStep.read(plan)
         _show(trace)
+        if planned is not None:
+            print(planned)
         if not no_files:
             target = folder if out is None else out
             target.mkdir(parents=True, exist_ok=True)
-            write_page(trace, target / "trace.html")
+            write_page(trace, target / "trace.html", planned)
             write_perfetto(trace, target / "trace.json.gz")
-            (target / "trace.svg").write_text(draw(trace, step), encoding="utf-8")
-            names = ", ".join(f"trace.{suffix}" for suffix in ("html", "json.gz", "svg"))
+            if png:
+                draw(trace, target / "trace.png", step)
+            names = "trace.html, trace.json.gz" + ", trace.png" * png
             print(f"\nWritten to {target}: {names}.")
     except (StateError, OSError) as error:
         print(error, file=sys.stderr)

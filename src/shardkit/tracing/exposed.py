@@ -11,13 +11,18 @@ step. What a slice is decides its compute stream (on the CPU the process itself)
 | --- | --- | --- |
 | waits for a collective that its own host or device has not begun | ``host`` | that of the collective |
 | waits for one that another rank has not issued | ``rank N``, see below | that of the collective |
-| waits for one that all ranks have issued | ``network`` | that of the collective |
+| waits for one that all ranks have issued | ``network``, or ``link`` | that of the collective |
 | is inside the forward or backward of a group; of nested ones the innermost counts | ``compute`` | this group |
 | is in an optimizer's step, or between a backward and that | ``optimizer`` | none |
 | is before a forward, and in none of these | ``data`` | none |
 | is elsewhere in a forward or backward, or between them: the loss, hooks | ``outside`` | none |
 
-``host``, ``rank N`` and ``network`` are the **exposed** time of communication.
+``host``, ``rank N``, ``network`` and ``link`` are the **exposed** time of communication.
+
+**A link is slow.** Where one rank alone has a collective later than all others, which waited for it as
+well, the time from the last of them on is ``link``, that of this rank. So is, of three ranks and more,
+the time for which one rank alone has it and all others wait: what they wait for comes from there.
+Of a reduction over two axes only the second half is seen: the first has no wait of its own.
 
 **Rank N came late.** A collective moves nothing until the last of its ranks has issued it. Until then
 the others wait for that rank, L. But L may be late because it waited before, for a third rank or for
@@ -46,7 +51,7 @@ if TYPE_CHECKING:
     from shardkit.tracing.records import RankRecord
 
 COMPUTE, OUTSIDE, DATA, OPTIMIZER = "compute", "outside", "data", "optimizer"
-HOST, NETWORK = "host", "network"
+HOST, NETWORK, LINK = "host", "network", "link"
 FORWARD, BACKWARD = "forward", "backward"
 _NO_TIME_S = 1e-7  # Less than clocks tell apart.
 _FIRST, _SECOND = frozenset({"gather", "reduce_scatter"}), "all_reduce"
@@ -62,7 +67,7 @@ class TimeSlice(NamedTuple):
         phase: Name of the phase: data, forward, backward or optimizer.
         group: Name of the group; "" where none is concerned.
         cause: Cause, as the module's table has it.
-        late_rank: Number of the rank that came late; -1: another cause.
+        late_rank: Number of the rank that came late, or whose link is slow; -1: another cause.
     """
 
     begin: float
@@ -131,6 +136,7 @@ class Waits:
         self._cuts: dict[int, list[_Span]] = {rank: [] for rank in awaited}
         self._members = [frozenset(ranks) for ranks in self._sets]
         self._met: dict[int, dict[int, float]] = {rank: {} for rank in awaited}
+        self._done: dict[_Key, dict[int, tuple[float, int]]] = collections.defaultdict(dict)
         # A wait for a rank is divided by what that rank waited for before: the earlier waits first.
         in_order = []
         for rank, of in awaited.items():
@@ -142,6 +148,7 @@ class Waits:
                         in_order.append((at, part, rank, number))
         for _, part, rank, number in sorted(in_order):
             self._cut(rank, awaited[rank][number], part)
+        self._note_links()
 
     def of(self, rank: int) -> Sequence[_Span]:
         """Return the parts of a rank's waits in order."""
@@ -242,9 +249,41 @@ class Waits:
                 cuts += self._divide(rank, late, _Span(begin, end, wait.group, ""))
             begin = end
         if of is not None and of.key is not None:
+            is_end = bool(cuts) and cuts[-1].cause == NETWORK and cuts[-1].end == wait.end
+            self._done[of.key][rank] = (wait.end, len(cuts) - 1 if is_end else -1)
             last, _ = self._last(of, rank)
             if last <= wait.end:  # Else it was for a part of it only, as over one of several axes.
                 self._met[rank][of.key[0]] = last
+
+    def _note_links(self) -> None:
+        """Tell apart what one rank alone waited for, or all others but one."""
+        links: dict[int, dict[int, _Span]] = collections.defaultdict(dict)
+
+        def note(rank: int, at: int, since: float, until: float, late: int) -> None:
+            cut = self._cuts[rank][at]
+            begin, end = max(cut.begin, since), min(cut.end, until)
+            if begin < end:
+                links[rank][at] = _Span(begin, end, cut.group, LINK, late)
+
+        for key, done in self._done.items():
+            if len(done) < len(self._members[key[0]]):
+                continue
+            order = sorted(done, key=lambda rank: done[rank][0])
+            (first_s, _), (second_s, _) = done[order[0]], done[order[1]]
+            (before_s, _), (last_s, at) = done[order[-2]], done[order[-1]]
+            if len(order) == 2 or last_s - before_s > second_s - first_s:  # noqa: PLR2004 - a pair
+                if at >= 0:
+                    note(order[-1], at, before_s, last_s, order[-1])
+            elif all(done[rank][1] >= 0 for rank in order):
+                for rank in order[1:]:
+                    note(rank, done[rank][1], first_s, second_s, order[0])
+        for rank, of in links.items():
+            cuts = self._cuts[rank]
+            self._cuts[rank] = [
+                part
+                for at, cut in enumerate(cuts)
+                for part in ([cut] if at not in of else _split(cut, of[at]))
+            ]
 
     def _divide(self, rank: int, late: int, span: _Span) -> Iterator[_Span]:
         """Yield the parts of a wait for `late` by what made that rank late."""
@@ -267,6 +306,12 @@ class Waits:
             at = end
         if at < span.end:
             yield _of_cause(span, at, span.end, late)
+
+
+def _split(cut: _Span, inner: _Span) -> list[_Span]:
+    """Return a span with another one in the place of a part of it."""
+    before, after = cut._replace(end=inner.begin), cut._replace(begin=inner.end)
+    return [each for each in (before, inner, after) if each.begin < each.end]
 
 
 def _seconds_waited(cuts: Sequence[_Span], since: float) -> collections.Counter[int]:

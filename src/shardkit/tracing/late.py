@@ -1,25 +1,31 @@
 """Which rank is late, in which phase and group, from what all ranks did.
 
 What a rank does itself in a phase of a step is compared with the median of the others in the same
-step: what all ranks do longer at once, as in a longer batch, is nobody's lateness.
+step: what all ranks do longer at once, as in a longer batch, is nobody's lateness. In the same way,
+and apart from that, the time for which a rank's link keeps itself or others waiting (`exposed`).
 
-- A rank is **slow** where the median of five steps in a row is behind by 2 % of a step, and by 3.1
-  standard deviations of this difference from step to step. (Three of five normal values are above
-  that once in 100 million windows.) So a delay of 3 % of a step is found within five steps while
-  times vary by less than 0.6 % of a step. Where they vary more, it takes more steps: in 10, 20, 40,
-  ... steps, and in all of them, the deviations count less, by the root of their number.
+- A rank is **slow** where the median of the last five steps is behind by 2 % of a step, and by 3.1
+  standard deviations of this difference, as it changes from step to step. (Three of five normal
+  values are above that once in 100 million windows.) So a delay of 3 % of a step is found within
+  five steps while times vary by less than 0.6 % of a step. Where they vary more, it takes more
+  steps: in the last 10, 20, 40, ... steps, and in all of them, the deviations count less, by the
+  root of their number. Of windows before the end only those count that are a quarter of all
+  steps: on processors that do other work, too, a rank is behind for some steps now and then.
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
+
+Where a rank is slow in several phases, as with a part of a processor, each is told.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER
+from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, LINK, OPTIMIZER, seconds_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 WINDOW = 5
 _LEAST = 0.02
 _DEVIATIONS = 3.1
+_PARTS = 4
 _SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
 _NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
 
@@ -40,7 +47,8 @@ class LateRank(NamedTuple):
         rank: Number of the rank.
         phase: Phase in which it is behind.
         group: Group in which it is; "" where it is outside of groups.
-        kind: ``slow``: in each step; ``irregular``: in some.
+        kind: ``slow``: in each step; ``irregular``: in some; ``slow link``, ``irregular link``: not
+            what it does itself, but what it sends or receives.
         seconds: Time that it is behind in such a step, in seconds.
         share: The same as a part of a step.
         first_step: Number of the first such step.
@@ -59,8 +67,10 @@ class LateRank(NamedTuple):
     def __str__(self) -> str:
         where = f"{self.phase} of {self.group}" if self.group else self.phase
         times = "" if self.kind == "slow" else f" in {self.num_steps} steps"
+        adjective, _, link = self.kind.partition(" ")
+        who = f"the link of rank {self.rank}" if link else f"rank {self.rank}"
         return (
-            f"rank {self.rank} is {self.kind} in {where}: {self.seconds * 1e3:.1f} ms behind the "
+            f"{who} is {adjective} in {where}: {self.seconds * 1e3:.1f} ms behind the "
             f"others ({self.share:.1%} of a step){times}, from step {self.first_step} on"
         )
 
@@ -73,51 +83,65 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
     """
     if len(by_rank) < 2:  # noqa: PLR2004 - nobody to compare with
         return []
-    own, of_group, lengths = _own_seconds(by_rank)
-    common = set.intersection(*(set(own[rank]) for rank in by_rank))
-    steps = sorted({step for step, _ in common})[1:]  # The first one makes what others reuse.
+    tables = {"": _own_seconds(by_rank), " link": _link_seconds(by_rank)}
+    common = set.intersection(*({each.step for each in slices} for slices in by_rank.values()))
+    steps = sorted(common)[1:]  # The first one makes what others reuse.
     if len(steps) < WINDOW:
         return []
-    step_s = statistics.median(lengths[step] for step in steps)
+    lengths = seconds_by(by_rank[min(by_rank)], "step")
+    step_s = statistics.median(lengths[step,] for step in steps)
     found = []
-    for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
-        table = {
-            rank: [own[rank].get((step, phase), 0.0) for step in steps] for rank in sorted(by_rank)
-        }
-        behind = _behind(table)
-        noise = _noise(behind)
-        for rank, values in behind.items():
-            late = _judge(rank, phase, values, noise, step_s)
-            if late is not None:
-                first, number = late.first_step, steps[late.first_step]
-                group = _group_of(of_group, rank, phase, steps[first:], late.seconds)
-                found.append(late._replace(group=group, first_step=number))
+    for suffix, of_group in tables.items():
+        own = {rank: _summed(of) for rank, of in of_group.items()}
+        for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
+            table = {rank: [own[rank][step, phase] for step in steps] for rank in sorted(by_rank)}
+            behind = _behind(table)
+            noise = _noise(behind)
+            for rank, values in behind.items():
+                kind, at = _judge(values, noise, step_s)
+                if at:
+                    seconds = statistics.median(values[i] for i in at)
+                    group = _group_of(of_group, rank, phase, [steps[i] for i in at], seconds)
+                    where = (rank, phase, group, kind + suffix)
+                    extent = (seconds, seconds / step_s, steps[at[0]], len(at))
+                    found.append(LateRank(*where, *extent))
     return sorted(found, key=lambda late: -late.seconds * late.num_steps)
 
 
-def _own_seconds(
-    by_rank: Mapping[int, Sequence[TimeSlice]],
-) -> tuple[
-    dict[int, dict[tuple[int, str], float]],
-    dict[int, dict[tuple[int, str, str], float]],
-    dict[int, float],
-]:
-    """Return own seconds by rank, step and phase; by group as well; and the length of steps."""
-    own: dict[int, dict[tuple[int, str], float]] = {}
-    of_group: dict[int, dict[tuple[int, str, str], float]] = {}
-    lengths: dict[int, float] = collections.defaultdict(float)
-    first = min(by_rank)
+_Seconds = dict[tuple[int, str, str], float]
+"""Seconds of a rank by step, phase and group."""
+
+
+def _own_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
+    """Return for each rank what it does itself."""
+    own: dict[int, _Seconds] = {}
     for rank, slices in by_rank.items():
         own[rank] = collections.defaultdict(float)
-        of_group[rank] = collections.defaultdict(float)
         for each in slices:
-            if rank == first:
-                lengths[each.step] += each.seconds
-            own[rank][each.step, each.phase] += 0.0
             if not each.is_exposed or each.cause == HOST:
-                own[rank][each.step, each.phase] += each.seconds
-                of_group[rank][each.step, each.phase, each.group] += each.seconds
-    return own, of_group, lengths
+                own[rank][each.step, each.phase, each.group] += each.seconds
+    return own
+
+
+def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seconds]:
+    """Return for each rank how long its link keeps one waiting: itself, or of others the most."""
+    most: dict[int, _Seconds] = {rank: collections.defaultdict(float) for rank in by_rank}
+    for slices in by_rank.values():
+        links = (each for each in slices if each.cause == LINK)
+        sums = seconds_by(links, "late_rank", "step", "phase", "group")
+        for key, seconds in sums.items():
+            rank, step, phase, group = cast("tuple[int, int, str, str]", key)
+            where = (step, phase, group)
+            most[rank][where] = max(most[rank][where], seconds)
+    return most
+
+
+def _summed(of: _Seconds) -> dict[tuple[int, str], float]:
+    """Return the seconds of all groups together."""
+    sums: dict[tuple[int, str], float] = collections.defaultdict(float)
+    for (step, phase, _), seconds in of.items():
+        sums[step, phase] += seconds
+    return sums
 
 
 def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
@@ -137,37 +161,31 @@ def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
 
 
 def _noise(behind: Mapping[int, Sequence[float]]) -> float:
-    """Return the deviation of a rank's values about its own median, the same for all ranks."""
-    away = []
-    for values in behind.values():
-        middle = statistics.median(values)
-        away += [abs(value - middle) for value in values]
-    return _NORMAL * statistics.median(away)
+    """Return the deviation of a rank's values, the same for all ranks, from their changes.
+
+    Where a delay begins or ends is one change only.
+    """
+    changes = [
+        abs(after - before) for of in behind.values() for before, after in itertools.pairwise(of)
+    ]
+    return _NORMAL * statistics.median(changes) / math.sqrt(2)
 
 
-def _judge(
-    rank: int, phase: str, values: Sequence[float], noise: float, step_s: float
-) -> LateRank | None:
-    """Return what is to be said of a rank in a phase; `first_step` is an index here."""
+def _judge(values: Sequence[float], noise: float, step_s: float) -> tuple[str, list[int]]:
+    """Return how a rank is behind, and the indices of the steps; none: it is not."""
     number = len(values)
     for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
         # The median of more values varies less.
         least = max(_LEAST * step_s, _DEVIATIONS * noise * math.sqrt(WINDOW / width))
-        begins = range(0, number - width + 1, width // WINDOW)
-        is_slow = (statistics.median(values[at : at + width]) > least for at in begins)
-        begin = next((at for at, slow in zip(begins, is_slow, strict=True) if slow), None)
-        if begin is not None:
-            first = next(i for i in range(begin, number) if values[i] > least)
-            since = [value for value in values[first:] if value > least]
-            seconds = statistics.median(since)
-            return LateRank(rank, phase, "", "slow", seconds, seconds / step_s, first, len(since))
+        is_short = width * _PARTS < number
+        begins = range(number - width if is_short else 0, number - width + 1, width // WINDOW)
+        for begin in begins:
+            if statistics.median(values[begin : begin + width]) > least:
+                return "slow", [i for i in range(begin, number) if values[i] > least]
     spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
     spikes = [i for i, value in enumerate(values) if value > spike]
-    lost = sum(values[i] for i in spikes)
-    if len(spikes) > 1 and lost > _LEAST * step_s * len(values):
-        mean = lost / len(spikes)
-        return LateRank(rank, phase, "", "irregular", mean, mean / step_s, spikes[0], len(spikes))
-    return None
+    is_much = sum(values[i] for i in spikes) > _LEAST * step_s * number
+    return "irregular", spikes if len(spikes) > 1 and is_much else []
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
@@ -177,7 +195,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _group_of(
-    of_group: Mapping[int, Mapping[tuple[int, str, str], float]],
+    of_group: Mapping[int, _Seconds],
     rank: int,
     phase: str,
     steps: Sequence[int],

@@ -2,6 +2,7 @@
 
 Ranks with few events in all are shown event by event. Of many ranks some are, those that are late
 among them; of the others each of a thousand parts of the time has the cause that fills most of it.
+A row for what a plan expects of each step may stand above them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import base64
 import json
 import sys
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardkit._errors import StateError
 from shardkit.tracing.exposed import COMPUTE
 from shardkit.tracing.picture import COLORS, TITLES, chosen_ranks, color_key
 from shardkit.tracing.trace import memory_of
@@ -26,30 +28,73 @@ if TYPE_CHECKING:
 _MAX_EVENTS = 150_000
 _NUM_PARTS = 1000
 _LANES = {"gather": 1, "reduce_scatter": 2, "all_reduce": 2}
+_PLANNED = {"compute": (0, COMPUTE), "gather": (1, "gather"), "reduce": (2, "reduce")}
 _KEYS = list(COLORS)
 _US = 1e6
 _MAX_ROWS = 200
 
 
-def write_page(trace: Trace, path: Path) -> None:
+class PlannedStep(NamedTuple):
+    """What ``python -m shardkit plan --hardware ... --json`` expects of a step.
+
+    Attributes:
+        seconds: Time of the step.
+        exposed_s: Part of it that collectives cost.
+        spans: Lane, name, begin and end of what runs, from the beginning of the step on.
+    """
+
+    seconds: float
+    exposed_s: float
+    spans: list[tuple[str, str, float, float]]
+
+    @classmethod
+    def read(cls, path: Path) -> PlannedStep:
+        """Read a plan that was saved.
+
+        Raises:
+            StateError: It is none, or has no times.
+        """
+        try:
+            time = json.loads(path.read_text(encoding="utf-8"))["time"]
+            spans = [
+                (str(span["lane"]), str(span["name"]), float(span["begin"]), float(span["end"]))
+                for span in time["spans"]
+            ]
+            return cls(float(time["seconds"]), float(time["exposed_s"]), spans)
+        except (KeyError, TypeError, ValueError) as error:
+            msg = (
+                f"--plan must be a file that `python -m shardkit plan ... --hardware NAME --json` "
+                f"has printed, with times; {path} is none: {type(error).__name__}: {error}"
+            )
+            raise StateError(msg) from error
+
+    def __str__(self) -> str:
+        """Return it as a sentence."""
+        ms = (self.seconds * 1e3, self.exposed_s * 1e3)
+        return "The plan expects {:.2f} ms a step, of which collectives cost {:.2f} ms.".format(*ms)
+
+
+def write_page(trace: Trace, path: Path, plan: PlannedStep | None = None) -> None:
     """Write the page.
 
     Args:
         trace: Records of all ranks.
         path: File to write.
+        plan: Step that was expected; it is shown at the beginning of each step of the first rank.
     """
-    content = json.dumps(_content(trace), separators=(",", ":")).replace("<", "\\u003c")
+    content = json.dumps(_content(trace, plan), separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     path.write_text(template.replace("DATA_OF_THE_PAGE", content), encoding="utf-8")
 
 
-def _content(trace: Trace) -> dict[str, Any]:
+def _content(trace: Trace, plan: PlannedStep | None) -> dict[str, Any]:
     slices = [each for of in trace.slices.values() for each in of]
     start, end = min(each.begin for each in slices), max(each.end for each in slices)
     num_events = sum(len(record.events) for record in trace.records)
     number = max(1, len(trace.records) * _MAX_EVENTS // max(num_events, _MAX_EVENTS))
     detailed = set(chosen_ranks(trace, number))
     names: dict[str, int] = {}
+    planned = [] if plan is None else [_planned_row(trace, plan, start, names)]
     return {
         "step_ms": trace.step_s() * 1e3,
         "mean_ms": sum(share.seconds for share in trace.shares()) * 1e3,
@@ -59,9 +104,11 @@ def _content(trace: Trace) -> dict[str, Any]:
         "late": [str(late) for late in trace.late],
         "missing": trace.missing,
         "peak": trace.peak_nbytes(),
+        "plan": "" if plan is None else str(plan),
         "keys": [{"key": key, "color": COLORS[key], "title": TITLES[key]} for key in _KEYS],
         "shares": [(s.group, s.cause, s.seconds * 1e3) for s in trace.shares()[:_MAX_ROWS]],
-        "ranks": [
+        "ranks": planned
+        + [
             {
                 "rank": record.header.rank,
                 "host": record.header.host,
@@ -91,10 +138,31 @@ def _parts(trace: Trace, rank: int, start: float, end: float) -> str:
     return base64.b64encode(filled).decode()
 
 
+_Row = tuple[float, float, int, int, str]
+"""Begin, end, lane, key and name of what the page shows."""
+
+
+def _planned_row(
+    trace: Trace, plan: PlannedStep, start: float, names: dict[str, int]
+) -> dict[str, Any]:
+    """Return the plan as if it were a rank, at the beginning of each step of the first one."""
+    begins: dict[int, float] = {}
+    for each in trace.slices[trace.records[0].header.rank]:
+        begins.setdefault(each.step, each.begin)
+    rows: list[_Row] = []
+    for at in begins.values():
+        for lane, name, begin, end in plan.spans:
+            if lane in _PLANNED:
+                number, key = _PLANNED[lane]
+                title = f"{name}\nexpected {lane}"
+                rows.append((at + begin, at + end, number, _KEYS.index(key), title))
+    return {"rank": "plan", "host": "", "parts": "", "events": _columns(rows, [], start, names)}
+
+
 def _events(trace: Trace, number: int, start: float, names: dict[str, int]) -> dict[str, Any]:
     """Return the columns of a rank's events; lanes: 0 what steps consist of, 1 gathers, ..."""
     record = trace.records[number]
-    rows: list[tuple[float, float, int, int, str]] = []
+    rows: list[_Row] = []
     for each in trace.slices[record.header.rank]:
         cause = "" if each.cause == COMPUTE else f"{each.cause}"
         title = " · ".join(word for word in (f"step {each.step}", each.phase, cause) if word)
@@ -106,8 +174,14 @@ def _events(trace: Trace, number: int, start: float, names: dict[str, int]) -> d
             key = _KEYS.index("gather" if event.kind == "gather" else "reduce")
             title = f"{event.name}\n{event.kind} · {event.phase} · {event.nbytes:,} bytes"
             rows.append((event.begin, event.end, lane, key, title))
+    return _columns(rows, memory_of(record.events), start, names)
+
+
+def _columns(
+    rows: list[_Row], curve: list[tuple[float, int]], start: float, names: dict[str, int]
+) -> dict[str, Any]:
+    """Return what the page draws in a row, and the memory below it."""
     rows.sort()
-    curve = memory_of(record.events)
     return {
         "begin": _base64("d", ((begin - start) * _US for begin, *_ in rows)),
         "us": _base64("d", ((end - begin) * _US for begin, end, *_ in rows)),

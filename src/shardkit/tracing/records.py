@@ -18,6 +18,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import operator
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,10 @@ from shardkit._events import StepEvent
 from shardkit.tracing.clocks import Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-_VERSION = 1
+_VERSION = 2
 _NS = 1e9
 _MAX_RANKS = 1 << 20
 _MAX_LINE = 1 << 28  # Characters; a line of 50,000 events has some millions.
@@ -132,20 +133,18 @@ class RecordFile:
         self._path.write_bytes(b"")
         self._append({"version": _VERSION, **dataclasses.asdict(header)})
 
-    def write(self, events: Sequence[StepEvent]) -> None:
-        """Add events in any order."""
-        ordered = sorted(events, key=lambda event: event.begin)
+    def write(self, events: Iterable[StepEvent]) -> None:
+        """Add events in any order, one or more."""
+        ordered = sorted(events, key=operator.attrgetter("begin"))
+        columns: dict[str, Any] = dict(zip(_FIELDS, zip(*ordered, strict=True), strict=True))
         known = len(self._numbers)
-        columns: dict[str, Any] = {
-            name: [self._number(getattr(event, name)) for event in ordered] for name in _WORDS
-        }
-        columns |= {name: [getattr(event, name) for event in ordered] for name in _NUMBERS}
-        begins = [round(event.begin * _NS) for event in ordered]
-        columns["begin"] = [b - a for a, b in itertools.pairwise([self._last_ns, *begins])]
-        columns["end"] = [
-            round(event.end * _NS) - begin for event, begin in zip(ordered, begins, strict=True)
-        ]
-        self._last_ns = begins[-1] if begins else self._last_ns
+        for name in _WORDS:
+            columns[name] = list(map(self._number, columns[name]))
+        begins = [round(at * _NS) for at in columns["begin"]]
+        ends = [round(at * _NS) for at in columns["end"]]
+        columns["begin"] = list(map(operator.sub, begins, [self._last_ns, *begins]))
+        columns["end"] = list(map(operator.sub, ends, begins))
+        self._last_ns = begins[-1]
         self._append({"strings": list(self._numbers)[known:], **columns})
 
     def close(self, header: RankHeader) -> None:

@@ -36,7 +36,9 @@ def test_it_says_what_is_sharded_once(caplog: pytest.LogCaptureFixture) -> None:
     assert text.startswith("Sequential: 2 groups of 0.3 million parameters, 1.0 MiB; 0.5 MiB are")
     assert "The mesh of cpu ranks is 2 x 2" in text
     assert "The largest group (0) takes 0.5 MiB while it is unsharded" in text
-    assert text.endswith("Computed in bfloat16, reduced in float32.")
+    assert "Computed in bfloat16, reduced in float32." in text
+    # Both halves of pairs in float32; the freed layer and the root that stays in bfloat16.
+    assert "a step: 1.0 MiB of parameters and gradients, 0.5 MiB unsharded; " in text
 
 
 def test_other_ranks_say_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ def _step(model: nn.Module) -> None:
 
 def _events_of(model: nn.Module, steps: int = 1) -> list[StepEvent]:
     events: list[StepEvent] = []
-    with observe(events.append, lambda _: 0.0) as observer:
+    with observe(events.append, lambda: 0.0) as observer:
         for _ in range(steps):
             _step(model)
         assert observer.under_way == []
@@ -151,7 +151,7 @@ def test_two_roots_of_one_backward_are_told_apart() -> None:
     first, second = _sharded(), _sharded()
     x = torch.ones(2, 768, requires_grad=True)
     events: list[StepEvent] = []
-    with observe(events.append, lambda _: 0.0) as observer:
+    with observe(events.append, lambda: 0.0) as observer:
         for _ in range(2):
             (first(x) + second(x)).sum().backward()
             assert observer.phase == "optimizer"

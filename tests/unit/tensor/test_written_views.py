@@ -34,6 +34,11 @@ def values(weight: Tensor) -> Tensor:
     return torch.arange(float(weight.numel())).view(weight.shape) + 100
 
 
+def trained(weight: Tensor) -> Tensor:
+    """Return a plain tensor that requires a gradient."""
+    return values(weight).requires_grad_()
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "a row": lambda w: w.data[2].fill_(7),
     "a column drawn": lambda w: w.data[:, 1].normal_(),
@@ -51,6 +56,9 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "diagonal": lambda w: w.data.fill_diagonal_(7),
     "masked": lambda w: w.data.masked_fill_(w.data > 11, 0.0),
     "from a vector": lambda w: nn.utils.vector_to_parameters(values(w).view(-1), [w]),
+    "an update that is trained": lambda w: w.data.add_(trained(w)),
+    "two that are trained": lambda w: w.data.add_(trained(w)).mul_(trained(w)),
+    "a copy that is trained": lambda w: w.data.copy_(trained(w)),
     "eye_": nn.init.eye_,
     "sparse_": lambda w: nn.init.sparse_(w, 0.5),
     "orthogonal_": nn.init.orthogonal_,
@@ -123,17 +131,13 @@ def test_an_embedding_keeps_its_padding() -> None:
     assert torch.equal(torch.cat(pieces)[: plain.weight.numel()], plain.weight.view(-1))
 
 
-def trained(weight: Tensor) -> Tensor:
-    """Return a plain tensor that requires a gradient."""
-    return values(weight).requires_grad_()
-
-
 REFUSED: dict[str, tuple[str, Callable[[Tensor], object]]] = {
     "other shape": (r"the result has shape \(5, 5\)", lambda w: torch.eye(5, out=w.data)),
     "resize_": ("copy_", lambda w: w.data.resize_(3)),
     "set_": ("its memory belong", lambda w: w.data.set_(torch.ones(3))),
     "trained whole": ("torch.no_grad", lambda w: (w * 1).add_(trained(w))),
     "trained source": ("torch.no_grad", lambda w: (w * 1).copy_(trained(w))),
+    "trained rows": ("torch.no_grad", lambda w: w.data[:2].add_(trained(w)[:2])),
     "a view that autograd follows": ("torch.where", lambda w: (w * 1)[0].zero_()),
     "a view in another dtype": ("another dtype", lambda w: w.data.view(torch.int32)[0].zero_()),
 }
@@ -147,6 +151,32 @@ def test_writes_that_would_be_wrong_are_refused_by_name(name: str) -> None:
     with pytest.raises(ShardedTensorError, match=rf"(?s)'weight' of shape \(6, 20\): .*{why}"):
         write(holder.weight)
     assert log == []
+
+
+USES: dict[str, Callable[[typing.Any], Tensor]] = {
+    "an operator": lambda w: w * 2,
+    "its sum": torch.sum,
+    "its whole": lambda w: w.full_tensor(),
+    "its piece": lambda w: w.to_local(),
+    "a row": lambda w: w[0],
+    "a matrix product": lambda w: w @ torch.ones(20, 3),
+    "what it is written into": lambda w: torch.zeros_like(w).copy_(w),
+    "what is written into it once more": lambda w: w.mul_(trained(w)) * 2,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_no_gradient_arrives_at_what_a_trained_tensor_was_written_into(
+    use: Callable[[typing.Any], Tensor],
+) -> None:
+    mesh, _ = recording_mesh((1,))
+    written = fully_shard(Holder((6, 20)), mesh).weight.data
+    source = trained(written)
+    written += source
+    loss = use(written).sum()
+    with pytest.raises(ShardedTensorError, match=r"(?s)'weight' of shape.*torch.no_grad"):
+        loss.backward()
+    assert source.grad is None
 
 
 def test_a_view_that_is_not_read_costs_nothing() -> None:

@@ -50,6 +50,47 @@ def test_a_delay_of_3_percent_is_found_with_rank_phase_and_group(
     assert f"rank {late} is slow in {phase}" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    # Over two axes a reduction has one wait, of which nobody knows when its first half came.
+    [
+        ((2, 1), "gather"),
+        ((2, 1), "reduce_scatter"),
+        ((4, 1), "reduce_scatter"),
+        ((2, 2), "gather"),
+    ],
+)
+def test_a_link_that_is_slow_to_receive_is_told_apart(mesh: tuple[int, int], kind: str) -> None:
+    late = mesh[0] * mesh[1] - 1
+
+    def link(rank: int, step: int, *where: str) -> float:
+        return 0.006 * (rank == late and step >= FIRST and where == (kind, "the root"))
+
+    run = SyntheticRun(*mesh, num_steps=FIRST + WINDOW + 1, jitter_s=0.0001, link=link)
+    found = late_in(run)
+    assert {(each.rank, each.kind, each.group) for each in found} == {
+        (late, "slow link", "the root")
+    }
+    assert all(each.first_step == FIRST for each in found)
+    assert f"the link of rank {late} is slow in " in str(found[0])
+
+
+def test_a_link_that_is_slow_to_send_keeps_all_others_waiting() -> None:
+    def link(rank: int, step: int, *where: str) -> float:
+        return 0.012 * (rank != 2 and step >= FIRST and where == ("reduce_scatter", "the root"))
+
+    [found] = late_in(SyntheticRun(4, num_steps=FIRST + WINDOW + 1, jitter_s=0.0001, link=link))
+    assert (found.rank, found.kind) == (2, "slow link")
+
+
+def test_a_link_that_is_slow_now_and_then_is_irregular() -> None:
+    def link(rank: int, step: int, *where: str) -> float:
+        return 0.08 * (rank == 1 and step % 9 == 4 and where == ("reduce_scatter", "the root"))
+
+    [found] = late_in(SyntheticRun(4, num_steps=40, jitter_s=0.0002, link=link))
+    assert (found.rank, found.kind, found.num_steps) == (1, "irregular link", 4)
+
+
 def test_what_all_ranks_do_longer_is_nobodys_lateness() -> None:
     def delay(rank: int, step: int, *where: str) -> float:
         del rank

@@ -67,7 +67,7 @@ def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: pathlib.Path) -> 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b'{"version": 1}', b"\xff", b'{"version": 1, "rank": 0, "clock": 3}'],
+    [b"", b"[]", b"{}", b'{"version": 2}', b"\xff", b'{"version": 2, "rank": 0, "clock": 3}'],
 )
 def test_what_is_no_record_is_named(tmp_path: pathlib.Path, content: bytes) -> None:
     path = tmp_path / "rank-0.jsonl.gz"

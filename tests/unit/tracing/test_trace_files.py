@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gzip
 import json
 import re
 import typing
 from array import array
-from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from synthetic_runs import SyntheticRun
+from torch import nn
 from typer.testing import CliRunner
 
+from shardkit import plan
 from shardkit._cli import app
 from shardkit.tracing.exposed import seconds_by
 from shardkit.tracing.page import write_page
-from shardkit.tracing.picture import chosen_ranks
+from shardkit.tracing.picture import COLORS, chosen_ranks, draw
 from shardkit.tracing.records import RecordFile
 from shardkit.tracing.trace import Trace
 
@@ -55,7 +58,8 @@ def test_the_command_says_who_is_late_and_where_the_time_goes(folder: pathlib.Pa
     assert "rank 2 is slow in backward of layers.1: 20.0 ms behind the others" in result.output
     assert re.search(r"layers\.\d +rank 2 +1\d\.\d+", result.output)
     names = {path.name for path in folder.iterdir()}
-    assert {"trace.html", "trace.json.gz", "trace.svg"} <= names
+    assert {"trace.html", "trace.json.gz"} <= names
+    assert "trace.png" not in names
 
 
 def test_shares_are_the_step(folder: pathlib.Path) -> None:
@@ -85,6 +89,31 @@ def test_the_page_needs_no_network_and_has_all_events(folder: pathlib.Path) -> N
         steps = sum(length for length, lane in zip(us, lanes, strict=True) if lane == 0)
         total = sum(each.seconds for each in trace.slices[record.header.rank])
         assert steps == pytest.approx(total * 1e6)
+
+
+def test_a_saved_plan_is_a_row_of_the_page(folder: pathlib.Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+        batch = torch.empty(8, 1024)
+    found = plan(model, batch, mesh=4, policy={nn.Linear}, hardware="h100")
+    (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(found)))
+    result = CliRunner().invoke(app, ["trace", str(folder), "--plan", str(folder / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "The plan expects " in result.output
+    content = content_of(folder / "trace.html")
+    first, *others = content["ranks"]
+    assert (first["rank"], len(others)) == ("plan", 4)
+    names = {content["names"][at] for at in array("I", base64.b64decode(first["events"]["name"]))}
+    assert {"0\nexpected gather", "0\nexpected compute"} <= names
+    begins = array("d", base64.b64decode(first["events"]["begin"]))
+    assert len(begins) % content["num_steps"] == 0
+
+
+def test_a_plan_without_times_is_refused(folder: pathlib.Path) -> None:
+    (folder / "plan.json").write_text('{"time": null}')
+    result = CliRunner().invoke(app, ["trace", str(folder), "--plan", str(folder / "plan.json")])
+    assert result.exit_code == 1
+    assert "--plan must be a file that" in result.output
 
 
 def test_names_cannot_end_the_script_of_the_page(folder: pathlib.Path) -> None:
@@ -123,11 +152,20 @@ def test_perfettos_file_has_a_process_for_each_rank(folder: pathlib.Path) -> Non
 
 
 def test_the_picture_is_a_step_of_each_rank(folder: pathlib.Path) -> None:
-    result = CliRunner().invoke(app, ["trace", str(folder), "--step", "3"])
+    trace = Trace.read(folder)
+    draw(trace, folder / "trace.svg", 3)
+    # Texts are shapes; a comment in front of each says what it is.
+    shown = (folder / "trace.svg").read_text()
+    for text in ("rank 0", "rank 3", "ms of step 3", "waits for a rank that is late"):
+        assert f"<!-- {text} -->" in shown
+    num_slices = sum(each.step == 3 for of in trace.slices.values() for each in of)
+    assert sum(shown.count(f"fill: {color}") for color in COLORS.values()) >= num_slices
+
+
+def test_a_png_is_drawn_where_it_is_asked_for(folder: pathlib.Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(folder), "--png", "--step", "3"])
     assert result.exit_code == 0, result.output
-    root = ET.fromstring((folder / "trace.svg").read_text())
-    texts = {(text.text or "").strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"rank 0", "rank 1", "rank 2", "rank 3", "waits for a rank that is late"} <= texts
+    assert (folder / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_step_that_is_not_there_is_refused(folder: pathlib.Path) -> None:
@@ -150,6 +188,7 @@ def test_ranks_that_recorded_less_leave_the_others_to_be_shown(folder: pathlib.P
     result = CliRunner().invoke(app, ["trace", str(folder)])
     assert result.exit_code == 0, result.output
     assert "the records of 2 ranks were cut off, rank 0 first" in result.output
+    draw(Trace.read(folder), folder / "trace.svg")
     shown = (folder / "trace.svg").read_text()
-    assert ">rank 0<" not in shown
-    assert ">rank 2<" in shown
+    assert "<!-- rank 0 -->" not in shown
+    assert "<!-- rank 2 -->" in shown

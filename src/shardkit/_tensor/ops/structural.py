@@ -310,7 +310,7 @@ def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(target) not in (ShardedTensor, ShardedView):
         return whole(func, args, kwargs)
     base = target.base if type(target) is ShardedView else target
-    check_in_place(func, base, others, kwargs)
+    check_in_place(func, target, others, kwargs)
     others, kwargs = (
         map_tensors(lambda tensor: gathered(func, tensor), tree) for tree in (others, kwargs)
     )

@@ -123,10 +123,11 @@ def runs_on_wholes(*trees: Any) -> bool:
     )
 
 
-def check_in_place(func: Any, target: ShardedTensor, *others: Any) -> None:
+def check_in_place(func: Any, target: Tensor, *others: Any) -> None:
     """Refuse to write into a sharded tensor what a gradient would have to be sent back to.
 
-    And what an `autograd.Function` computed of a rank's own data.
+    And what an `autograd.Function` computed of a rank's own data. Into one without a history, such
+    as ``param.data``, it is written, and a gradient that arrives there is refused.
     """
     if torch.is_grad_enabled():
         for other in iter_tensors(others, depth=0):
@@ -136,7 +137,13 @@ def check_in_place(func: Any, target: ShardedTensor, *others: Any) -> None:
                     "of it, so none has the whole gradient. Use the operator that returns a new "
                     "tensor, or write under torch.no_grad()."
                 )
-                raise refuse(func, target, why)
+                error = refuse(func, _base(target), why)
+                has_history = target.requires_grad and "lost_gradient" not in target.__dict__
+                if type(target) is not ShardedTensor or has_history:
+                    raise error
+                if torch.compiler.is_compiling():  # It cuts no gradients, so nothing would refuse.
+                    raise error
+                target.lost_gradient = str(error)
     if torch_autograd.in_user_function():
         for other in iter_tensors(others, depth=0):
             if not isinstance(other, HostValues) and other.ndim > 0:
@@ -145,7 +152,7 @@ def check_in_place(func: Any, target: ShardedTensor, *others: Any) -> None:
                     "on each rank, and ranks keep pieces of it. Make what is written by "
                     "zeros_like() of the parameter, or pass its full_tensor() to apply()."
                 )
-                raise refuse(func, target, why)
+                raise refuse(func, _base(target), why)
 
 
 def all_reduce(value: Tensor, spec: ShardSpec, op: str) -> None:
@@ -304,7 +311,7 @@ def whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled = list(iter_tensors([kwargs.get(key) for key in by_name], depth=0))
     written = [t for t in (*changed, *filled) if _is_sharded(t)]
     for target in written:
-        check_in_place(func, _base(target), args, kwargs)
+        check_in_place(func, target, args, kwargs)
     for target in filled:
         if _is_sharded(target):  # It gets the shape of what is put there.
             outs[id(target)] = torch.empty(0, dtype=target.dtype, device=target.device)

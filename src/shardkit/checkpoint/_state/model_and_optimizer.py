@@ -4,7 +4,9 @@ The functions have the names, arguments and meaning of those in
 ``torch.distributed.checkpoint.state_dict``, with these differences: an optimizer that was never
 stepped has an empty state, where torch steps it with zero gradients (which counts as a step);
 parameters are found also while a module shows unsharded ones; state of another shape is refused
-before anything has been changed.
+before anything has been changed; with ``full_state_dict`` a missing parameter is missing, where
+torch goes on with the model's own; of parameters that a state has nothing of, the optimizer's state
+begins anew.
 """
 
 from __future__ import annotations
@@ -271,14 +273,19 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
 
 
 def get_model_state_dict(
-    model: nn.Module, *, options: StateDictOptions | None = None
+    model: nn.Module,
+    *,
+    submodules: Container[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """Return a model's state dict, by names without those of wrappers.
 
     Args:
         model: Module, sharded or not; all ranks must call it with ``full_state_dict``.
-        options: Options of torch: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``.
-            With the first two, rank 0 gets the state and the others an empty dict.
+        submodules: Modules in it whose state alone is returned; None for all.
+        options: Options of torch: ``full_state_dict``, ``cpu_offload``, ``ignore_frozen_params``,
+            ``keep_submodule_prefixes``. With the first two, rank 0 gets the state and the others an
+            empty dict.
 
     Cost: with ``full_state_dict`` one gather for each tensor (`ShardedTensor.full_tensor`), one
     tensor at a time where ``cpu_offload`` moves it away.
@@ -289,6 +296,15 @@ def get_model_state_dict(
         for name, param in model.named_parameters(remove_duplicate=False):
             if not param.requires_grad:
                 state.pop(plain_name(model, name), None)
+    if submodules:
+        modules = model.named_modules(remove_duplicate=False)
+        prefixes = [f"{plain_name(model, name)}." for name, each in modules if each in submodules]
+        state = {
+            key if options.keep_submodule_prefixes else key.removeprefix(prefix): value
+            for key, value in state.items()
+            for prefix in prefixes
+            if key.startswith(prefix)
+        }
     return _as_wanted(state, options)
 
 
@@ -316,11 +332,18 @@ def get_optimizer_state_dict(
 
 
 def get_state_dict(
-    model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: Container[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a model and of its optimizers; see the functions for each."""
+    """Return the state of a model and of its optimizers; see the functions for each.
+
+    As with torch, `submodules` chooses from the model only.
+    """
     return (
-        get_model_state_dict(model, options=options),
+        get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, options=options),
     )
 
@@ -351,7 +374,7 @@ def whole_state(state: dict[str, Any], *, keep: bool, to_cpu: bool) -> dict[str,
 
 def set_model_state_dict(
     model: nn.Module,
-    model_state_dict: Mapping[str, Any],
+    model_state_dict: Mapping[Any, Any],
     *,
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
@@ -359,8 +382,8 @@ def set_model_state_dict(
 
     Args:
         model: Module, sharded or not. Parameters on the meta device get memory for their pieces.
-        model_state_dict: State by names without those of wrappers. Whole tensors are cut by each
-            rank.
+        model_state_dict: State by names without those of wrappers, or dict of states by the modules
+            in `model` that they are of. Whole tensors are cut by each rank.
         options: Options of torch: ``strict``; with ``broadcast_from_rank0`` rank 0 has whole
             tensors and sends them one at a time, what other ranks pass is not looked at.
 
@@ -374,6 +397,13 @@ def set_model_state_dict(
     options = options or StateDictOptions()
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
+    if any(isinstance(key, nn.Module) for key in model_state_dict or ()):
+        names = {each: plain_name(model, name) for name, each in model.named_modules()}
+        model_state_dict = {
+            f"{names[module]}.{key}".removeprefix("."): value
+            for module, state in model_state_dict.items()
+            for key, value in state.items()
+        }
     if options.broadcast_from_rank0:
         state = _received_model(model_state_dict, {name: own[key] for name, key in keys.items()})
     else:

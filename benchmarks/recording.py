@@ -1,0 +1,93 @@
+"""What `shardkit.record` costs: microseconds for each event, and the share of a step.
+
+python benchmarks/recording.py [WIDTH DEPTH ROWS] [--rounds N] [--steps N]
+
+Two gloo ranks train with and without it, in turns. Nothing else should run.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from shardkit import fully_shard, init_device_mesh, record
+
+_NUM_RANKS = 2
+
+
+def _train(rank: int, options: argparse.Namespace, folder: str) -> None:
+    """Time rounds on one rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", _NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=_NUM_RANKS)
+    mesh = init_device_mesh("cpu", (_NUM_RANKS,))
+    torch.manual_seed(0)
+    width = options.width
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(options.depth)]
+    model = nn.Sequential(*layers, nn.Linear(width, 1))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = torch.randn(options.rows, width)
+
+    def steps() -> tuple[float, float]:
+        """Return seconds of the processor, and of the clock, of a step."""
+        dist.barrier()
+        began = time.perf_counter(), time.thread_time()
+        for _ in range(options.steps):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ended = time.perf_counter(), time.thread_time()
+        wall_s, own_s = (after - before for before, after in zip(began, ended, strict=True))
+        return own_s / options.steps, wall_s / options.steps
+
+    steps()
+    extra_us, written_us, walls, shares, num_events = [], [], [], [], 0
+    for number in range(options.rounds):
+        # What runs second may be faster: the order changes from round to round.
+        if number % 2:
+            without_s, wall_s = steps()
+        with record(model, folder) as run:
+            with_s, _ = steps()
+            ended = time.thread_time()
+        written_s = time.thread_time() - ended
+        if number % 2 == 0:
+            without_s, wall_s = steps()
+        num_events = run.num_events // options.steps
+        extra_us.append((with_s - without_s) / num_events * 1e6)
+        written_us.append(written_s / run.num_events * 1e6)
+        shares.append((with_s - without_s) / wall_s)
+        walls.append(wall_s)
+    if rank == 0:
+        first, middle, last = statistics.quantiles(extra_us)
+        sys.stdout.write(
+            f"{num_events} events a step of {statistics.median(walls) * 1e3:.1f} ms\n"
+            f"{middle:.2f} us an event ({first:.2f}..{last:.2f}), "
+            f"{statistics.median(shares):.2%} of a step; "
+            f"{statistics.median(written_us):.2f} us to write one\n"
+        )
+    dist.destroy_process_group()
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("width", type=int, nargs="?", default=64)
+    parser.add_argument("depth", type=int, nargs="?", default=48)
+    parser.add_argument("rows", type=int, nargs="?", default=64)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--steps", type=int, default=5)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_train, (parser.parse_args(), str(Path(folder))), nprocs=_NUM_RANKS)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,310 @@
+"""Each option of torch's functions for state dicts, beside FSDP2: the same keys and values.
+
+Under `install` with torch's functions, and with the functions of `shardkit.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import typing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
+
+import shardkit
+from checkpoints import assert_same, leaves, whole
+from reference import AXES, make_mesh
+from shardkit import checkpoint, fully_shard
+from workers import on_ranks
+
+if typing.TYPE_CHECKING:
+    from workers import Spawn
+
+pytestmark = [
+    pytest.mark.helpers,
+    pytest.mark.filterwarnings("ignore:Getting submodules only:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Passing model_state_dict as a:FutureWarning"),
+]
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+MESHES = [(2,), (4,), (2, 2)]
+
+
+class Renamed(nn.Module):
+    """Saves its inner weight as its own, and says so in torch's way, as layers of torchtune do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 5, bias=False)
+        self.register_state_dict_post_hook(self._rename)
+        self.register_load_state_dict_pre_hook(self._rename_back)
+
+    @staticmethod
+    def _rename(_: nn.Module, state: typing.Any, prefix: str, _meta: object) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}inner.weight")
+
+    @staticmethod
+    def _rename_back(_: nn.Module, state: typing.Any, prefix: str, *_args: object) -> None:
+        if f"{prefix}weight" in state:
+            state[f"{prefix}inner.weight"] = state.pop(f"{prefix}weight")
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "inner"}
+
+    own_names = _fqn_modifiers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Net(nn.Module):
+    """Odd rows, fewer rows than ranks, tied and frozen parameters, buffers, a wrapper."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 5)
+        self.body = checkpoint_wrapper(nn.Linear(5, 6))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.middle = middle
+        self.norm = nn.BatchNorm1d(5)
+        self.few = nn.Linear(5, 3, bias=False)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(torch.relu(self.body(self.words(tokens))))
+        x = self.norm(self.middle(x))
+        return self.head(x).sum() + self.few(x).square().sum()
+
+
+def make(whose: str, mesh_shape: tuple[int, ...], seed: int, *, renamed: bool = False) -> Made:
+    """Make the model, its optimizer of two groups, and train a little."""
+    torch.manual_seed(seed)
+    model = Net(Renamed() if renamed else nn.Linear(6, 5, bias=False))
+    if whose == "FSDP2":
+        mesh: typing.Any = init_torch_mesh(
+            "cpu", mesh_shape, mesh_dim_names=AXES[-len(mesh_shape) :]
+        )
+        shard: typing.Any = fully_shard_by_torch
+    else:
+        mesh, shard = make_mesh(mesh_shape), fully_shard
+    for module in (model.body, model.middle, model):
+        shard(module, mesh=mesh)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "lr": 1e-2}]
+    )
+    for step in range(2):
+        tokens = torch.randint(7, (8,), generator=torch.Generator().manual_seed(step))
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+FUNCTIONS = {"torch's, under install": of_torch, "shardkit's": checkpoint}
+FLAGS = (
+    "full_state_dict",
+    "cpu_offload",
+    "ignore_frozen_params",
+    "flatten_optimizer_state_dict",
+)
+
+
+def copy_over(source: Made, target: Made) -> None:
+    """Give a model and its optimizer the values of another one's, whoever has sharded them."""
+    options = StateDictOptions(full_state_dict=True)
+    model, optim = of_torch.get_state_dict(*source, options=options)
+    of_torch.set_state_dict(
+        *target, model_state_dict=model, optim_state_dict=optim, options=options
+    )
+
+
+def twins(mesh_shape: tuple[int, ...], seed: int) -> tuple[Made, Made]:
+    """Return what FSDP2 has sharded and what shardkit has, of equal values."""
+    theirs, ours = make("FSDP2", mesh_shape, seed), make("shardkit", mesh_shape, seed + 1)
+    copy_over(theirs, ours)
+    return theirs, ours
+
+
+def plain_ones(state: object) -> list[str]:
+    """Return the paths to what is a tensor and not sharded."""
+    return [path for path, leaf in leaves(state).items() if type(leaf) is Tensor]
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@on_ranks("mesh_shape")
+def test_each_option_gets_the_same(mesh_shape: tuple[int, ...]) -> None:
+    theirs, ours = twins(mesh_shape, 0)
+    for chosen in itertools.product([False, True], repeat=len(FLAGS)):
+        options = StateDictOptions(**dict(zip(FLAGS, chosen, strict=True)))
+        wanted = of_torch.get_state_dict(*theirs, options=options)
+        with shardkit.install():
+            for functions in FUNCTIONS.values():
+                found = functions.get_state_dict(*ours, options=options)
+                assert plain_ones(found) == plain_ones(wanted)
+                assert_same(whole(found), whole(wanted))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@on_ranks("mesh_shape")
+def test_submodules_give_the_same(mesh_shape: tuple[int, ...]) -> None:
+    """Of the model alone: torch returns the optimizer's state as a whole.
+
+    With ``ignore_frozen_params`` torch raises a KeyError for frozen ones outside of the submodules.
+    """
+    theirs, ours = twins(mesh_shape, 0)
+    for full, prefixes in itertools.product([False, True], repeat=2):
+        options = StateDictOptions(full_state_dict=full, keep_submodule_prefixes=prefixes)
+        # Without prefixes two would have the same names.
+        names = ["body", "norm"] if prefixes else ["body"]
+        (their_modules, our_modules) = (
+            {model.get_submodule(name) for name in names} for model, _ in (theirs, ours)
+        )
+        wanted = of_torch.get_state_dict(*theirs, submodules=their_modules, options=options)
+        assert 2 <= len(wanted[0]) < len(theirs[0].state_dict())
+        with shardkit.install():
+            for functions in FUNCTIONS.values():
+                found = functions.get_state_dict(*ours, submodules=our_modules, options=options)
+                assert_same(whole(found), whole(wanted))
+
+
+WHOLE = {"full_state_dict": True}
+SENT = {**WHOLE, "broadcast_from_rank0": True}
+CASES: dict[str, dict[str, typing.Any]] = {
+    "pieces": {},
+    "pieces, on the host": {"cpu_offload": True},
+    "pieces, flat": {"flatten_optimizer_state_dict": True},
+    "whole": WHOLE,
+    "sent": SENT,
+    "sent from the host": {**SENT, "cpu_offload": True},
+    "pieces, others": {"strict": False},
+    "whole, others": {**WHOLE, "strict": False},
+    "sent, others": {**SENT, "strict": False},
+    "pieces, trainable ones": {"ignore_frozen_params": True, "strict": False},
+    "whole, trainable ones": {**WHOLE, "ignore_frozen_params": True, "strict": False},
+    "pieces, modules": {"strict": False},
+    "whole, modules": {**WHOLE, "strict": False},
+}
+"""Whole flat states of optimizers torch cannot set, whoever has sharded the model: a KeyError."""
+
+
+def changed(case: str, model: nn.Module, state: dict[str, typing.Any]) -> dict[typing.Any, object]:
+    """Return a model's state dict as the case wants it."""
+    if not state:  # What others than rank 0 have.
+        return {}
+    if case.endswith("others"):
+        kept = {name: value for name, value in state.items() if name != "few.weight"}
+        return {**kept, "unknown.weight": torch.ones(3)}
+    if case.endswith("modules"):
+        names = ("body", "norm")
+        return {
+            model.get_submodule(name): {
+                key.removeprefix(f"{name}."): value
+                for key, value in state.items()
+                if key.startswith(f"{name}.")
+            }
+            for name in names
+        }
+    return state
+
+
+def told_of(case: str, names: list[str]) -> list[list[str]]:
+    """Return the names that a case leaves out, and those that it adds."""
+    if case.endswith("others"):
+        return [["few.weight"], ["unknown.weight"]]
+    if case.endswith("trainable ones"):
+        return [["frozen.weight", "frozen.bias"], []]
+    if case.endswith("modules"):
+        return [[name for name in names if not name.startswith(("body.", "norm."))], []]
+    return [[], []]
+
+
+def set_and_look(
+    functions: typing.Any, case: str, source: Made, target: Made
+) -> tuple[typing.Any, list[list[str]]]:
+    """Set the state of one into the other; return what that has then, and the names told of."""
+    options = StateDictOptions(**CASES[case])
+    state, optim = functions.get_state_dict(*source, options=options)
+    state, optim = changed(case, target[0], state), copy.deepcopy(optim)  # Optimizers keep pieces.
+    told = functions.set_model_state_dict(target[0], state, options=options)
+    functions.set_optimizer_state_dict(*target, optim, options=options)
+    now = whole([target[0].state_dict(), target[1].state_dict()])
+    return now, [list(told.missing_keys), list(told.unexpected_keys)]
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@on_ranks("mesh_shape")
+def test_each_option_sets_the_same(mesh_shape: tuple[int, ...]) -> None:
+    theirs, ours = twins(mesh_shape, 0)
+    before, _ = twins(mesh_shape, 7)
+    their_target, our_target = twins(mesh_shape, 3)
+    for case in CASES:
+        copy_over(before, their_target)
+        wanted, told = set_and_look(of_torch, case, theirs, their_target)
+        for functions in FUNCTIONS.values():
+            copy_over(before, our_target)
+            with shardkit.install():
+                found, told_here = set_and_look(functions, case, ours, our_target)
+            assert_same([case, found], [case, wanted])
+            # Torch fills in the model's own values, and then misses nothing, for some.
+            ours_told = told_of(case, list(our_target[0].state_dict()))
+            assert told_here == (told if functions is of_torch else ours_told), case
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@on_ranks("mesh_shape")
+def test_names_that_modules_modify(mesh_shape: tuple[int, ...]) -> None:
+    """Of models alone: torch itself misses the optimizer's state under the modified name."""
+    theirs, ours = (make(each, mesh_shape, 0, renamed=True) for each in ("FSDP2", "shardkit"))
+    targets = [make(each, mesh_shape, 7, renamed=True) for each in ("FSDP2", "shardkit")]
+    whole_options = StateDictOptions(**WHOLE)
+    wanted = of_torch.get_model_state_dict(theirs[0], options=whole_options)
+    assert "middle.weight" in wanted
+    assert "middle.inner.weight" not in wanted
+    of_torch.set_model_state_dict(ours[0], dict(wanted), options=whole_options)
+    for flags, names in itertools.product(({}, WHOLE, SENT), ("_fqn_modifiers", "own_names")):
+        options = StateDictOptions(**flags, dsd_fqn_modifiers=names)
+        for target, functions in ((targets[1], of_torch), (targets[1], checkpoint)):
+            with torch.no_grad():
+                for param in target[0].parameters():
+                    param.zero_()
+            with shardkit.install():
+                state = functions.get_model_state_dict(ours[0], options=options)
+                assert_same(whole(state), wanted)
+                functions.set_model_state_dict(target[0], dict(state), options=options)
+            assert_same(whole(target[0].state_dict()), wanted)
+        state = of_torch.get_model_state_dict(theirs[0], options=options)
+        of_torch.set_model_state_dict(targets[0][0], dict(state), options=options)
+        assert_same(whole(targets[0][0].state_dict()), wanted)
+
+
+def set_changed(functions: str, flags: dict[str, bool], change: str) -> None:
+    model, _ = make("FSDP2" if functions == "FSDP2" else "shardkit", (2,), 0)
+    module = FUNCTIONS.get(functions, of_torch)
+    options = StateDictOptions(**flags)
+    with shardkit.install():
+        state = module.get_model_state_dict(model, options=options)
+        if change == "missing":
+            del state["few.weight"]
+        else:
+            state["unknown.weight"] = torch.ones(3)
+        module.set_model_state_dict(model, state, options=options)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+@pytest.mark.parametrize("functions", ["FSDP2", *FUNCTIONS])
+@pytest.mark.parametrize("flags", [{}, SENT], ids=["pieces", "sent"])
+def test_strict_ones_refuse_the_same_names(
+    spawn_errors: Spawn, flags: dict[str, bool], functions: str, change: str
+) -> None:
+    for error in spawn_errors(set_changed, 2, functions, flags, change):
+        assert error.type_name == "RuntimeError"
+        assert {"missing": "few.weight", "unknown": "unknown.weight"}[change] in error.message
