@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from torch import Tensor, nn
 
 from shardkit._errors import ConfigError, ShardkitError
