@@ -305,7 +305,7 @@ class Values:
         load_full(self.state, model, broadcast_from_rank0=True, progress=False)
         self.state = {}
         device = self.mesh.backend.device
-        for name, value in from_rank0(self.other, device).receive():
+        for name, value in from_rank0(lambda: self.other, device).receive():
             _set(model, self.places.get(name, [name]), value.to(device))
 
 
