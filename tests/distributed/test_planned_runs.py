@@ -116,9 +116,14 @@ class RealRun:
 
 
 def run_case(name: str) -> Seen:
-    """Count the third step, and the collectives of the fourth."""
+    """Count the third step and the fourth, and the collectives of the fifth.
+
+    Gloo's thread may let go of what was sent a moment late: not in both steps at the same place.
+    """
     run = RealRun(name)
-    edges, peaks = run.told()
+    (edges, first), (again, second) = run.told(), run.told()
+    assert edges == again
+    peaks = list(map(min, first, second))
     with Issued() as issued:
         run.step()
     return Seen(issued.found, edges, peaks)
