@@ -11,6 +11,7 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as of_torch
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 import shardkit
 from checkpoints import assert_same, leaves, whole
 from reference import AXES, make_mesh
-from shardkit import checkpoint, fully_shard
+from shardkit import CheckpointError, checkpoint, fully_shard
 from workers import on_ranks
 
 if typing.TYPE_CHECKING:
@@ -192,6 +193,7 @@ CASES: dict[str, dict[str, typing.Any]] = {
     "whole, trainable ones": {**WHOLE, "ignore_frozen_params": True, "strict": False},
     "pieces, modules": {"strict": False},
     "whole, modules": {**WHOLE, "strict": False},
+    "sent, modules": {**SENT, "strict": False},
 }
 """Whole flat states of optimizers torch cannot set, whoever has sharded the model: a KeyError."""
 
@@ -308,3 +310,53 @@ def test_strict_ones_refuse_the_same_names(
     for error in spawn_errors(set_changed, 2, functions, flags, change):
         assert error.type_name == "RuntimeError"
         assert {"missing": "few.weight", "unknown": "unknown.weight"}[change] in error.message
+
+
+def linears() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return fully_shard(layers, mesh=make_mesh((2,)))
+
+
+@on_ranks(2)
+def test_what_other_ranks_pass_is_not_looked_at() -> None:
+    model, options = linears(), StateDictOptions(**SENT)
+    wanted: typing.Any = {
+        module: {"weight": torch.full((4, 4), 1.0 + i), "bias": torch.zeros(4)}
+        for i, module in enumerate(typing.cast("nn.Sequential", model))
+    }
+    state = wanted if dist.get_rank() == 0 else object()
+    checkpoint.set_model_state_dict(model, state, options=options)
+    for i, module in enumerate(wanted):
+        assert module.weight.full_tensor().eq(1 + i).all()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"state": {}, "param_groups": []} if dist.get_rank() == 0 else object()
+    options = StateDictOptions(**SENT, strict=False)
+    checkpoint.set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def set_wrong(options: dict[str, bool]) -> None:
+    model = linears()
+    state: typing.Any = {nn.Linear(4, 4): {"weight": torch.ones(4, 4)}}
+    if options == SENT and dist.get_rank() != 0:
+        state = {}
+    checkpoint.set_model_state_dict(model, state, options=StateDictOptions(**options))
+
+
+@pytest.mark.parametrize("options", [WHOLE, SENT], ids=["whole", "sent"])
+def test_a_module_that_is_not_in_the_model_is_told_on_all_ranks(
+    spawn_errors: Spawn, options: dict[str, bool]
+) -> None:
+    for error in spawn_errors(set_wrong, 2, options):
+        assert error.type_name == "CheckpointError"
+        assert "a module that is not in the model, a Linear" in error.message
+
+
+@on_ranks(2)
+def test_submodules_that_cannot_be_told_apart_are_refused() -> None:
+    model = linears()
+    with pytest.raises(CheckpointError, match=r"not in the model, a Linear"):
+        checkpoint.get_model_state_dict(model, submodules={nn.Linear(4, 4)})
+    options = StateDictOptions(keep_submodule_prefixes=False)
+    with pytest.raises(CheckpointError, match=r"several of submodules have an entry 'weight'"):
+        checkpoint.get_model_state_dict(model, submodules=set(model.children()), options=options)

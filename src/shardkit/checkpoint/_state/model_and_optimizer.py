@@ -3,14 +3,15 @@
 The functions have the names, arguments and meaning of those in
 ``torch.distributed.checkpoint.state_dict``, with these differences: an optimizer that was never
 stepped has an empty state, where torch steps it with zero gradients (which counts as a step);
-parameters are found also while a module shows unsharded ones; state of another shape is refused
-before anything has been changed; with ``full_state_dict`` a missing parameter is missing, where
-torch goes on with the model's own; of parameters that a state has nothing of, the optimizer's state
-begins anew.
+parameters are found also while a module shows unsharded ones; a module of ``submodules`` must be in
+the model, where torch returns all of the state; with ``full_state_dict`` a missing parameter is
+missing, where torch goes on with the model's own; of parameters that a state has nothing of, the
+optimizer's state begins anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +36,7 @@ from shardkit.checkpoint._state.names import (
 from shardkit.checkpoint._state.sources import from_rank0
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
     Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -275,7 +276,7 @@ def unflatten(model: nn.Module, optimizers: Optimizers, flat: Mapping[str, Any])
 def get_model_state_dict(
     model: nn.Module,
     *,
-    submodules: Container[nn.Module] | None = None,
+    submodules: Collection[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """Return a model's state dict, by names without those of wrappers.
@@ -297,15 +298,35 @@ def get_model_state_dict(
             if not param.requires_grad:
                 state.pop(plain_name(model, name), None)
     if submodules:
-        modules = model.named_modules(remove_duplicate=False)
-        prefixes = [f"{plain_name(model, name)}." for name, each in modules if each in submodules]
-        state = {
-            key if options.keep_submodule_prefixes else key.removeprefix(prefix): value
-            for key, value in state.items()
-            for prefix in prefixes
-            if key.startswith(prefix)
-        }
+        state = _state_inside(model, state, submodules, keep=options.keep_submodule_prefixes)
     return _as_wanted(state, options)
+
+
+def _state_inside(
+    model: nn.Module, state: dict[str, Any], submodules: Collection[nn.Module], *, keep: bool
+) -> dict[str, Any]:
+    """Return the state of some modules in a model, by names in the model or in the module."""
+    prefixes = {each: plain_name(model, name) for name, each in model.named_modules()}
+    for module in submodules:
+        if module not in prefixes:
+            msg = (
+                f"submodules has a module that is not in the model, a {type(module).__name__}. "
+                f"Pass modules of the model."
+            )
+            raise CheckpointError(msg)
+    found: dict[str, Any] = {}
+    for module in filter(submodules.__contains__, prefixes):  # In the same order on all ranks.
+        prefix = f"{prefixes[module]}." if prefixes[module] else ""
+        inside = [key for key in state if key.startswith(prefix)]
+        named = {key if keep else key.removeprefix(prefix): state[key] for key in inside}
+        if not keep and not found.keys().isdisjoint(named):
+            msg = (
+                f"several of submodules have an entry {next(filter(found.__contains__, named))!r}. "
+                f"Pass StateDictOptions(keep_submodule_prefixes=True), or one module at a time."
+            )
+            raise CheckpointError(msg)
+        found |= named
+    return found
 
 
 def get_optimizer_state_dict(
@@ -335,7 +356,7 @@ def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
     *,
-    submodules: Container[nn.Module] | None = None,
+    submodules: Collection[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a model and of its optimizers; see the functions for each.
@@ -392,22 +413,16 @@ def set_model_state_dict(
         RuntimeError: As `nn.Module.load_state_dict` does.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
-    for 16 MiB; for a tensor that is not sharded, or of another dtype, for all of it.
+    for 16 MiB; for all of a tensor that is not sharded, or of another dtype, or tensor-parallel.
     """
     options = options or StateDictOptions()
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
-    if any(isinstance(key, nn.Module) for key in model_state_dict or ()):
-        names = {each: plain_name(model, name) for name, each in model.named_modules()}
-        model_state_dict = {
-            f"{names[module]}.{key}".removeprefix("."): value
-            for module, state in model_state_dict.items()
-            for key, value in state.items()
-        }
     if options.broadcast_from_rank0:
-        state = _received_model(model_state_dict, {name: own[key] for name, key in keys.items()})
+        by_name = {name: own[key] for name, key in keys.items()}
+        state = _received_model(lambda: _by_names_of(model, model_state_dict), by_name)
     else:
-        state = dict(model_state_dict)
+        state = dict(_by_names_of(model, model_state_dict))
     state = {keys.get(name, name): value for name, value in state.items()}
     is_meta = any(isinstance(value, Tensor) and value.is_meta for value in own.values())
     result: _IncompatibleKeys = model.load_state_dict(state, strict=options.strict, assign=is_meta)
@@ -434,7 +449,8 @@ def set_optimizer_state_dict(
         CheckpointError: Parameters are missing (unless ``strict=False``), or a sharded tensor is
             cut otherwise than its parameter. Nothing has been changed then.
 
-    Cost: see `set_model_state_dict`.
+    Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor; memory for the
+    new pieces, and for the largest tensor.
     """
     options = options or StateDictOptions()
     if options.broadcast_from_rank0:
@@ -510,7 +526,30 @@ def _placed(
     return value.detach().clone()
 
 
-def _received_model(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _by_names_of(model: nn.Module, state: Any) -> Any:
+    """Return a state by names; those of modules in it are by the names of these modules."""
+    if not isinstance(state, Mapping) or not any(isinstance(key, nn.Module) for key in state):
+        return state
+    names = {each: plain_name(model, name) for name, each in model.named_modules()}
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(key, nn.Module):
+            found[key] = value
+            continue
+        if key not in names:
+            msg = (
+                f"the state dict has an entry for a module that is not in the model, a "
+                f"{type(key).__name__}. Pass modules of the model that is loaded, or a state by "
+                f"names."
+            )
+            raise CheckpointError(msg)
+        found |= {f"{names[key]}.{name}".removeprefix("."): each for name, each in value.items()}
+    return found
+
+
+def _received_model(
+    state: Callable[[], Mapping[str, Any]], own: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what rank 0 has of a model: sharded parameters in place, others whole."""
     sent = from_rank0(state, device_of(own.values()))
     for name, info in sent.infos.items():
@@ -531,15 +570,19 @@ def _received_optimizer(
     model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what rank 0 has of optimizers' state, cut like their parameters."""
-    if state and "state" not in state:
-        state = unflatten(model, optimizers, state)
-    entries: dict[tuple[str, ...], Any] = {("param_groups",): state.get("param_groups", [])}
-    for name, values in state.get("state", {}).items():
-        entries |= {(name, key): value for key, value in values.items()}
+
+    def entries_of_rank0() -> dict[tuple[str, ...], Any]:
+        has_parts = not state or "state" in state
+        nested: Mapping[str, Any] = state if has_parts else unflatten(model, optimizers, state)
+        entries: dict[tuple[str, ...], Any] = {("param_groups",): nested.get("param_groups", [])}
+        for name, values in nested.get("state", {}).items():
+            entries |= {(name, key): value for key, value in values.items()}
+        return entries
+
     named = {
         alias: param for names, param in parameters_by_name(model, optimizers) for alias in names
     }
-    sent = from_rank0(entries, device_of(named.values()))
+    sent = from_rank0(entries_of_rank0, device_of(named.values()))
     saved: dict[str, dict[str, TensorInfo | None]] = {}
     infos: Mapping[Any, TensorInfo] = sent.infos
     for (name, key), info in infos.items():

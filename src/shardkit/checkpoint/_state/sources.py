@@ -130,11 +130,16 @@ class FromFirstRank(Source):
         yield from others.items()
 
 
-def from_rank0(entries: Mapping[Any, Any] | None, device: torch.device) -> FromFirstRank:
-    """Return what rank 0 of the default process group has, whole and plain; see `FromFirstRank`."""
+def from_rank0(
+    entries: Callable[[], Mapping[Any, Any] | None], device: torch.device
+) -> FromFirstRank:
+    """Return what rank 0 of the default process group has, whole and plain; see `FromFirstRank`.
+
+    Only rank 0 calls `entries`; what it raises is raised on all ranks.
+    """
     world = dist.group.WORLD
     axes = [ProcessGroupAxis(world)] if world is not None else []
-    return FromFirstRank(lambda: StateInMemory(entries), "the state dict", axes, device)
+    return FromFirstRank(lambda: StateInMemory(entries()), "the state dict", axes, device)
 
 
 def fill_tensor(source: Source, name: str, target: Tensor, device: torch.device) -> None:
