@@ -18,7 +18,7 @@ and apart from that, the time for which a rank's link keeps itself or others wai
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
 
-Where a rank is slow in several phases, as with a part of a processor, each is told.
+Where a rank is slow in several phases, as with a part of a processor, each is named.
 
 Three of five independent normal values are above 3.1 deviations once in 100 million windows. This
 is not the rate of false alarms: a deviation is an estimate, and times are neither independent nor
