@@ -52,7 +52,7 @@ CLIENTS = (
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch
     "not gpu and not models and not frameworks and not clients and not xla and not parting "
-    "and not hosts and not late"
+    "and not hosts and not eight_ranks and not late"
 )
 
 # Ranks that wait for each other leave a core idle, and so do tests of one process. The tests of a
@@ -277,10 +277,11 @@ def models(session: nox.Session) -> None:
 
 @nox.session
 def eight_ranks(session: nox.Session) -> None:
-    """Train and save mixtures of experts of the transformers package on eight ranks."""
+    """Mixtures of experts of the transformers package, and plans, on eight ranks."""
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
-    session.run("pytest", "-m", "eight_ranks", "tests/real_models", *session.posargs)
+    folders = ("tests/real_models", "tests/distributed/test_planned_runs.py")
+    session.run("pytest", "-m", "eight_ranks", *folders, *session.posargs)
 
 
 @nox.session

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def start_counting() -> None:
@@ -25,20 +25,40 @@ def start_counting() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def peak_of(work: Callable[[], None]) -> int:
-    """Return the most bytes that lived at once while something ran."""
+_MARK_NBYTES = 12_289
+
+
+def mark() -> None:
+    """End a stretch of `peaks_of`: memory of a size that nobody else asks for comes and goes."""
+    torch.empty(_MARK_NBYTES, dtype=torch.uint8)
+
+
+def peaks_of(work: Callable[[], None]) -> list[int]:
+    """Return the most bytes that lived at once, for each stretch between two marks."""
     probe = torch.empty(1)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         del probe  # At least one event, which carries the total of before.
         work()
-    events, most = list(profiler.kineto_results.experimental_event_tree()), 0
-    while events:
-        event = events.pop()
-        events += event.children
-        total = getattr(event.extra_fields, "total_allocated", None)
-        if total is not None and event.extra_fields.device.type == "cpu":
-            most = max(most, total)
-    return most
+    changes = sorted(_changes(profiler.kineto_results.experimental_event_tree()))
+    total = changes[0][1] if changes else 0  # A simulated device allocates elsewhere.
+    peaks = [total]
+    for _, changed, nbytes in changes:
+        if nbytes == _MARK_NBYTES:
+            peaks.append(total)
+        elif nbytes != -_MARK_NBYTES:
+            total = changed
+            peaks[-1] = max(peaks[-1], total)
+    return peaks
+
+
+def _changes(events: typing.Any) -> Iterator[tuple[int, int, int]]:
+    """Yield when memory came or went, the bytes that lived then, and what came."""
+    for event in events:
+        fields = event.extra_fields
+        total = getattr(fields, "total_allocated", None)
+        if total is not None and fields.device.type == "cpu":
+            yield event.start_time_ns, total, fields.alloc_size
+        yield from _changes(event.children)
 
 
 class Issued(TorchDispatchMode):

@@ -171,6 +171,8 @@ def _momentum(params: typing.Any) -> torch.optim.Optimizer:
 
 NUM_CHEAP = 5
 """So many of the cases are tried in the session `tests`, the others in `helpers`."""
+EIGHT_RANKS = ["eight ranks", "experts, hybrid on eight ranks"]
+"""These are tried in the session `eight_ranks`."""
 
 CASES: dict[str, Case] = {
     "dense": Case(Mlp, _rows),
@@ -196,5 +198,9 @@ CASES: dict[str, Case] = {
     "offloaded": Case(Mlp, _rows, options={"offload_policy": CPUOffloadPolicy()}),
     "accumulation, hybrid": Case(
         _stack, _tokens, (2, 2), accumulate=2, sets=(("set_reshard_after_backward", False),)
+    ),
+    "eight ranks": Case(_stack, _tokens, (8,), recompute={}),
+    "experts, hybrid on eight ranks": Case(
+        Experts, _vectors, (2, 4), options={"mp_policy": BF16_SUMMED_WIDE}
     ),
 }

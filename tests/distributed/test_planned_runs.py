@@ -2,98 +2,222 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
+import sys
 import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 from simulation import simulated
 
-from allocated import Issued, peak_of, start_counting
-from planned_runs import CASES, NUM_CHEAP, Case
+from allocated import Issued, mark, peaks_of, start_counting
+from planned_runs import CASES, EIGHT_RANKS, NUM_CHEAP, Case
 from shardkit import init_device_mesh
 from shardkit._events import StepEvent, observe
-from shardkit._params.memory import SlotPool
 from shardkit.planning._run import Run, batch_on_meta, dry_run, on_meta
 
 if typing.TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
     from workers import Spawn
 
-_MEMORY = ("allocate", "free", "take", "return")
-_TRAFFIC = ("gather", "reduce_scatter", "all_reduce", "reshard")
+Edge = tuple[typing.Any, ...]
 
 
 @dataclasses.dataclass
 class Seen:
-    """What a step did: collectives, what the core told of memory and traffic, the peak."""
+    """What a step did.
+
+    Attributes:
+        collectives: Names and bytes of the collectives.
+        edges: What the core told, beginnings and ends each on its own, in order.
+        peaks: The most bytes at once between two edges, before the first and after the last.
+    """
 
     collectives: list[tuple[str, int]]
-    events: list[tuple[typing.Any, ...]]
-    peak_nbytes: int
+    edges: list[Edge]
+    peaks: list[int]
 
 
-def _told(events: list[StepEvent]) -> list[tuple[typing.Any, ...]]:
-    found = sorted((e for e in events if e.kind in _MEMORY + _TRAFFIC), key=lambda e: e.opened)
+def _edges(events: list[StepEvent]) -> list[Edge]:
+    found: list[tuple[int, Edge]] = []
+    for e in events:
+        what = (e.kind, e.name, e.group, e.phase, e.nbytes, e.axis, e.num_ranks)
+        found.append((e.opened, (*what, "begin")))
+        if e.closed > e.opened:
+            found.append((e.closed, (*what, "end")))
+    edges = [edge for _, edge in sorted(found)]
     first: dict[int, int] = {}  # Groups of other models came before.
-    groups = [first.setdefault(e.group, len(first)) for e in found]
-    return [
-        (e.kind, e.name, group, e.phase, e.nbytes, e.axis, e.num_ranks)
-        for e, group in zip(found, groups, strict=True)
-    ]
+    numbers = [first.setdefault(edge[2], len(first)) for edge in edges]
+    return [(*e[:2], number, *e[3:]) for e, number in zip(edges, numbers, strict=True)]
+
+
+def _without_frees(edges: list[Edge], peaks: list[int]) -> list[int]:
+    """Join stretches between which buffers go to the allocator: all are told before one goes."""
+    joined = peaks[:1]
+    for edge, peak in zip(edges, peaks[1:], strict=True):
+        if edge[0] == "free":
+            joined[-1] = max(joined[-1], peak)
+        else:
+            joined.append(peak)
+    return joined
+
+
+class RealRun:
+    """A rank that trains as people do; its next step is as all that follow."""
+
+    def __init__(self, name: str) -> None:
+        case = self.case = CASES[name]
+        start_counting()
+        self.before = max(peaks_of(lambda: None))
+        mesh = init_device_mesh("cpu", case.mesh)
+        self.model, self.batch = case.model(), case.batch()
+        case.prepare(self.model)
+        case.shard(self.model, mesh)
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = case.optimizer(params)
+        self.output = self.loss = None
+        self.step()
+        self.step()
+
+    def step(self) -> None:
+        """Make a step."""
+        for number in range(self.case.accumulate):
+            if self.case.accumulate > 1:
+                self.model.set_requires_gradient_sync(number == self.case.accumulate - 1)
+            self.output = self.model(self.batch)
+            self.loss = self.output.sum()
+            self.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def told(self) -> tuple[list[Edge], list[int]]:
+        """Make a step, and return what was told in it, and the most bytes between two edges."""
+        events: list[StepEvent] = []
+
+        def clock() -> float:
+            mark()
+            return 0.0
+
+        def step() -> None:
+            with observe(events.append, clock):
+                self.step()
+
+        peaks = [peak - self.before for peak in peaks_of(step)]
+        edges = _edges(events)
+        return edges, _without_frees(edges, peaks)
 
 
 def run_case(name: str) -> Seen:
-    """Train as people do, and count the third step."""
-    case = CASES[name]
-    start_counting()
-    before = peak_of(lambda: None)
-    mesh = init_device_mesh("cpu", case.mesh)
-    model, batch = case.model(), case.batch()
-    case.prepare(model)
-    case.shard(model, mesh)
-    optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
-    output = loss = None
+    """Count the third step and the fourth, and the collectives of the fifth.
 
-    def step() -> None:
-        nonlocal output, loss
-        for number in range(case.accumulate):
-            if case.accumulate > 1:
-                model.set_requires_gradient_sync(number == case.accumulate - 1)
-            output = model(batch)
-            loss = output.sum()
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    peak = peak_of(step) - before
-    events: list[StepEvent] = []
-    with Issued() as issued, observe(events.append):
-        step()
-    return Seen(issued.found, _told(events), peak)
+    Gloo's thread may let go of what was sent a moment late: not in both steps at the same place.
+    """
+    run = RealRun(name)
+    (edges, first), (again, second) = run.told(), run.told()
+    assert edges == again
+    peaks = list(map(min, first, second))
+    with Issued() as issued:
+        run.step()
+    return Seen(issued.found, edges, peaks)
 
 
-def run_case_with_another_buffer(name: str) -> Seen:
-    """The same with a runtime that holds 1 MiB more from its first reduction on."""
-    original, held = SlotPool.acquire, []
+_ROOMS = ("_runtime/", "_params/", "backends/")
+_BUFFER_NBYTES = 2**20
 
-    def acquire(self: SlotPool, *args: typing.Any) -> typing.Any:
-        if not held:
-            held.append(torch.empty(2**20, dtype=torch.uint8))
-        return original(self, *args)
 
-    SlotPool.acquire = acquire  # type: ignore[method-assign]
+def _place(code: types.CodeType) -> str:
+    """Return where a function of the runtime is; empty: it is none."""
+    _, _, path = code.co_filename.rpartition("/shardkit/")
+    is_function = path.startswith(_ROOMS) and "<" not in code.co_qualname
+    return f"{path}:{code.co_qualname}" if is_function else ""
+
+
+@contextlib.contextmanager
+def _called(enter: Callable[[str], object], leave: Callable[[str], object]) -> Iterator[None]:
+    """Tell of calls of functions of the runtime, and of their ends."""
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event in {"call", "return"} and (place := _place(frame.f_code)):
+            (enter if event == "call" else leave)(place)
+
+    sys.setprofile(profile)
     try:
-        return run_case(name)
+        yield
     finally:
-        SlotPool.acquire = original  # type: ignore[method-assign]
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def _buffer_in(mutated: str) -> Iterator[list[str]]:
+    """Have a function hold memory while it is called; yield what has its name once it was."""
+    held: list[Tensor] = []
+    calls, has_been = [0], []
+
+    def enter(place: str) -> None:
+        if place == mutated:
+            calls[0] += 1
+            has_been[:] = [place]
+            if not held:
+                held.append(torch.empty(_BUFFER_NBYTES, dtype=torch.uint8))
+
+    def leave(place: str) -> None:
+        if place == mutated:
+            calls[0] -= 1
+            if not calls[0]:
+                held.clear()
+
+    with _called(enter, leave):
+        yield has_been
+
+
+def run_with_buffers(name: str, plans: list[list[int]], places: list[str]) -> dict[str, bool]:
+    """Say of each function that a step calls whether a buffer in it is found; none: of all."""
+    run, plan = RealRun(name), plans[dist.get_rank()]
+    run.step()
+    steps = [run.told()[1], run.told()[1]]  # What gloo's thread holds late is in one of them.
+    assert too_little(plan, list(map(min, *steps))) == []
+    own: dict[str, None] = {}
+    with _called(own.setdefault, own.get):
+        run.told()
+    of_all: list[typing.Any] = [None] * len(plans)
+    dist.all_gather_object(of_all, list(own))
+    found = {}
+    for place in places or sorted({place for each in of_all for place in each}):
+        with _buffer_in(place) as has_been:
+            _, peaks = run.told()
+        if has_been:
+            found[place] = too_little(plan, peaks) != []
+    return found
 
 
 def run_case_on_streams(name: str) -> Seen:
-    """The same on a simulated accelerator."""
-    return simulated(run_case, name)
+    """The same on a simulated accelerator, whose memory nobody counts."""
+    return simulated(_run_uncounted, name)
+
+
+def _run_uncounted(name: str) -> Seen:
+    run, events = RealRun(name), list[StepEvent]()
+    with Issued() as issued, observe(events.append):
+        run.step()
+    return Seen(issued.found, _edges(events), [])
+
+
+_MEMORY_AND_TRAFFIC = {
+    *("allocate", "free", "take", "return"),
+    *("gather", "reduce_scatter", "all_reduce", "reshard"),
+}
+
+
+def _of_memory_and_traffic(edges: list[Edge]) -> list[Edge]:
+    return [edge for edge in edges if edge[0] in _MEMORY_AND_TRAFFIC and edge[-1] == "begin"]
 
 
 def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
@@ -118,8 +242,12 @@ def planned(case: Case, rank: int, device: str = "cpu") -> Seen:
     meter = seen.meter
     collectives = [(c.op, c.nbytes) for c in meter.collectives[seen.first_collective :]]
     second = next(e.opened for e in meter.events if e.kind == "step" and e.name == "2")
-    events = _told([e for e in meter.events if e.opened > second])
-    return Seen(collectives, events, max(meter.totals()[seen.begin :]))
+    events = [e for e in meter.events if e.opened > second]
+    edges, totals = _edges(events), meter.totals()
+    at = {e.opened: e.begin for e in events} | {e.closed: e.end for e in events}
+    places = [seen.begin, *(int(at[place]) for place in sorted(at)), meter.position]
+    peaks = [max(totals[a : b + 1]) for a, b in itertools.pairwise(places)]
+    return Seen(collectives, edges, _without_frees(edges, peaks))
 
 
 def _check(name: str, spawn: Spawn) -> None:
@@ -127,26 +255,66 @@ def _check(name: str, spawn: Spawn) -> None:
     for rank, real in enumerate(spawn(run_case, math.prod(case.mesh), name, timeout_s=300)):
         plan = planned(case, rank)
         assert plan.collectives == real.collectives
-        assert plan.events == real.events
-        assert real.peak_nbytes <= plan.peak_nbytes <= 1.03 * real.peak_nbytes
+        assert plan.edges == real.edges
+        assert max(real.peaks) <= max(plan.peaks) <= 1.03 * max(real.peaks)
 
 
-@pytest.mark.parametrize("name", list(CASES)[:NUM_CHEAP])
+_OTHER_NBYTES = 2**18
+"""Kernels of the CPU have some scratch memory, and gloo's thread lets go of what it sent later."""
+
+
+def too_little(planned: list[int], real: list[int]) -> list[tuple[int, int, int]]:
+    """Return the stretches of which a plan says too little, with both numbers of bytes."""
+    pairs = enumerate(zip(planned, real, strict=True))
+    return [(i, plan, found) for i, (plan, found) in pairs if plan + _OTHER_NBYTES < found]
+
+
+_CHEAP = list(CASES)[:NUM_CHEAP]
+
+
+@pytest.mark.parametrize("name", _CHEAP)
 def test_a_plan_is_what_ranks_do(name: str, spawn: Spawn) -> None:
     _check(name, spawn)
 
 
+@pytest.mark.eight_ranks
+@pytest.mark.parametrize("name", EIGHT_RANKS)
+def test_a_plan_is_what_eight_ranks_do(name: str, spawn: Spawn) -> None:
+    _check(name, spawn)
+
+
 @pytest.mark.helpers
-@pytest.mark.parametrize("name", list(CASES)[NUM_CHEAP:])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in _CHEAP + EIGHT_RANKS])
 def test_a_plan_is_what_ranks_do_in_more_cases(name: str, spawn: Spawn) -> None:
     _check(name, spawn)
 
 
+_PLACES = [
+    "_params/flat_store.py:SendBuffer.write",
+    "_params/memory.py:SlotPool.acquire",
+    "_runtime/agreement.py:UsedParameters.finish",
+    "_runtime/backward.py:Backward.exit_backward",
+    "_runtime/runtime.py:Runtime.enter_forward",
+    "_runtime/traffic.py:Gathers._wait",
+    "backends/gloo.py:Exchange.finish",
+    "backends/process_group.py:WorkHandle.wait",
+]
+_UNSEEN = {"_runtime/agreement.py:note_step"}
+"""The optimizer's temporaries are gone when it runs, and no edge lies between."""
+
+
 def test_a_buffer_that_the_plan_does_not_know_is_found(spawn: Spawn) -> None:
-    real = spawn(run_case_with_another_buffer, 2, "experts", timeout_s=300)[0]
-    plan = planned(CASES["experts"], 0)
-    assert plan.collectives == real.collectives
-    assert plan.peak_nbytes < real.peak_nbytes
+    plans = [planned(CASES["experts"], rank).peaks for rank in range(2)]
+    for found in spawn(run_with_buffers, 2, "experts", plans, _PLACES, timeout_s=300):
+        assert found == dict.fromkeys(_PLACES, True)
+
+
+@pytest.mark.helpers
+def test_a_buffer_in_any_function_of_the_runtime_is_found(spawn: Spawn) -> None:
+    plans = [planned(CASES["experts"], rank).peaks for rank in range(2)]
+    for found in spawn(run_with_buffers, 2, "experts", plans, [], timeout_s=600):
+        assert len(found) > 200
+        assert {place for place, is_found in found.items() if not is_found} <= _UNSEEN
 
 
 @pytest.mark.streams
@@ -158,4 +326,4 @@ def test_a_plan_for_an_accelerator_is_what_its_ranks_do(name: str, spawn: Spawn)
     ):
         plan = planned(case, rank, "cuda")
         assert plan.collectives == real.collectives
-        assert plan.events == real.events
+        assert _of_memory_and_traffic(plan.edges) == _of_memory_and_traffic(real.edges)

@@ -106,10 +106,7 @@ def _of_sizes(
             f"{sizes.total_size} ranks."
         )
         raise MeshError(msg)
-    axes = [(SHARD_AXIS, sizes.dp_shard_size)]
-    if sizes.dp_replicate_size > 1:
-        axes.insert(0, (REPLICATE_AXIS, sizes.dp_replicate_size))
-    names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    names, shape = zip(*_axes_of(sizes), strict=True)
     if sizes.tp_size == 1:
         return init_device_mesh(device_type, shape, mesh_dim_names=names), None
     if device_type == "xla":
@@ -118,6 +115,12 @@ def _of_sizes(
     whole = make_torch_mesh(device_type, (*shape, sizes.tp_size), (*names, _TP_AXIS))
     mesh = as_device_mesh(whole[names], device_type=device_type)
     return mesh, whole[_TP_AXIS]
+
+
+def _axes_of(sizes: Parallelism) -> list[tuple[str, int]]:
+    """Return the axes that are sharded over, the outermost first."""
+    replicas = [(REPLICATE_AXIS, sizes.dp_replicate_size)] if sizes.dp_replicate_size > 1 else []
+    return [*replicas, (SHARD_AXIS, sizes.dp_shard_size)]
 
 
 # --- training state in three shapes ---------------------------------------------------------------
@@ -438,6 +441,19 @@ class Config:
     def strategy(self) -> Strategy:
         """Return what is sharded: of FULL_SHARD `zero3`, and so on."""
         return strategy(cast("StrategyName", self.settings.strategy))
+
+    def mesh_shape(self) -> tuple[int, ...] | None:
+        """Return the size of each axis that the fields say; None: they do not say how many ranks.
+
+        Raises:
+            MeshError: The strategy has no mesh of so many ranks.
+        """
+        sizes, number = self.settings.parallelism, self.settings.num_processes
+        if sizes is not None:
+            return tuple(size for _, size in _axes_of(sizes))
+        if number is None:
+            return None
+        return self.strategy().mesh_shape(number, number // self.settings.num_machines)
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the dtypes of `mixed_precision`, as Accelerate has them.

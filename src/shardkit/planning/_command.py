@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import platform
 import sys
@@ -15,20 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from shardkit._errors import ConfigError, ShardkitError
 from shardkit._policy import MixedPrecisionPolicy
-from shardkit._text import NotOfKindError, byte_size, shown_nbytes
+from shardkit._text import NotOfKindError, byte_size
 from shardkit.config import from_config
 from shardkit.planning._api import plan
-from shardkit.planning._plan import time_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardkit.planning._plan import RunPlan
+    from shardkit.config import Config
 
 
 # --- what is written on the command line ----------------------------------------------------------
@@ -148,7 +143,10 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Ranks, or REPLICATExSHARD, e.g. 512x8."),
+        typer.Option(
+            show_default=False,
+            help="Ranks, or REPLICATExSHARD, e.g. 512x8. If not given that of the config.",
+        ),
     ] = None,
     batch: Annotated[
         list[str] | None,
@@ -158,7 +156,14 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
             "dtype is given. Several times for several inputs.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Type of the devices; cpu: ranks of gloo.")] = "cuda",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="Type of the devices; cpu: ranks of gloo. If not given that of the config, or "
+            "cuda.",
+        ),
+    ] = None,
     rank: Annotated[int, typer.Option(help="Whose memory.")] = 0,
     wrap: Annotated[
         list[str] | None,
@@ -211,16 +216,21 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         python -m shardkit plan llama/config.json --mesh 64x8 --wrap LlamaDecoderLayer
         --batch input_ids=1x8192 --batch labels=1x8192 --dtype bfloat16 --recompute
 
+        python -m shardkit plan train:make_model --batch 8x2048 --config fsdp.yaml
+
         python -m shardkit launch --nproc-per-node 8 -m shardkit plan --calibrate here.toml
     """
     try:
         if calibrate is not None:
-            _calibrate(calibrate, device)
+            _calibrate(calibrate, device or "cuda")
             return
-        made, given, shape = _what(model, batch, mesh)
+        made, given = _what(model, batch)
+        read = None if config is None else from_config(config)
+        shape = _mesh_of(mesh, read)
         options: dict[str, Any] = {}
-        if config is not None:
-            options["shard"] = from_config(config).shard
+        if read is not None:
+            options["shard"] = read.shard
+            device = device or read.settings.device_type
         if wrap is not None:
             options["policy"] = set(wrap)
         if strategy is not None:
@@ -233,7 +243,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
                 made,
                 given,
                 mesh=shape[0] if len(shape) == 1 else shape,
-                device=device,
+                device=device or "cuda",
                 rank=rank,
                 optimizer=optimizer,
                 recompute=recompute,
@@ -250,27 +260,36 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
         facts = {"fits": found.fits, "margin_nbytes": found.margin_nbytes}
         print(json.dumps({**facts, **asdict(found)}, indent=2))
     else:
-        show(found, Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH))
+        print(found)
     if not found.fits:
         raise typer.Exit(_DOES_NOT_FIT)
 
 
-_PIPE_WIDTH = 160
-
-
-def _what(
-    model: str | None, batch: list[str] | None, mesh: str | None
-) -> tuple[nn.Module, Any, tuple[int, ...]]:
-    """Return the model, the batch and the shape of the mesh."""
-    if model is None or mesh is None:
-        msg = "MODEL and --mesh must be given, unless --calibrate is."
+def _what(model: str | None, batch: list[str] | None) -> tuple[nn.Module, Any]:
+    """Return the model and the batch."""
+    if model is None:
+        msg = "MODEL must be given, unless --calibrate is."
         raise ConfigError(msg)
     made, own_batch = read_model(model)
     given = own_batch if batch is None else read_batch(batch)
     if given is None:
         msg = "--batch must be given, such as 8x2048: the function returned a model alone."
         raise ConfigError(msg)
-    return made, given, read_shape(mesh, "--mesh")
+    return made, given
+
+
+def _mesh_of(mesh: str | None, config: Config | None) -> tuple[int, ...]:
+    """Return the mesh of the command line, else of the config file."""
+    shape = None if config is None else config.mesh_shape()
+    if mesh is not None:
+        shape = read_shape(mesh, "--mesh")
+    if shape is None:
+        msg = (
+            "--mesh must be given, such as 512x8, or a --config with num_processes or a "
+            "parallelism_config."
+        )
+        raise ConfigError(msg)
+    return shape
 
 
 def _calibrate(path: Path, device: str) -> None:
@@ -291,53 +310,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
         msg = f"a dtype must be one of torch's such as bfloat16, got {name!r}."
         raise ConfigError(msg)
     return found
-
-
-def show(found: RunPlan, console: Console) -> None:
-    """Print a plan."""
-    shape = "x".join(map(str, found.mesh))
-    console.print(
-        f"{found.num_params:,} parameters on {math.prod(found.mesh):,} ranks ({shape}, "
-        f"{found.device}), rank {found.rank}",
-        highlight=False,
-    )
-    title = f"Peak {shown_nbytes(found.peak.nbytes)}: {found.peak.where}"
-    rows = [(shown_nbytes(o.nbytes), o.kind, o.name) for o in found.peak.owners]
-    console.print(_table(title, ("bytes", "kind", "of"), rows))
-    kinds = [
-        (kind, *map(shown_nbytes, (found.peak.by_kind.get(kind, 0), most, between)))
-        for kind, most in found.most_of_kind.items()
-        for between in [found.between_steps.get(kind, 0)]
-    ]
-    kinds.append(("padding in shards", "", shown_nbytes(found.padding_nbytes), ""))
-    if found.host_nbytes:
-        kinds.append(("all on the host", "", shown_nbytes(found.host_nbytes), ""))
-    console.print(_table("Memory", ("kind", "at the peak", "at most", "between steps"), kinds))
-    instants = [(shown_nbytes(each.nbytes), each.where) for each in found.instants]
-    console.print(_table("Instants", ("bytes", "while"), instants))
-    sent = [
-        (str(e.count), e.op, str(e.num_ranks), shown_nbytes(e.nbytes)) for e in found.collectives
-    ]
-    console.print(_table("Collectives of a step", ("count", "what", "ranks", "bytes"), sent))
-    for line in time_lines(found):
-        console.print(line, highlight=False)
-    if found.budget_nbytes is not None and found.margin_nbytes is not None:
-        left = shown_nbytes(abs(found.margin_nbytes))
-        word = f"fits, {left} are left" if found.fits else f"does not fit, {left} too much"
-        console.print(f"Budget {shown_nbytes(found.budget_nbytes)}: {word}", highlight=False)
-    if found.advice:
-        tried = [
-            (shown_nbytes(each.peak_nbytes), "yes" if each.fits else "no", each.change, each.costs)
-            for each in found.advice
-        ]
-        console.print(_table("Tried", ("peak", "fits", "change", "costs"), tried))
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        is_number = column in {"bytes", "peak", "count", "ranks"}
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

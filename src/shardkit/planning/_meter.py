@@ -125,7 +125,7 @@ _MADE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "set_", 
 """Operators that make memory, and write nothing."""
 _HALF = 2
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-"""Operators for which the CPU's library copies inputs and result, where they are of 16 bits."""
+"""Products: the CPU's library copies inputs and result of 16 bits, and inputs with gaps."""
 _SUMS = (
     "add",
     "add_",
@@ -140,6 +140,13 @@ _SUMS = (
     "addcdiv_",
 )
 """Operators for which torch copies inputs of another dtype on the CPU, to that of the result."""
+
+
+def _has_gaps(matrices: Tensor) -> bool:
+    """Whether neither rows nor columns lie one after the other, as in a sum's gradient."""
+    (rows, columns), (down, right) = matrices.shape[-2:], matrices.stride()[-2:]
+    by_rows = right == 1 and down >= max(columns, 1)
+    return not by_rows and not (down == 1 and right >= max(rows, 1))
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -262,9 +269,12 @@ class MemoryMeter(TorchDispatchMode):
         self._alive[key] = (memory, weakref.ref(storage, end))
 
     def _note_scratch(self, args: Any, out: Tensor) -> None:
-        """Record the most that a product copies while it runs, in low precision."""
-        if out.dtype.itemsize == _HALF:
-            nbytes = sum(arg.nbytes for arg in args if isinstance(arg, Tensor)) + out.nbytes
+        """Record the most that a product copies while it runs: what its library does not take."""
+        matrices = [arg for arg in args if isinstance(arg, Tensor)]
+        if out.dtype.itemsize != _HALF:
+            matrices = [each for each in matrices[-2:] if _has_gaps(each)]
+        if matrices:
+            nbytes = sum(each.nbytes for each in (*matrices, out))
             self._die(self._born(nbytes, *self._owner()))
 
     def _note_casts(self, args: Any) -> None:

@@ -318,10 +318,10 @@ def _lines(plan: RunPlan) -> list[str]:
         f"  {each.count:>6} x {each.op} over {each.num_ranks} ranks, {shown_nbytes(each.nbytes)}"
         for each in plan.collectives
     ]
-    return [*lines, *time_lines(plan), *_verdict(plan)]
+    return [*lines, *_time_lines(plan), *_verdict(plan)]
 
 
-def time_lines(plan: RunPlan) -> list[str]:
+def _time_lines(plan: RunPlan) -> list[str]:
     """Return how long a step takes, and what else was tried, as text."""
     time = plan.time
     if time is None:

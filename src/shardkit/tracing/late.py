@@ -5,22 +5,29 @@ step: what all ranks do longer at once, as in a longer batch, is nobody's latene
 and apart from that, the time for which a rank's link keeps itself or others waiting (`exposed`).
 
 - A rank is **slow** where the median of the last five steps is behind by 2 % of a step, and by 3.1
-  standard deviations of this difference, as it changes from step to step. (Three of five normal
-  values are above that once in 100 million windows.) So a delay of 3 % of a step is found within
-  five steps while times vary by less than 0.6 % of a step. Where they vary more, it takes more
-  steps: in the last 10, 20, 40, ... steps, and in all of them, the deviations count less, by the
-  root of their number. Of windows before the end only those count that are a quarter of all
-  steps: on processors that do other work, too, a rank is behind for some steps now and then.
+  standard deviations of this difference. The deviation is the larger of that of all ranks together
+  and of the rank itself; of each, the largest of three: of changes from step to step, of changes
+  within four steps, and of distances from the medians in and outside of these steps. Where
+  distances are larger than changes, neighbouring steps are alike, and five of them count as fewer.
+  So a delay of 3 % of a step is found within five steps while times vary by less than 0.2 % of a
+  step. Where they vary more, it takes more steps: in the last 10, 20, 40, ... steps, and in all of
+  them, the deviations count less, by the root of their number. Of windows before the end only
+  those count that are a quarter of all steps: on processors that do other work, too, a rank is
+  behind for some steps now and then. The widest window in which a rank is slow says by how much,
+  and so where that begins and ends.
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
 
 Where a rank is slow in several phases, as with a part of a processor, each is told.
+
+Three of five independent normal values are above 3.1 deviations once in 100 million windows. This
+is not the rate of false alarms: a deviation is an estimate, and times are neither independent nor
+normal. `tests/unit/tracing/test_late.py` counts alarms among ranks that are alike.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -36,6 +43,8 @@ WINDOW = 5
 _LEAST = 0.02
 _DEVIATIONS = 3.1
 _PARTS = 4
+_MOST_ALIKE = 0.97  # A correlation that leaves one of 66 values.
+_DOUBT = 2.0  # How much less a deviation is worth that comes from few independent values.
 _SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
 _NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
 
@@ -96,9 +105,9 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
         for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
             table = {rank: [own[rank][step, phase] for step in steps] for rank in sorted(by_rank)}
             behind = _behind(table)
-            noise = _noise(behind)
+            pooled = _deviation([change for of in behind.values() for change in _changes(of)])
             for rank, values in behind.items():
-                kind, at = _judge(values, noise, step_s)
+                kind, at = _judge(behind, rank, pooled, step_s)
                 if at:
                     seconds = statistics.median(values[i] for i in at)
                     group = _group_of(of_group, rank, phase, [steps[i] for i in at], seconds)
@@ -160,32 +169,95 @@ def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
     return behind
 
 
-def _noise(behind: Mapping[int, Sequence[float]]) -> float:
-    """Return the deviation of a rank's values, the same for all ranks, from their changes.
+def _deviation(distances: Sequence[float]) -> float:
+    """Return the standard deviation of normal values from their absolute values."""
+    return _NORMAL * statistics.median(distances)
+
+
+def _changes(values: Sequence[float], lag: int = 1) -> list[float]:
+    """Return how much values change within `lag` steps, as if each were their deviation.
 
     Where a delay begins or ends is one change only.
     """
-    changes = [
-        abs(after - before) for of in behind.values() for before, after in itertools.pairwise(of)
+    return [
+        abs(after - before) / math.sqrt(2)
+        for before, after in zip(values, values[lag:], strict=False)
     ]
-    return _NORMAL * statistics.median(changes) / math.sqrt(2)
 
 
-def _judge(values: Sequence[float], noise: float, step_s: float) -> tuple[str, list[int]]:
+def _judge(
+    behind: Mapping[int, Sequence[float]], rank: int, pooled: float, step_s: float
+) -> tuple[str, list[int]]:
     """Return how a rank is behind, and the indices of the steps; none: it is not."""
+    values = behind[rank]
     number = len(values)
+    level = 0.0
     for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
         # The median of more values varies less.
-        least = max(_LEAST * step_s, _DEVIATIONS * noise * math.sqrt(WINDOW / width))
+        least = max(_LEAST * step_s, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
         is_short = width * _PARTS < number
-        begins = range(number - width if is_short else 0, number - width + 1, width // WINDOW)
-        for begin in begins:
-            if statistics.median(values[begin : begin + width]) > least:
-                return "slow", [i for i in range(begin, number) if values[i] > least]
+        for begin in range(number - width if is_short else 0, number - width + 1, width // WINDOW):
+            window = slice(begin, begin + width)
+            middle = statistics.median(values[window])
+            if middle > least and middle > _chance(behind, rank, window):
+                level = middle
+                break
+    if level:
+        return "slow", list(_extent(values, level))
+    middle = statistics.median(values)
+    noise = max(pooled, _deviation([abs(value - middle) for value in values]))
     spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
     spikes = [i for i, value in enumerate(values) if value > spike]
     is_much = sum(values[i] for i in spikes) > _LEAST * step_s * number
     return "irregular", spikes if len(spikes) > 1 and is_much else []
+
+
+def _chance(behind: Mapping[int, Sequence[float]], rank: int, window: slice) -> float:
+    """Return how far a rank may be behind in a window by chance."""
+    values = behind[rank]
+    number = len(values)
+    deviation = correlation = 0.0
+    for many in ([values], list(behind.values())):
+        # Parts have medians of their own: a delay that lasts is no deviation.
+        parts = [of[part] for of in many for part in _parts(window) if of[part]]
+        centers = [statistics.median(part) for part in parts]
+        pairs = zip(parts, centers, strict=True)
+        spread = _deviation([abs(value - center) for part, center in pairs for value in part])
+        change = _deviation([each for part in parts for each in _changes(part)])
+        slow_change = _deviation([each for part in parts for each in _changes(part, WINDOW - 1)])
+        deviation = max(deviation, spread, change, slow_change)
+        if (
+            spread > change
+        ):  # Of neighbours with a correlation r, changes have 1 - r of the variance.
+            correlation = max(correlation, 1 - (change / spread) ** 2)
+    # What so few values show of a correlation is too small by about this.
+    correlation = min(correlation + (1 + 4 * correlation) / number, _MOST_ALIKE)
+    independent = (1 - correlation) / (1 + correlation)
+    inside = max(1.0, len(values[window]) * independent)
+    doubt = 1 + _DOUBT / max(1.0, number * independent)
+    return doubt * _DEVIATIONS * deviation * math.sqrt(WINDOW / inside)
+
+
+def _parts(window: slice) -> tuple[slice, slice, slice]:
+    """Return what is before a window, in it, and after it."""
+    return slice(window.start), window, slice(window.stop, None)
+
+
+def _extent(values: Sequence[float], level: float) -> range:
+    """Return the indices of the steps in which a rank is behind by about `level`.
+
+    It is the run with the largest sum of values above half the level (Kadane), one value
+    counting no more than the level.
+    """
+    best, most = range(0), 0.0
+    begin, total = 0, 0.0
+    for i, value in enumerate(values):
+        if total <= 0:
+            begin, total = i, 0.0
+        total += min(max(value, 0.0), level) - level / 2
+        if total > most:
+            best, most = range(begin, i + 1), total
+    return best
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:

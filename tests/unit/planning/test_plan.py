@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import typing
 
 import pytest
@@ -102,6 +103,65 @@ def test_more_of_anything_is_never_less_memory() -> None:
     assert planned(mesh=8).peak_nbytes < base
     assert planned(reshard_after_forward=False).peak_nbytes > base
     assert planned(recompute=True).peak_nbytes < base
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("rising", "variants"),
+    [
+        ("rows", [{"rows": rows} for rows in (64, 256, 1024, 2048)]),
+        ("ranks that share", [{"mesh": mesh} for mesh in (16, 8, 4, 2, 1)]),
+        ("replicas", [{"mesh": mesh} for mesh in ((1, 8), (2, 4), (4, 2))]),
+        ("what is kept", [{"reshard_after_forward": kept} for kept in (True, 2, False)]),
+        ("blocks that are kept", [{"recompute": {"every": n}} for n in (1, 2)] + [{}]),
+        ("optimizer state", [{"optimizer": name} for name in ("none", "sgd", "adamw")]),
+        ("bytes of compute", [{"mp_policy": MixedPrecisionPolicy(dtype)}
+                              for dtype in (torch.bfloat16, torch.float32)]),
+    ],
+)  # fmt: skip
+def test_peaks_rise_with_what_rises(
+    device: str, rising: str, variants: list[dict[str, typing.Any]]
+) -> None:
+    peaks = []
+    for variant in variants:
+        given = {"mesh": 4, "policy": BLOCKS, "device": device, **variant}
+        rows = torch.empty(given.pop("rows", 1024), WIDTH, device="meta")
+        peaks.append(plan(Mlp(WIDTH, 4), rows, **given).peak_nbytes)
+    assert peaks == sorted(peaks), rising
+
+
+def test_what_fits_a_budget_fits_every_larger_one() -> None:
+    peak = planned().peak_nbytes
+    found = [planned(budget=peak * part // 8) for part in (3, 5, 7, 8, 9)]
+    assert {each.peak_nbytes for each in found} == {peak}
+    assert [each.fits for each in found] == sorted(each.fits for each in found)
+    fitting = [{a.change for a in each.advice if a.fits} for each in found if not each.fits]
+    assert all(fewer <= more for fewer, more in itertools.pairwise(fitting))
+
+
+def test_advice_is_in_the_order_of_costs_and_each_was_planned() -> None:
+    given: dict[str, typing.Any] = {"mesh": (2, 4), "reshard_after_forward": False}
+    found = planned(**given, budget=1)
+    changed = [
+        {"recompute": True},
+        {"reshard_after_forward": True},
+        {"mesh": 8},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"accumulate": 2},
+    ]
+    words = ["compute", "reshard", "shard", "keep", "half", "all"]
+    assert [each.change.split()[0] for each in found.advice] == words
+    for advice, change in zip(found.advice, changed, strict=False):
+        rows = ROWS[: len(ROWS) // change.get("accumulate", 1)]
+        again = plan(Mlp(WIDTH, 4), rows, policy=BLOCKS, **{**given, **change})
+        assert advice.peak_nbytes == again.peak_nbytes
+        assert not advice.fits
+
+
+def test_a_model_on_meta_is_planned_as_one_with_values() -> None:
+    with torch.device("meta"):
+        model = Mlp(WIDTH, 4)
+    assert planned(model) == planned()
 
 
 def test_offloaded_shards_and_state_are_on_the_host() -> None:

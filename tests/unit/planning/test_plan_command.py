@@ -79,7 +79,7 @@ def test_the_command_prints_a_plan(tmp_path: pathlib.Path, monkeypatch: pytest.M
         "8x64:float32", "--wrap", "Linear", "--budget", "1KiB",
     )  # fmt: skip
     assert result.exit_code == 3, result.output
-    for part in ("16,640 parameters on 8 ranks", "Peak", "Instants", "does not fit", "Tried"):
+    for part in ("16,640 parameters on a mesh of 2x4", "peak", "instants", "does NOT fit"):
         assert part in result.output
 
 
@@ -94,6 +94,51 @@ def test_for_programs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
     found = json.loads(result.output)
     assert found["fits"]
     assert found["peak"]["nbytes"] + found["margin_nbytes"] == 2**30
+
+
+_SIZES = """parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 3
+"""
+_COPIES = "fsdp_config: {fsdp_version: 1, fsdp_sharding_strategy: HYBRID_SHARD}\n"
+_SHARDED = "fsdp_config: {fsdp_version: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh"),
+    [
+        (f"num_processes: 4\n{_SHARDED}", [4]),
+        (f"num_processes: 8\nnum_machines: 2\n{_COPIES}", [2, 4]),
+        (_SIZES + _SHARDED, [2, 3]),
+    ],
+)
+def test_a_config_says_the_mesh_and_the_device(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fields: str, mesh: list[int]
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(f"distributed_type: FSDP\nuse_cpu: true\n{fields}")
+    given = ["planned_module:with_batch", "--json", "--config", str(config)]
+    result = _run(tmp_path, monkeypatch, *given)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert (found["mesh"], found["device"]) == (mesh, "cpu")
+    result = _run(tmp_path, monkeypatch, *given, "--mesh", "2x2", "--device", "cuda")
+    if len(mesh) == 2:  # The command line comes first.
+        found = json.loads(result.output)
+        assert (found["mesh"], found["device"]) == ([2, 2], "cuda")
+    else:
+        assert result.exit_code == 1
+
+
+def test_a_config_without_ranks_needs_a_mesh(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
+    for args in ([], ["--config", str(config)]):
+        result = _run(tmp_path, monkeypatch, "planned_module:with_batch", *args)
+        assert result.exit_code == 1
+        assert "--mesh must be given, such as 512x8, or a --config" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,76 @@ def test_a_thousand_steps_of_equal_ranks_give_no_alarm(num_ranks: int, spread: f
     assert typing.cast("list[LateRank]", found) == []
 
 
+def alike(
+    deviations: typing.Sequence[float], num_steps: int, seed: int, correlation: float = 0.0
+) -> dict[int, list[TimeSlice]]:
+    """Return slices of ranks with no delay, whose steps vary by a deviation of a step each.
+
+    Args:
+        deviations: Deviation of each rank.
+        num_steps: Number of steps.
+        seed: Number that chooses the values.
+        correlation: Correlation of neighbouring steps.
+    """
+    rng = random.Random(seed)
+    by_rank: dict[int, list[TimeSlice]] = {}
+    for rank, deviation in enumerate(deviations):
+        at, slices, extra = 0.0, [], 0.0
+        fresh = deviation * (1 - correlation**2) ** 0.5
+        for step in range(num_steps):
+            extra = correlation * extra + rng.gauss(0, fresh)
+            middle = at + 0.3
+            end = middle + max(0.7 + extra, 0)
+            slices.append(TimeSlice(at, middle, step, "forward", "", "compute"))
+            slices.append(TimeSlice(middle, end, step, "backward", "", "compute"))
+            at = end
+        by_rank[rank] = slices
+    return by_rank
+
+
+ONE_OF_EIGHT = [0.002] * 3 + [0.05] + [0.002] * 4
+
+
+@pytest.mark.parametrize(
+    ("deviations", "correlation", "num_steps", "most"),
+    [
+        ([0.02] * 4, 0.9, 20, 12),  # 19 steps that say as much as one.
+        ([0.02] * 4, 0.9, 100, 1),
+        ([0.02] * 4, 0.6, 20, 1),
+        (ONE_OF_EIGHT, 0.0, 20, 1),
+        (ONE_OF_EIGHT, 0.0, 100, 1),
+    ],
+)
+def test_alarms_in_50_runs_of_ranks_that_are_not_late(
+    deviations: list[float], correlation: float, num_steps: int, most: int
+) -> None:
+    runs = (alike(deviations, num_steps, seed, correlation) for seed in range(50))
+    assert sum(bool(late_ranks(run)) for run in runs) <= most
+
+
+@pytest.mark.parametrize("deviation", [0.002, 0.02, 0.05])
+def test_a_delay_of_all_steps_is_told_with_its_length(deviation: float) -> None:
+    run = alike([deviation] * 4, 1000, seed=1)
+    late, run[2] = run[2], []
+    for each in late:
+        moved, longer = 0.03 * each.step, 0.03 * (each.phase == "backward")
+        begin = each.begin + moved
+        run[2].append(each._replace(begin=begin, end=each.end + moved + longer))
+    [found] = late_ranks(run)
+    assert (found.rank, found.phase, found.kind) == (2, "backward", "slow")
+    assert found.share == pytest.approx(0.03, abs=0.005)
+    assert found.first_step < 30
+    assert found.num_steps > 950
+
+
+def test_a_delay_that_ends_is_told_with_its_steps() -> None:
+    def delay(rank: int, step: int, *where: str) -> float:
+        return 0.03 * (rank == 1 and 30 <= step < 60 and where == ("backward", "layers.1"))
+
+    [found] = late_in(SyntheticRun(4, num_steps=100, jitter_s=0.0001, delay=delay))
+    assert (found.kind, found.first_step, found.num_steps) == ("slow", 30, 30)
+
+
 def test_less_than_five_steps_say_nothing() -> None:
     run = SyntheticRun(2, num_steps=5)
     run.delay = lambda rank, step, phase, group: 0.1 * (rank == 1)  # noqa: ARG005
