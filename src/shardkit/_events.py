@@ -22,7 +22,7 @@ Kinds, what they span, and what `nbytes` says:
   this rank's range of the sums. Without a group: numbers that ranks compare.
 - ``wait``: the time for which the host, or on an accelerator the order of streams, holds compute
   back for a gather or a reduction, or for its send buffer. It is for what ends next of the same
-  group. 0.
+  group, and has no bytes of its own: they are those of that gather or reduction. 0.
 - ``copy``: between host and device, of offloaded shards and gradients. Bytes. An instant: the
   copy is a part of the gather or reduction of the same group, told beside it.
 - ``reshard``: a group's unsharded parameters are over. An instant; their bytes.

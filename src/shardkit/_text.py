@@ -56,7 +56,7 @@ def shown_nbytes(nbytes: int) -> str:
 Kind = Callable[[Any], Any]
 """Reads a value, and returns what is meant, or raises `NotOfKindError`."""
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([\d.e+_-]+)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
 
 
@@ -139,12 +139,12 @@ def _float(value: Any) -> float:
 
 
 def byte_size(value: Any) -> int:
-    """Read a number of bytes above 0, such as ``80GiB``, ``5GB``, ``1.5 MiB`` or ``7``."""
+    """Read a number of bytes above 0, such as ``80GiB``, ``5GB``, ``1.5 MiB``, ``1e9`` or ``7``."""
     size = 0
-    with contextlib.suppress(ValueError, OverflowError):  # More digits than Python reads.
+    with contextlib.suppress(ValueError, OverflowError):  # No number, or too large a one.
         if found := _SIZE.fullmatch(str(value)):
             power = " KMGT".index((found[2] or " ").upper())
             size = int(float(found[1]) * (_KIB if found[3] else 1000) ** power)
     if size < 1:
-        raise NotOfKindError(expected="must be a number of bytes such as 80GiB or 5GB")
+        raise NotOfKindError(expected="must be a number of bytes such as 5000000000, 5GB or 80GiB")
     return size

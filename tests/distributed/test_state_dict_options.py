@@ -312,6 +312,14 @@ def test_strict_ones_refuse_the_same_names(
         assert {"missing": "few.weight", "unknown": "unknown.weight"}[change] in error.message
 
 
+def test_torch_accepts_a_whole_state_that_lacks_names(spawn: Spawn, spawn_errors: Spawn) -> None:
+    for functions in ("FSDP2", "torch's, under install"):
+        spawn(set_changed, 2, functions, WHOLE, "missing")
+    for error in spawn_errors(set_changed, 2, "shardkit's", WHOLE, "missing"):
+        assert error.type_name == "RuntimeError"
+        assert "few.weight" in error.message
+
+
 def linears() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

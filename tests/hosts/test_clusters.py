@@ -18,7 +18,7 @@ import host_training
 import pytest
 
 from launching import free_port
-from shardkit.launch.slurm import first_host
+from shardkit.launch.slurm import host_names
 from two_hosts import two_hosts
 
 if typing.TYPE_CHECKING:
@@ -152,10 +152,10 @@ def assert_trained(folder: pathlib.Path, ranks: int, output: str = "") -> None:
     ], output
 
 
-def test_the_first_host_is_slurms(slurm: Slurm, tmp_path: pathlib.Path) -> None:
-    for text in ("node[001-003,007],gpu-a", "gpu-a,r[1-2]n[01-02]", "r[1-2]n[01-02],n[098-101]"):
-        shown = slurm.run("scontrol", "show", "hostnames", text, cwd=tmp_path)
-        assert first_host(text) == shown.split()[0]
+def test_names_of_hosts_are_slurms(slurm: Slurm, tmp_path: pathlib.Path) -> None:
+    text = "node[001-003,007],gpu-a,r[1-2]n[01-02],n[098-101]"
+    shown = slurm.run("scontrol", "show", "hostnames", text, cwd=tmp_path)
+    assert host_names(text) == tuple(shown.split())
 
 
 def test_the_batch_script(slurm: Slurm, tmp_path: pathlib.Path) -> None:

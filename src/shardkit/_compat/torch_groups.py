@@ -30,7 +30,7 @@ def named_group(name: str) -> Iterator[None]:
 
     Torch names it by its ranks and by the number of groups that the process is in. That differs
     between ranks of which one is in another group as well: each then waits for the others under a
-    name of its own.
+    name of its own. A torch without the function that is wrapped here names its groups itself.
     """
     _wrap_naming()
     _group_names.name = name
@@ -45,8 +45,11 @@ _group_names = threading.local()
 
 @functools.cache
 def _wrap_naming() -> None:
-    original = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda ranks: getattr(_group_names, "name", None) or original(ranks)
+    original = getattr(c10d, "_hash_ranks_to_str", None)
+    if original is not None:
+        c10d._hash_ranks_to_str = lambda ranks: (
+            getattr(_group_names, "name", None) or original(ranks)
+        )
 
 
 def waited(tensor: Tensor) -> Tensor:
@@ -128,9 +131,11 @@ def separate_attempts() -> None:
     to 2.13 expects a new one), and a rank would wait for the address of one that has died.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return
     module: Any = sys.modules["torch.distributed.rendezvous"]
     original = module._create_c10d_store
-    if attempt == "0" or hasattr(original, "__wrapped__"):
+    if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)

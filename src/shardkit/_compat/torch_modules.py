@@ -96,9 +96,13 @@ def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lambda_of_custom_policy(policy: object) -> Any:
-    """Return the function in FSDP1's `CustomPolicy`, which cannot be asked publicly; else None."""
+    """Return the function in FSDP1's `CustomPolicy`, which has no public way to ask it; else None.
+
+    The attribute is there in torch 2.9.0 and 2.13.0. Without it the policy is no callable, and
+    is refused.
+    """
     module = sys.modules.get("torch.distributed.fsdp.wrap")
     custom = getattr(module, "CustomPolicy", None)
     if custom is None or not isinstance(policy, custom):
         return None
-    return policy._lambda_fn
+    return getattr(policy, "_lambda_fn", None)

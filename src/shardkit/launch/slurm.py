@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from typing import TYPE_CHECKING
 
 from shardkit._errors import LaunchError
+from shardkit._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 """Below those that Linux gives to outgoing connections."""
-_HOST = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-_HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
-_NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
+_NAME = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -63,13 +64,12 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     step = find("SLURM_STEP_ID", "SLURM_STEPID")
     host = number("SLURM_NODEID")
     # Those of the step come first: it may have fewer hosts than its job.
-    hosts = find("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    num_hosts = number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    hosts = host_names(find("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     per_host = tasks_per_host(find("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    if len(per_host) != num_hosts or host >= num_hosts:
+    if len(per_host) != len(hosts) or host >= len(hosts):
         msg = (
-            f"SLURM names {num_hosts} hosts ({hosts}) and {len(per_host)} numbers of tasks; this "
-            f"is host {host}. They must belong together: start this process by `srun` itself."
+            f"SLURM names the hosts {listed(hosts, str)} and {len(per_host)} numbers of tasks; "
+            f"this is host {host}. They must belong together: start this process by `srun` itself."
         )
         raise LaunchError(msg)
     offset = 31 * number("SLURM_JOB_ID", "SLURM_JOBID") + (int(step) if step.isdecimal() else 0)
@@ -81,21 +81,41 @@ def slurm_environment(environment: Mapping[str, str] | None = None) -> dict[str,
         "LOCAL_RANK": str(number("SLURM_LOCALID")),
         "LOCAL_WORLD_SIZE": str(per_host[host]),
         "GROUP_RANK": str(host),
-        "GROUP_WORLD_SIZE": str(num_hosts),
-        "MASTER_ADDR": variables.get("MASTER_ADDR") or first_host(hosts),
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": variables.get("MASTER_ADDR") or hosts[0],
         "MASTER_PORT": str(port),
     }
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first name of a list of SLURM's: of ``node[001-003,007],a`` it is node001."""
-    if not _HOSTS.fullmatch(nodelist):
-        msg = (
-            f"{nodelist!r} is no list of hosts as SLURM writes them, with numbers in brackets, "
-            f"such as node[001-003,007]."
-        )
+def host_names(nodelist: str) -> tuple[str, ...]:
+    """Return the names that a list of SLURM's stands for, in its order.
+
+    ``node[001-003,007],gpu-a`` is node001, node002, node003, node007 and gpu-a.
+
+    Raises:
+        LaunchError: It is no such list.
+    """
+    if _NAME.sub("", nodelist).strip(","):
+        msg = f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,007]."
         raise LaunchError(msg)
-    return _NUMBERS.sub(r"\1", nodelist).partition(",")[0]
+    found: list[str] = []
+    for name in _NAME.findall(nodelist):
+        parts = []
+        for ranges, text in _PART.findall(name):
+            parts.append([text] if text else [])
+            for part in [] if text else ranges.split(","):
+                first, _, last = part.partition("-")
+                last = last or first
+                if not (first.isdecimal() and last.isdecimal()):
+                    msg = (
+                        f"{nodelist!r} has {part!r} in brackets, where numbers must be: "
+                        f"[001-003,007]."
+                    )
+                    raise LaunchError(msg)
+                # With as many zeros as they were written with.
+                parts[-1] += [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+        found += map("".join, itertools.product(*parts))
+    return tuple(found)
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:

@@ -223,7 +223,6 @@ def here_towards(host: str, port: int) -> Here:
 
     Nothing is sent. If `host` is this one, it is the interface that has its address.
     """
-    known = interface_addresses()
     try:
         own = address_towards(host, port)
     except socket.gaierror as error:
@@ -234,13 +233,14 @@ def here_towards(host: str, port: int) -> Here:
         )
         raise LaunchError(msg) from None
     except OSError as error:
-        own_addresses = ", ".join(each[0] for each in known.values() if each)
+        own_addresses = ", ".join(each[0] for each in interface_addresses().values() if each)
         msg = (
             f"no route leads from this host ({socket.gethostname()}) to {host}, where the ranks "
             f"are to meet: {error}. Its addresses are {own_addresses or 'none'}. Give an address "
             f"of the network that all hosts share as --main_process_ip."
         )
         raise LaunchError(msg) from None
+    known = interface_addresses()
     return Here(own, next((name for name, each in known.items() if own in each), None))
 
 

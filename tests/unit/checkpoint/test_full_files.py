@@ -406,15 +406,30 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [(7, 7), ("12", 12), ("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("2kb", 2000)],
+    [
+        (7, 7),
+        ("12", 12),
+        ("5GB", 5 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("2kb", 2000),
+        ("1e9", 10**9),
+        (1e20, 10**20),
+        ("1_000", 1000),
+        (".5GB", 5 * 10**8),
+        ("5.GB", 5 * 10**9),
+    ],
 )
 def test_sizes(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5 bananas", 0, "-3", "1e400GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "5 bananas", 0, "-3", "1e400GB", "1_", "1-2", ".", "e9"]
+)
 def test_sizes_that_are_none(text: int | str) -> None:
-    with pytest.raises(CheckpointError, match="max_shard_size must be"):
+    with pytest.raises(
+        CheckpointError, match="max_shard_size must be a number of bytes such as 50000"
+    ):
         parse_size(text)
 
 

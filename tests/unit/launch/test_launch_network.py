@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import socket
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -26,6 +27,14 @@ def test_this_host_reaches_itself() -> None:
 
 def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(LaunchError, match=r"does not know 'nobody\.invalid', where"):
+        here_towards("nobody.invalid", 1)
+
+
+def test_an_unknown_name_is_said_before_interfaces_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)  # Looking for them would raise.
+    with pytest.raises(LaunchError, match="does not know 'nobody"):
         here_towards("nobody.invalid", 1)
 
 

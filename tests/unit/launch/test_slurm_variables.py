@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit._errors import LaunchError
 from shardkit.launch import slurm_environment
-from shardkit.launch.slurm import first_host, tasks_per_host
+from shardkit.launch.slurm import host_names, tasks_per_host
 
 # What srun of SLURM 22.05 set for the last of four tasks on two nodes.
 REAL = {
@@ -55,6 +53,15 @@ def test_a_step_may_have_fewer_hosts_than_its_job() -> None:
     assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("4", "1")
 
 
+@pytest.mark.parametrize("of_job", [None, "4"])
+def test_the_list_says_how_many_hosts_there_are(of_job: str | None) -> None:
+    names = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES")
+    variables = {name: value for name, value in REAL.items() if name not in names}
+    if of_job is not None:
+        variables |= {"SLURM_NNODES": of_job, "SLURM_JOB_NUM_NODES": of_job}
+    assert slurm_environment(variables)["GROUP_WORLD_SIZE"] == "2"
+
+
 def test_a_chosen_place_stays() -> None:
     found = slurm_environment(REAL | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"})
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "5")
@@ -73,24 +80,24 @@ def test_steps_of_one_job_meet_at_different_ports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "names"),
     [
-        ("a", "a"),
-        ("node[001-003,007]", "node001"),
-        ("node[7,9-11],node[1-2]", "node7"),
-        ("gpu-a,node[9-11]", "gpu-a"),
-        ("r[1-2]n[01-02]-x", "r1n01-x"),
-        ("n[099-101],z[5]", "n099"),
+        ("a", ("a",)),
+        ("node[001-003,007]", ("node001", "node002", "node003", "node007")),
+        ("node[7,9-11],node[1-2]", ("node7", "node9", "node10", "node11", "node1", "node2")),
+        ("gpu-a,node[9-11]", ("gpu-a", "node9", "node10", "node11")),
+        ("r[1-2]n[01-02]-x", ("r1n01-x", "r1n02-x", "r2n01-x", "r2n02-x")),
+        ("n[099-101],z[5]", ("n099", "n100", "n101", "z5")),
     ],
 )
-def test_the_first_of_a_list_of_hosts(text: str, name: str) -> None:
-    assert first_host(text) == name
+def test_lists_of_hosts(text: str, names: tuple[str, ...]) -> None:
+    assert host_names(text) == names
 
 
 @given(st.lists(st.integers(0, 1200), min_size=1, max_size=20), st.integers(1, 4))
-def test_any_first_number_comes_back(numbers: list[int], width: int) -> None:
+def test_any_numbers_come_back(numbers: list[int], width: int) -> None:
     words = [str(number).zfill(width) for number in numbers]
-    assert first_host(f"n[{','.join(words)}]") == f"n{words[0]}"
+    assert host_names(f"n[{','.join(words)}]") == tuple(f"n{word}" for word in words)
 
 
 def test_tasks_of_hosts() -> None:
@@ -104,18 +111,16 @@ def test_tasks_of_hosts() -> None:
         ({"SLURM_PROCID": ""}, "SLURM_PROCID is not in the environment"),
         ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID must be a number, got 'x'"),
         ({"SLURM_STEP_NODELIST": "node[1-2"}, "no list of hosts"),
-        (
-            {"SLURM_STEP_NODELIST": "node[1-b]"},
-            "'node[1-b]' is no list of hosts",
-        ),
+        ({"SLURM_STEP_NODELIST": "node[1-b]"}, "has '1-b' in brackets"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "how many tasks hosts have"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "start this process by `srun` itself"),
-        ({"SLURM_STEP_NUM_NODES": "3"}, "3 hosts (node[001-002]) and 2 numbers of tasks"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, "node001, node002 and 3 numbers of tasks"),
+        ({"SLURM_STEP_NODELIST": "node[1-b]", "MASTER_ADDR": "a"}, "has '1-b' in brackets"),
         ({"SLURM_NODEID": "2"}, "this is host 2"),
     ],
 )
 def test_what_cannot_be_read_has_a_name(changed: dict[str, str], message: str) -> None:
-    with pytest.raises(LaunchError, match=re.sub(r"([\[\]()])", r"\\\1", message)):
+    with pytest.raises(LaunchError, match=message.replace("[", r"\[")):
         slurm_environment(REAL | changed)
 
 

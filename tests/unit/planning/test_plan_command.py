@@ -33,7 +33,7 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "80 iB", "-1GB", "80GiBs"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="such as 80GiB"):
+    with pytest.raises(ConfigError, match="such as 5000000000, 5GB or 80GiB"):
         read_size(text)
 
 

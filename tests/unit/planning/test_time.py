@@ -116,10 +116,13 @@ def test_what_is_offloaded_is_copied_with_its_own_collectives(
     sent = [span for span in time.spans if span.lane != "compute"]
     edges = sorted({edge for span in sent for edge in (span.begin, span.end)})
     copied_s: dict[str, float] = collections.defaultdict(float)
+    reduced_s: dict[str, float] = collections.defaultdict(float)
     for begin, end in itertools.pairwise(edges):  # Collectives at the same time share the link.
-        running = [s.lane for s in sent if s.begin <= begin and end <= s.end]
-        for lane in running:
-            copied_s[lane] += (end - begin) / len(running)
+        running = [s for s in sent if s.begin <= begin and end <= s.end]
+        for span in running:
+            copied_s[span.lane] += (end - begin) / len(running)
+            if span.lane == "reduce":
+                reduced_s[span.name] += (end - begin) / len(running)
     # Shards are copied as they are, in float32; sums as they were sent, in bfloat16.
     # The root's parameters stay, and those of the last block between forward and backward.
     gathered = (2 * DEPTH - 1) * block + head
@@ -127,8 +130,11 @@ def test_what_is_offloaded_is_copied_with_its_own_collectives(
     reduced = DEPTH * block + head
     assert copied_s["reduce"] == pytest.approx(2 * reduced / num_shards / 1e9, rel=0.02)
     if width == WIDTH:  # Blocks travel alone. Sums over replicas are not copied.
-        by_block = {s.name for s in sent if s.lane == "reduce" and s.end - s.begin > 1e-6}
-        assert by_block == {"the root", *(f"blocks.{i}" for i in range(DEPTH))}
+        copied = {name: seconds for name, seconds in reduced_s.items() if seconds > 1e-6}
+        expected = {f"blocks.{i}": 2 * block / num_shards / 1e9 for i in range(DEPTH)}
+        assert copied == pytest.approx(
+            {"the root": 2 * head / num_shards / 1e9, **expected}, rel=0.02
+        )
 
 
 def test_where_the_processor_sends_nothing_is_hidden(planned: typing.Any) -> None:
