@@ -58,7 +58,7 @@ def test_under_torchrun_rank_0_prints_for_the_group() -> None:
     assert done.stdout.count("3 ranks, meeting at ") == 1, done.stderr[-3000:]
     assert "ranks 0, 1, 2" in done.stdout
     assert "connections (TCP): 6," in done.stdout
-    assert re.search(r"all_reduce +16 MiB +[\d.]+ ms", done.stdout)
+    assert re.search(r"all_reduce +16\.0 MiB +[\d.]+ ms", done.stdout)
     assert "XLA: " in done.stdout
 
 
