@@ -156,7 +156,9 @@ def test_a_link_is_told_from_a_rank(spawn: Spawn, tmp_path: pathlib.Path) -> Non
     """A small part of the below, with a delay of which a busy machine makes no secret."""
     delay = Delay("link", 0, 0.06)
     spawn(train_with, 2, str(tmp_path), (2,), [delay])
-    first = Trace.read(pathlib.Path(delay.folder(str(tmp_path)))).late[0]
+    found = Trace.read(pathlib.Path(delay.folder(str(tmp_path)))).late
+    assert found, f"{delay} was not found"
+    first = found[0]
     assert (first.rank, first.kind) == (0, "slow link")
 
 
@@ -198,6 +200,8 @@ def train_alike(folder: str, num_steps: int) -> None:
 def test_a_thousand_steps_of_ranks_that_are_alike(spawn: Spawn, tmp_path: pathlib.Path) -> None:
     spawn(train_alike, 2, str(tmp_path), 1000, timeout_s=200)
     trace = Trace.read(tmp_path)
+    # Other processes of the machine may take a processor from one rank for a while: that is no
+    # delay of the test, but one of the rank.
     assert len(trace.late) <= 1, trace.late
     # Ranks of one host have one clock, which each compares as if it had its own.
     clocks = [record.header.clock for record in trace.records]
@@ -245,5 +249,6 @@ def test_a_rank_with_less_of_its_processor_is_found(
     spawn: Spawn, tmp_path: pathlib.Path, late: int
 ) -> None:
     spawn(train_with_less_processor, 2, str(tmp_path), late)
-    first = Trace.read(tmp_path).late[0]
-    assert (first.rank, first.kind, first.phase) == (late, "slow", "backward")
+    found = Trace.read(tmp_path).late
+    assert found, f"rank {late} was not found"
+    assert (found[0].rank, found[0].kind, found[0].phase) == (late, "slow", "backward")

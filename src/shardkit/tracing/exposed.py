@@ -22,6 +22,9 @@ step. What a slice is decides its compute stream (on the CPU the process itself)
 **A link is slow.** Where one rank alone has a collective later than all others, which waited for it as
 well, the time from the last of them on is ``link``, that of this rank. So is, of three ranks and more,
 the time for which one rank alone has it and all others wait: what they wait for comes from there.
+Both only where this is longer than 0.1 ms, than clocks differ, and than half of what the ranks that
+had it before waited for the network themselves: collectives never end everywhere at once. With
+three ranks, that one has it alone may be its link or those of both others.
 Of a reduction over two axes only the second half is seen: the first has no wait of its own.
 
 **Rank N came late.** A collective moves nothing until the last of its ranks has issued it. Until then
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 COMPUTE, OUTSIDE, DATA, OPTIMIZER = "compute", "outside", "data", "optimizer"
 HOST, NETWORK, LINK = "host", "network", "link"
 FORWARD, BACKWARD = "forward", "backward"
+_LEAST_LINK_S, _LINK_SHARE = 1e-4, 0.5
 _NO_TIME_S = 1e-7  # Less than clocks tell apart.
 _FIRST, _SECOND = frozenset({"gather", "reduce_scatter"}), "all_reduce"
 
@@ -148,7 +152,8 @@ class Waits:
                         in_order.append((at, part, rank, number))
         for _, part, rank, number in sorted(in_order):
             self._cut(rank, awaited[rank][number], part)
-        self._note_links()
+        errors = (record.header.clock.error_s for record in records)
+        self._note_links(max(_LEAST_LINK_S, 2 * max(errors, default=0.0)))
 
     def of(self, rank: int) -> Sequence[_Span]:
         """Return the parts of a rank's waits in order."""
@@ -255,7 +260,7 @@ class Waits:
             if last <= wait.end:  # Else it was for a part of it only, as over one of several axes.
                 self._met[rank][of.key[0]] = last
 
-    def _note_links(self) -> None:
+    def _note_links(self, least_s: float) -> None:
         """Tell apart what one rank alone waited for, or all others but one."""
         links: dict[int, dict[int, _Span]] = collections.defaultdict(dict)
 
@@ -269,13 +274,14 @@ class Waits:
             if len(done) < len(self._members[key[0]]):
                 continue
             order = sorted(done, key=lambda rank: done[rank][0])
-            (first_s, _), (second_s, _) = done[order[0]], done[order[1]]
-            (before_s, _), (last_s, at) = done[order[-2]], done[order[-1]]
+            (first_s, first_at), (second_s, _) = done[order[0]], done[order[1]]
+            (before_s, before_at), (last_s, at) = done[order[-2]], done[order[-1]]
             if len(order) == 2 or last_s - before_s > second_s - first_s:  # noqa: PLR2004 - a pair
-                if at >= 0:
+                if at >= 0 and last_s - before_s > self._least(least_s, order[-2], before_at):
                     note(order[-1], at, before_s, last_s, order[-1])
             elif all(done[rank][1] >= 0 for rank in order):
-                for rank in order[1:]:
+                least = self._least(least_s, order[0], first_at)
+                for rank in order[1:] if second_s - first_s > least else ():
                     note(rank, done[rank][1], first_s, second_s, order[0])
         for rank, of in links.items():
             cuts = self._cuts[rank]
@@ -284,6 +290,11 @@ class Waits:
                 for at, cut in enumerate(cuts)
                 for part in ([cut] if at not in of else _split(cut, of[at]))
             ]
+
+    def _least(self, least_s: float, rank: int, at: int) -> float:
+        """Return how much longer than `rank`, with its wait for the network, a link takes."""
+        cut = self._cuts[rank][at] if at >= 0 else None
+        return max(least_s, _LINK_SHARE * (cut.end - cut.begin) if cut else 0.0)
 
     def _divide(self, rank: int, late: int, span: _Span) -> Iterator[_Span]:
         """Yield the parts of a wait for `late` by what made that rank late."""

@@ -18,7 +18,7 @@ and apart from that, the time for which a rank's link keeps itself or others wai
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
   deviations, by more than 2 % of all time together.
 
-Where a rank is slow in several phases, as with a part of a processor, each is told.
+Where a rank is slow in several phases, as with a part of a processor, each is named.
 
 Three of five independent normal values are above 3.1 deviations once in 100 million windows. This
 is not the rate of false alarms: a deviation is an estimate, and times are neither independent nor
@@ -45,6 +45,7 @@ _DEVIATIONS = 3.1
 _PARTS = 4
 _MOST_ALIKE = 0.97  # A correlation that leaves one of 66 values.
 _DOUBT = 2.0  # How much less a deviation is worth that comes from few independent values.
+_PAIR = 2  # Those of three that wait for the third one.
 _SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
 _NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
 
@@ -62,6 +63,7 @@ class LateRank(NamedTuple):
         share: The same as a part of a step.
         first_step: Number of the first such step.
         num_steps: Number of such steps.
+        is_unsure: Whether it may be the links of all others as well.
     """
 
     rank: int
@@ -72,12 +74,14 @@ class LateRank(NamedTuple):
     share: float
     first_step: int
     num_steps: int
+    is_unsure: bool = False
 
     def __str__(self) -> str:
         where = f"{self.phase} of {self.group}" if self.group else self.phase
         times = "" if self.kind == "slow" else f" in {self.num_steps} steps"
         adjective, _, link = self.kind.partition(" ")
         who = f"the link of rank {self.rank}" if link else f"rank {self.rank}"
+        who += ", or those of all others," if self.is_unsure else ""
         return (
             f"{who} is {adjective} in {where}: {self.seconds * 1e3:.1f} ms behind the "
             f"others ({self.share:.1%} of a step){times}, from step {self.first_step} on"
@@ -113,7 +117,8 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
                     group = _group_of(of_group, rank, phase, [steps[i] for i in at], seconds)
                     where = (rank, phase, group, kind + suffix)
                     extent = (seconds, seconds / step_s, steps[at[0]], len(at))
-                    found.append(LateRank(*where, *extent))
+                    is_unsure = bool(suffix) and len(_waiting(by_rank, rank, phase)) == _PAIR
+                    found.append(LateRank(*where, *extent, is_unsure))
     return sorted(found, key=lambda late: -late.seconds * late.num_steps)
 
 
@@ -143,6 +148,20 @@ def _link_seconds(by_rank: Mapping[int, Sequence[TimeSlice]]) -> dict[int, _Seco
             where = (step, phase, group)
             most[rank][where] = max(most[rank][where], seconds)
     return most
+
+
+def _waiting(by_rank: Mapping[int, Sequence[TimeSlice]], late: int, phase: str) -> list[int]:
+    """Return the ranks that wait for the link of another one, rather than it itself: most of it."""
+    seconds = {
+        rank: sum(
+            each.seconds
+            for each in slices
+            if each.cause == LINK and each.late_rank == late and each.phase == phase
+        )
+        for rank, slices in by_rank.items()
+    }
+    most = max(seconds.values())
+    return [rank for rank in seconds if rank != late and seconds[rank] > most / 2]
 
 
 def _summed(of: _Seconds) -> dict[tuple[int, str], float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import base64
 import json
+import math
 import sys
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,9 @@ _PLANNED = {"compute": (0, COMPUTE), "gather": (1, "gather"), "reduce": (2, "red
 _KEYS = list(COLORS)
 _US = 1e6
 _MAX_ROWS = 200
+
+
+_ROUNDED_S = 1e-9  # Differences of times are rounded.
 
 
 class PlannedStep(NamedTuple):
@@ -60,13 +64,22 @@ class PlannedStep(NamedTuple):
                 (str(span["lane"]), str(span["name"]), float(span["begin"]), float(span["end"]))
                 for span in time["spans"]
             ]
-            return cls(float(time["seconds"]), float(time["exposed_s"]), spans)
-        except (KeyError, TypeError, ValueError) as error:
+            found = cls(float(time["seconds"]), float(time["exposed_s"]), spans)
+            found._check()
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             msg = (
                 f"--plan must be a file that `python -m shardkit plan ... --hardware NAME --json` "
                 f"has printed, with times; {path} is none: {type(error).__name__}: {error}"
             )
             raise StateError(msg) from error
+        return found
+
+    def _check(self) -> None:
+        times = [self.seconds, self.exposed_s, *(at for span in self.spans for at in span[2:])]
+        for each in times:
+            if not math.isfinite(each) or each < -_ROUNDED_S:
+                msg = f"times must be finite numbers, 0 or more, got {each}"
+                raise ValueError(msg)
 
     def __str__(self) -> str:
         """Return it as a sentence."""

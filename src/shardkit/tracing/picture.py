@@ -10,6 +10,7 @@ from shardkit.tracing.exposed import COMPUTE, DATA, HOST, LINK, NETWORK, OPTIMIZ
 from shardkit.tracing.trace import memory_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -113,6 +114,15 @@ def _middle_step(trace: Trace) -> int:
     return common[len(common) // 2]
 
 
+def curve_between(
+    curve: Sequence[tuple[float, int]], begin: float, end: float
+) -> list[tuple[float, int]]:
+    """Return the part of a curve of steps between two times, with its levels at both."""
+    before = [(begin, nbytes) for at, nbytes in curve if at < begin][-1:]
+    found = before + [(at, nbytes) for at, nbytes in curve if begin <= at <= end]
+    return [*found, (end, found[-1][1])] if found else []
+
+
 def _draw_rank(row: Axes, trace: Trace, rank: int, step: int, start: float) -> None:
     """Draw what a rank did in a step: the step, gathers, reductions, memory, from above."""
     events = next(record.events for record in trace.records if record.header.rank == rank)
@@ -130,10 +140,11 @@ def _draw_rank(row: Axes, trace: Trace, rank: int, step: int, start: float) -> N
         if event.kind in _LANES and event.begin < end and event.end > begin and event.group >= 0:
             key = "gather" if event.kind == "gather" else "reduce"
             bar(event.begin, event.end, _LANES[event.kind], key)
-    curve = [((at - start) * _MS, size) for at, size in memory_of(events) if begin <= at <= end]
+    curve = curve_between(memory_of(events), begin, end)
     most = max((nbytes for _, nbytes in curve), default=0)
     if most:
-        times, sizes = zip(*curve, strict=True)
+        times = [(at - start) * _MS for at, _ in curve]
+        sizes = [nbytes for _, nbytes in curve]
         heights = [_MEMORY * nbytes / most for nbytes in sizes]
         row.fill_between(times, heights, step="post", color=COLORS["memory"], linewidth=0)
     row.set(ylim=(0, 1), yticks=[])

@@ -123,3 +123,15 @@ def test_two_late_ranks_are_told_apart() -> None:
         ("rank 1",): pytest.approx(DELAY_S, rel=0.1),
         ("rank 2",): pytest.approx(DELAY_S / 2, rel=0.1),
     }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_collectives_that_end_nearly_at_once_name_no_link(num_ranks: int) -> None:
+    def link(rank: int, step: int, *where: str) -> float:
+        del step, where
+        return 0.0008 * (rank == 1)
+
+    for extra, is_named in ((link, False), (lambda *where: 5 * link(*where), True)):
+        by_rank = sliced(SyntheticRun(num_ranks, link=extra).records())
+        links = {each.late_rank for of in by_rank.values() for each in of if each.cause == "link"}
+        assert links == ({1} if is_named else set())

@@ -83,6 +83,27 @@ def test_a_link_that_is_slow_to_send_keeps_all_others_waiting() -> None:
     assert (found.rank, found.kind) == (2, "slow link")
 
 
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_of_three_ranks_the_links_of_two_are_not_told_from_that_of_one(num_ranks: int) -> None:
+    def link(rank: int, step: int, *where: str) -> float:
+        del step
+        return 0.02 * (rank != 0 and where[0] == "gather")
+
+    found = late_in(SyntheticRun(num_ranks, num_steps=12, jitter_s=0.0001, link=link))
+    assert found
+    assert {(each.rank, each.kind) for each in found} == {(0, "slow link")}
+    sentence = "the link of rank 0, or those of all others, is slow in backward"
+    assert any(sentence in str(each) for each in found) == (num_ranks == 3)
+
+
+def test_two_slow_links_of_four_are_the_network() -> None:
+    def link(rank: int, step: int, *where: str) -> float:
+        del step
+        return 0.02 * (rank in {1, 3} and where[0] == "gather")
+
+    assert late_in(SyntheticRun(4, num_steps=20, jitter_s=0.0001, link=link)) == []
+
+
 def test_a_link_that_is_slow_now_and_then_is_irregular() -> None:
     def link(rank: int, step: int, *where: str) -> float:
         return 0.08 * (rank == 1 and step % 9 == 4 and where == ("reduce_scatter", "the root"))

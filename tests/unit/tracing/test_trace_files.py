@@ -20,7 +20,7 @@ from shardkit import plan
 from shardkit._cli import app
 from shardkit.tracing.exposed import seconds_by
 from shardkit.tracing.page import write_page
-from shardkit.tracing.picture import COLORS, chosen_ranks, draw
+from shardkit.tracing.picture import COLORS, chosen_ranks, color_key, curve_between, draw
 from shardkit.tracing.records import RecordFile
 from shardkit.tracing.trace import Trace
 
@@ -109,8 +109,18 @@ def test_a_saved_plan_is_a_row_of_the_page(folder: pathlib.Path) -> None:
     assert len(begins) % content["num_steps"] == 0
 
 
-def test_a_plan_without_times_is_refused(folder: pathlib.Path) -> None:
-    (folder / "plan.json").write_text('{"time": null}')
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"time": null}',
+        pytest.param("[" * 100_000, id="nested"),
+        '{"time": {"seconds": NaN, "exposed_s": 0, "spans": []}}',
+        '{"time": {"seconds": 1, "exposed_s": -1, "spans": []}}',
+        '{"time": {"seconds": 1e999, "exposed_s": 0, "spans": []}}',
+    ],
+)
+def test_a_plan_without_times_is_refused(folder: pathlib.Path, text: str) -> None:
+    (folder / "plan.json").write_text(text)
     result = CliRunner().invoke(app, ["trace", str(folder), "--plan", str(folder / "plan.json")])
     assert result.exit_code == 1
     assert "--plan must be a file that" in result.output
@@ -159,7 +169,20 @@ def test_the_picture_is_a_step_of_each_rank(folder: pathlib.Path) -> None:
     for text in ("rank 0", "rank 3", "ms of step 3", "waits for a rank that is late"):
         assert f"<!-- {text} -->" in shown
     num_slices = sum(each.step == 3 for of in trace.slices.values() for each in of)
-    assert sum(shown.count(f"fill: {color}") for color in COLORS.values()) >= num_slices
+    slices = {
+        key: color for key, color in COLORS.items() if key not in {"gather", "reduce", "memory"}
+    }
+    keys = {color_key(each.cause) for of in trace.slices.values() for each in of if each.step == 3}
+    # The legend has each key once.
+    assert sum(shown.count(f"fill: {color}") for color in slices.values()) == num_slices + len(keys)
+
+
+def test_memory_is_drawn_from_the_begin_of_a_step_to_its_end() -> None:
+    curve = [(0.0, 5), (1.0, 7), (2.5, 0), (4.0, 9)]
+    assert curve_between(curve, 2.0, 3.0) == [(2.0, 7), (2.5, 0), (3.0, 0)]
+    assert curve_between(curve, 3.0, 3.5) == [(3.0, 0), (3.5, 0)]
+    assert curve_between(curve[1:], 0.0, 2.0) == [(1.0, 7), (2.0, 7)]
+    assert curve_between([], 0.0, 1.0) == []
 
 
 def test_a_png_is_drawn_where_it_is_asked_for(folder: pathlib.Path) -> None:
