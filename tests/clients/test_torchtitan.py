@@ -41,8 +41,9 @@ def pipeline(schedule: str, **fields: typing.Any) -> Case:
 CASES = {
     "fp32": Case(),
     "fp32, 4 ranks": Case(ranks=4),
+    # bf16 rounds sums of gradients in another order: norms were measured to differ by 1.2e-4.
     "bf16": Case(
-        training={"mixed_precision_param": "bfloat16"}, tolerance=2e-3, norm_tolerance=2e-3
+        training={"mixed_precision_param": "bfloat16"}, tolerance=2e-3, norm_tolerance=2.5e-4
     ),
     "accumulation": Case(training={"global_batch_size": 16}),
     "selective recomputation": Case(recompute="selective"),
@@ -71,6 +72,7 @@ CASES = {
         ranks=4, parallelism={"spmd_backend": "full_dtensor", "tensor_parallel_degree": 2}
     ),
     "experts": experts(),
+    # Their norms were measured to differ by up to 4.7e-6; the cause is not shown.
     "experts in fp32": Case(
         model="deepseek_v3",
         has_exact_experts=True,

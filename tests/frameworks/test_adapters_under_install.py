@@ -23,7 +23,9 @@ pytestmark = pytest.mark.frameworks
 TOLERANCE = 3e-6  # Losses lie between 4 and 5.
 
 
-def tune(names: tuple[str, ...] | None, *, before: bool) -> tuple[list[float], dict[str, Tensor]]:
+def tune(
+    names: tuple[str, ...] | None, *, before: bool, is_safe: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     """Add adapters and shard, as scripts for FSDP2 do; train; return losses and whole tensors."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -59,8 +61,6 @@ def tune(names: tuple[str, ...] | None, *, before: bool) -> tuple[list[float], d
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     adapters = get_peft_model_state_dict(model)
-    # FSDP2 merges nothing then: it takes no tensor that is assigned to `weight.data`.
-    is_safe = names is None and any(isinstance(m, shardkit.FSDPModule) for m in model.modules())
     merged = model.merge_and_unload(safe_merge=is_safe)
     whole = {**adapters, **dict(merged.named_parameters())}
     return losses, {
@@ -72,11 +72,19 @@ def tune(names: tuple[str, ...] | None, *, before: bool) -> tuple[list[float], d
 def beside_fsdp2(names: tuple[str, ...] | None, before: bool) -> None:
     wanted, expected = tune(names, before=before)
     with shardkit.install():
-        found, whole = tune(names, before=before)
+        found, whole = tune(names, before=before, is_safe=names is None)
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
     assert whole.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-5, msg=name)
+    if names is None:  # FSDP2 merges nothing then, without a word.
+        _, unmerged = tune(names, before=before, is_safe=True)
+        plain = make("llama").state_dict()
+        targets = [name for name in expected if name.endswith(("q_proj.weight", "v_proj.weight"))]
+        assert targets
+        for name in targets:
+            assert torch.equal(unmerged[name], plain[name]), name
+            assert not torch.equal(expected[name], plain[name]), name
 
 
 @pytest.mark.parametrize("names", [None, ("fsdp",)], ids=str)
