@@ -23,7 +23,7 @@ if typing.TYPE_CHECKING:
 
     from workers import Spawn
 
-NUM_STEPS = 8
+NUM_STEPS = 14
 DELAY_S = 0.06
 WIDTH = 64
 
