@@ -141,6 +141,10 @@ class StepObserver:
         """Events that have begun and not ended, in the order of their beginnings."""
         return list(map(OpenEvent._make, self._open))
 
+    def is_within(self, kind: Kind) -> bool:
+        """Whether an event of a kind has begun and not ended."""
+        return any(found[0] == kind for found in self._open)
+
     def begin(
         self,
         kind: Kind,
@@ -188,7 +192,7 @@ class StepObserver:
     def end_backward(self, group: int) -> None:
         """The backward of a root ends, by its first group; another root's may be under way."""
         self.end("pass", group)
-        if not any(found[0] == "pass" for found in self._open):
+        if not self.is_within("pass"):
             self.phase = "optimizer"
 
     def forget(self, groups: Collection[int]) -> None:

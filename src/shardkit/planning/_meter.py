@@ -226,7 +226,7 @@ class MemoryMeter(TorchDispatchMode):
         if not self._is_timed:
             return
         observer = _events.observer
-        if observer is None or any(event.kind == "wait" for event in observer.under_way):
+        if observer is None or observer.is_within("wait"):
             return
         name = func.overloadpacket.__name__
         is_new = any(t.untyped_storage()._cdata not in self._alive for t in results)  # noqa: SLF001

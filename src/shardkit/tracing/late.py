@@ -28,6 +28,7 @@ normal. `tests/unit/tracing/test_late.py` counts alarms among ranks that are ali
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from shardkit.tracing.exposed import BACKWARD, DATA, FORWARD, HOST, LINK, OPTIMIZER, seconds_by
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardkit.tracing.exposed import TimeSlice
 
@@ -110,8 +111,9 @@ def late_ranks(by_rank: Mapping[int, Sequence[TimeSlice]]) -> list[LateRank]:
             table = {rank: [own[rank][step, phase] for step in steps] for rank in sorted(by_rank)}
             behind = _behind(table)
             pooled = _deviation([change for of in behind.values() for change in _changes(of)])
+            of_all = functools.cache(functools.partial(_variation, [*behind.values()]))
             for rank, values in behind.items():
-                kind, at = _judge(behind, rank, pooled, step_s)
+                kind, at = _judge(values, pooled, of_all, step_s)
                 if at:
                     seconds = statistics.median(values[i] for i in at)
                     group = _group_of(of_group, rank, phase, [steps[i] for i in at], seconds)
@@ -205,10 +207,19 @@ def _changes(values: Sequence[float], lag: int = 1) -> list[float]:
 
 
 def _judge(
-    behind: Mapping[int, Sequence[float]], rank: int, pooled: float, step_s: float
+    values: Sequence[float],
+    pooled: float,
+    of_all: Callable[[int, int], tuple[float, float]],
+    step_s: float,
 ) -> tuple[str, list[int]]:
-    """Return how a rank is behind, and the indices of the steps; none: it is not."""
-    values = behind[rank]
+    """Return how a rank is behind, and the indices of the steps; none: it is not.
+
+    Args:
+        values: Seconds by which the rank is behind, by step.
+        pooled: Deviation of the changes of all ranks.
+        of_all: Function that returns the `_variation` of all ranks around a window.
+        step_s: Time of a step.
+    """
     number = len(values)
     level = 0.0
     for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
@@ -216,9 +227,9 @@ def _judge(
         least = max(_LEAST * step_s, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
         is_short = width * _PARTS < number
         for begin in range(number - width if is_short else 0, number - width + 1, width // WINDOW):
-            window = slice(begin, begin + width)
-            middle = statistics.median(values[window])
-            if middle > least and middle > _chance(behind, rank, window):
+            stop = begin + width
+            middle = statistics.median(values[begin:stop])
+            if middle > least and middle > _chance(values, begin, stop, of_all(begin, stop)):
                 level = middle
                 break
     if level:
@@ -231,35 +242,34 @@ def _judge(
     return "irregular", spikes if len(spikes) > 1 and is_much else []
 
 
-def _chance(behind: Mapping[int, Sequence[float]], rank: int, window: slice) -> float:
+def _chance(values: Sequence[float], begin: int, stop: int, of_all: tuple[float, float]) -> float:
     """Return how far a rank may be behind in a window by chance."""
-    values = behind[rank]
     number = len(values)
-    deviation = correlation = 0.0
-    for many in ([values], list(behind.values())):
-        # Parts have medians of their own: a delay that lasts is no deviation.
-        parts = [of[part] for of in many for part in _parts(window) if of[part]]
-        centers = [statistics.median(part) for part in parts]
-        pairs = zip(parts, centers, strict=True)
-        spread = _deviation([abs(value - center) for part, center in pairs for value in part])
-        change = _deviation([each for part in parts for each in _changes(part)])
-        slow_change = _deviation([each for part in parts for each in _changes(part, WINDOW - 1)])
-        deviation = max(deviation, spread, change, slow_change)
-        if (
-            spread > change
-        ):  # Of neighbours with a correlation r, changes have 1 - r of the variance.
-            correlation = max(correlation, 1 - (change / spread) ** 2)
+    deviation, correlation = map(max, _variation([values], begin, stop), of_all)
     # What so few values show of a correlation is too small by about this.
     correlation = min(correlation + (1 + 4 * correlation) / number, _MOST_ALIKE)
     independent = (1 - correlation) / (1 + correlation)
-    inside = max(1.0, len(values[window]) * independent)
+    inside = max(1.0, (stop - begin) * independent)
     doubt = 1 + _DOUBT / max(1.0, number * independent)
     return doubt * _DEVIATIONS * deviation * math.sqrt(WINDOW / inside)
 
 
-def _parts(window: slice) -> tuple[slice, slice, slice]:
-    """Return what is before a window, in it, and after it."""
-    return slice(window.start), window, slice(window.stop, None)
+def _variation(ranks: Sequence[Sequence[float]], begin: int, stop: int) -> tuple[float, float]:
+    """Return the deviation of the values of some ranks, and how neighbours are correlated.
+
+    Before a window, in it, and behind it values have medians of their own: a delay that lasts is no
+    deviation.
+    """
+    cuts = (slice(begin), slice(begin, stop), slice(stop, None))
+    parts = [of[cut] for of in ranks for cut in cuts if of[cut]]
+    centers = [statistics.median(part) for part in parts]
+    pairs = zip(parts, centers, strict=True)
+    spread = _deviation([abs(value - center) for part, center in pairs for value in part])
+    change = _deviation([each for part in parts for each in _changes(part)])
+    slow_change = _deviation([each for part in parts for each in _changes(part, WINDOW - 1)])
+    # Of neighbours with a correlation r, changes have 1 - r of the variance.
+    correlation = 1 - (change / spread) ** 2 if spread > change else 0.0
+    return max(spread, change, slow_change), correlation
 
 
 def _extent(values: Sequence[float], level: float) -> range:

@@ -306,19 +306,11 @@ def _state_inside(
     model: nn.Module, state: dict[str, Any], submodules: Collection[nn.Module], *, keep: bool
 ) -> dict[str, Any]:
     """Return the state of some modules in a model, by names in the model or in the module."""
-    prefixes = {each: plain_name(model, name) for name, each in model.named_modules()}
-    for module in submodules:
-        if module not in prefixes:
-            msg = (
-                f"submodules has a module that is not in the model, a {type(module).__name__}. "
-                f"Pass modules of the model."
-            )
-            raise CheckpointError(msg)
+    prefixes = _prefixes(model, submodules)
     found: dict[str, Any] = {}
     for module in filter(submodules.__contains__, prefixes):  # In the same order on all ranks.
-        prefix = f"{prefixes[module]}." if prefixes[module] else ""
-        inside = [key for key in state if key.startswith(prefix)]
-        named = {key if keep else key.removeprefix(prefix): state[key] for key in inside}
+        inside = [key for key in state if key.startswith(prefixes[module])]
+        named = {key if keep else key.removeprefix(prefixes[module]): state[key] for key in inside}
         if not keep and not found.keys().isdisjoint(named):
             msg = (
                 f"several of submodules have an entry {next(filter(found.__contains__, named))!r}. "
@@ -327,6 +319,20 @@ def _state_inside(
             raise CheckpointError(msg)
         found |= named
     return found
+
+
+def _prefixes(model: nn.Module, wanted: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Return what names in each module of the model begin with; `wanted` must be among them."""
+    names = ((each, plain_name(model, name)) for name, each in model.named_modules())
+    prefixes = {each: f"{name}." if name else "" for each, name in names}
+    for module in wanted:
+        if module not in prefixes:
+            msg = (
+                f"state is asked for, or given, of a module that is not in the model, a "
+                f"{type(module).__name__}. Pass modules of this model."
+            )
+            raise CheckpointError(msg)
+    return prefixes
 
 
 def get_optimizer_state_dict(
@@ -528,22 +534,17 @@ def _placed(
 
 def _by_names_of(model: nn.Module, state: Any) -> Any:
     """Return a state by names; those of modules in it are by the names of these modules."""
-    if not isinstance(state, Mapping) or not any(isinstance(key, nn.Module) for key in state):
+    is_mapping = isinstance(state, Mapping)
+    modules = [key for key in state if isinstance(key, nn.Module)] if is_mapping else []
+    if not modules:
         return state
-    names = {each: plain_name(model, name) for name, each in model.named_modules()}
+    prefixes = _prefixes(model, modules)
     found: dict[str, Any] = {}
     for key, value in state.items():
-        if not isinstance(key, nn.Module):
+        if isinstance(key, nn.Module):
+            found |= {f"{prefixes[key]}{name}": each for name, each in value.items()}
+        else:
             found[key] = value
-            continue
-        if key not in names:
-            msg = (
-                f"the state dict has an entry for a module that is not in the model, a "
-                f"{type(key).__name__}. Pass modules of the model that is loaded, or a state by "
-                f"names."
-            )
-            raise CheckpointError(msg)
-        found |= {f"{names[key]}.{name}".removeprefix("."): each for name, each in value.items()}
     return found
 
 
