@@ -37,8 +37,9 @@ class Axis(Protocol):
 
 
 class TensorParallelSplit(Protocol):
-    """How a tensor is split over another mesh before it is cut (`backends.dtensor`).
+    """How a tensor is split over another mesh before it is cut.
 
+    It is `backends.dtensor.TensorParallel`: backends and tensors do not import each other.
     The piece is a range of this rank's part, which begins at `offsets` in the whole.
     """
 
@@ -57,14 +58,12 @@ class TensorParallelSplit(Protocol):
     def retire(self, param: Tensor, name: str) -> None: ...
 
 
-class SelfGathering(Protocol):
-    """A tensor subclass that gathers itself (`_params.subclass_store`)."""
-
-    cls: type[Tensor]
-
-
 class PackedLayout(Protocol):
-    """How a parameter over several tensors lies in bytes (`_params.packing`)."""
+    """How a parameter over several tensors lies in bytes.
+
+    It is `_params.packing.Packing`, which is found by what modules hold: of that nothing is known
+    here.
+    """
 
     cls: type[Tensor]
     shape: tuple[int, ...]
@@ -73,21 +72,6 @@ class PackedLayout(Protocol):
     def pack(self, tensor: Tensor) -> Tensor: ...
     def check(self, tensor: Tensor) -> None: ...
     def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor: ...
-
-
-class Allocator(Protocol):
-    """Memory of optimizer state (`_tensor.ops.dispatch`)."""
-
-    def allocate(
-        self, spec: ShardSpec, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor] | None: ...
-
-
-class ParamWithSites(Protocol):
-    """A parameter and every (module, attribute) that holds it (`_params.sites`)."""
-
-    param: nn.Parameter
-    sites: list[tuple[nn.Module, str]]
 
 
 @dataclass(frozen=True)
@@ -149,10 +133,10 @@ class ShardSpec:
         start: First owned element of the flattened tensor on this rank.
         stop: End of the owned elements; equal to `start` where this rank owns nothing.
         piece_range: Range [start, stop) of this rank's piece in its shard.
-        state_allocator: Allocator that lays optimizer state of the bucket end to end; None: each
+        state_allocator: `ops.StateAllocator` that lays optimizer state of the bucket end to end; None: each
             apart.
         shard_device: Device of the pieces; None: the device of the mesh.
-        subclass: Class of the parameter, if that gathers itself.
+        subclass: `SubclassLayout` of the parameter's store, if its class gathers itself.
         packing: Bytes of the parameter's tensors, if it lies over several: then the cut tensor is
             these bytes. Set by the store.
         tensor_parallel: Split of the parameter over another mesh before it is cut here: then the
@@ -165,7 +149,7 @@ class ShardSpec:
             the same elements, cut in different ways, one of them does.
         is_worthless: Whether a step ran with dummy collectives (`set_debug`): nothing here is to be
             saved.
-        entry: Weak reference to the parameter and where its group found it.
+        entry: Weak reference to the `ParamEntry` of its group: the parameter, and who holds it.
         unsharded: Weak reference to what modules hold in its place while it is unsharded.
     """
 
@@ -176,10 +160,10 @@ class ShardSpec:
     axis: Axis
     name: str
     around: DeviceMesh | None = None
-    state_allocator: Allocator | None = None
+    state_allocator: Any = None
     shard_device: torch.device | None = None
     tensor_parallel: TensorParallelSplit | None = None
-    subclass: SelfGathering | None = None
+    subclass: Any = None
     axes: tuple[Axis, ...] = field(init=False)
     total_axes: tuple[Axis, ...] = field(init=False)
     num_counted: int = field(init=False, default=1)
@@ -190,7 +174,7 @@ class ShardSpec:
     piece_range: tuple[int, int] = field(init=False)
     is_written_here: bool = field(init=False, default=True)
     is_worthless: bool = field(init=False, default=False)
-    entry: weakref.ref[ParamWithSites] | None = field(init=False, default=None)
+    entry: weakref.ref[Any] | None = field(init=False, default=None)
     unsharded: weakref.ref[nn.Parameter] | None = field(init=False, default=None)
     packing: PackedLayout | None = field(init=False, default=None)
 
@@ -429,12 +413,6 @@ class WholeSpec(ShardSpec):
         self.mesh.backend.annotate_sharding(piece)
 
 
-class TracedAxis(Axis, Protocol):
-    """A mesh axis of ranks that trace one graph: each rank's number is data."""
-
-    rank_on_device: Tensor
-
-
 class PaddedSpec(ShardSpec):
     """By each of several ranks that trace: its own piece, as long as the others'.
 
@@ -444,7 +422,7 @@ class PaddedSpec(ShardSpec):
     __slots__ = ()
     is_traced = True
     layout: EvenLayout  # type: ignore[assignment]
-    axis: TracedAxis
+    axis: Any  # A `ReplicaAxis`, whose `rank_on_device` is this rank's number as data.
 
     def __init__(self, layout: EvenLayout, index: int, **rest: Any) -> None:
         super().__init__(layout, index, **rest)  # type: ignore[arg-type]

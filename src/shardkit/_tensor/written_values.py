@@ -9,7 +9,7 @@ import contextlib
 import threading
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 _LOG_ATTRIBUTE = "shardkit_write_log"
 
 
-class Piece(Protocol):
-    """What is known here of a `ShardedTensor`."""
-
-    local_piece: Tensor
-    flat: Tensor | None
-    spec: Any
-
-
 class WriteLog:
     """Writes of the pieces in one memory.
 
@@ -64,23 +56,23 @@ class WriteLog:
 class Mark:
     """A point in the history of one parameter's piece."""
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: ShardedTensor) -> None:
         memory = memory_of(piece)
         self._log = memory.__dict__.setdefault(_LOG_ATTRIBUTE, WriteLog())
         self._state = self._state_of(memory, piece)
 
-    def is_past(self, piece: Piece) -> bool:
+    def is_past(self, piece: ShardedTensor) -> bool:
         """Whether the piece was written since, or has other memory."""
         memory = memory_of(piece)
         log = memory.__dict__.get(_LOG_ATTRIBUTE)
         return log is not self._log or self._state_of(memory, piece) != self._state
 
-    def _state_of(self, memory: Tensor, piece: Piece) -> tuple[int, int]:
+    def _state_of(self, memory: Tensor, piece: ShardedTensor) -> tuple[int, int]:
         unseen = torch_tensors.version_of(memory) - self._log.num_seen
         return unseen, self._log.counts.get(piece.spec.index, 0)
 
 
-def memory_of(piece: Piece) -> Tensor:
+def memory_of(piece: ShardedTensor) -> Tensor:
     """Return the tensor whose version counter a write of the piece raises."""
     return piece.local_piece if piece.flat is None else piece.flat
 
@@ -97,7 +89,7 @@ def note_raised(memory: Tensor, written: Iterable[Any]) -> None:
 
 
 @contextlib.contextmanager
-def writing_only(pieces: Iterable[Piece]) -> Iterator[None]:
+def writing_only(pieces: Iterable[ShardedTensor]) -> Iterator[None]:
     """Note that what is written inside of the context, by whatever operators, is these pieces."""
     by_memory: dict[int, tuple[Tensor, list[int]]] = {}
     for piece in pieces:
