@@ -141,29 +141,63 @@ def test_rank_0_fills_a_model_on_meta() -> None:
     assert torch.equal(case.loss(empty, batch), case.loss(model, batch))
 
 
-def other_shape(from_rank_0: bool) -> None:
-    case, model, optimizer = trained("mlp", (2,))
+def other_shape(from_rank_0: bool, with_optimizer: bool) -> None:
+    _, source, source_optimizer = trained("mlp", (2,), seed=1)
+    _, model, optimizer = trained("mlp", (2,))
     options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(model, options=options)
+    state, optim = get_state_dict(source, source_optimizer, options=options)
     before = whole_state(model, optimizer)
-    state["layers.1.bias"] = torch.zeros(3)
+    state[list(state)[-1]] = torch.zeros(3)
     options.broadcast_from_rank0 = from_rank_0
-    del case
     try:
-        set_model_state_dict(model, state, options=options)
+        if with_optimizer:
+            both = {"model_state_dict": state, "optim_state_dict": optim}
+            set_state_dict(model, optimizer, **both, options=options)
+        else:
+            set_model_state_dict(model, state, options=options)
     finally:
-        after = whole_state(model, optimizer)
-        after["model"].pop("layers.1.bias")
-        before["model"].pop("layers.1.bias")
-        if from_rank_0:
-            assert_same(after, before)
+        assert_same(whole_state(model, optimizer), before)
 
 
+@pytest.mark.parametrize("with_optimizer", [False, True])
 @pytest.mark.parametrize("from_rank_0", [False, True])
-def test_another_shape_is_an_error_on_all_ranks(spawn_errors: Spawn, from_rank_0: bool) -> None:
-    for error in spawn_errors(other_shape, 2, from_rank_0):
-        assert error.type_name == ("CheckpointError" if from_rank_0 else "RuntimeError")
-        assert "layers.1.bias" in error.message
+def test_another_shape_is_found_before_anything_is_set(
+    spawn_errors: Spawn, from_rank_0: bool, with_optimizer: bool
+) -> None:
+    """The last of all names is wrong; no value of the model or the optimizer is changed."""
+    for error in spawn_errors(other_shape, 2, from_rank_0, with_optimizer):
+        assert error.type_name == "CheckpointError"
+        assert "has shape (3,) in the state dict" in error.message
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(2)
+def test_rank_0_sends_another_dtype(device: str) -> None:
+    """A model that has values keeps its dtype, one on meta takes over that of the state.
+
+    Ranks may have begun with different values, as all are replaced.
+    """
+    torch.manual_seed(dist.get_rank())
+    with torch.device(device):
+        model = fully_shard(nn.Linear(6, 4), make_mesh((2,)))
+    sent = {"weight": torch.rand(4, 6).double(), "bias": torch.rand(4).double()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, sent if dist.get_rank() == 0 else {}, options=options)
+    dtype = torch.float32 if device == "cpu" else torch.float64
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    dist.broadcast(sent["bias"], src=0)
+    assert torch.equal(model.bias.full_tensor(), sent["bias"].to(dtype))
+    model(torch.ones(2, 6, dtype=dtype)).sum().backward()
+
+
+@on_ranks(2)
+def test_values_of_another_dtype_that_are_assigned() -> None:
+    """What ranks were sharded with is not compared any more."""
+    torch.manual_seed(dist.get_rank())
+    model = fully_shard(nn.Linear(6, 4), make_mesh((2,)))
+    state = {"weight": torch.ones(4, 6).double(), "bias": torch.ones(4).double()}
+    model.load_state_dict(state, assign=True)
+    model(torch.ones(2, 6).double()).sum().backward()
 
 
 def optimizer_of_other_shapes() -> None:

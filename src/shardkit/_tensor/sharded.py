@@ -304,10 +304,14 @@ class ShardedTensor(ClientAnswers):
         if value.dtype == self.dtype and not self.is_meta:
             self.copy_(value)
             return
-        spec = self.spec
+        spec, before = self.spec, self.local_piece
         piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
-        ShardedTensor(piece, spec).copy_(value)
         self.replace_piece(piece)
+        try:
+            self.copy_(value)  # By the operator, which notes what was written to a parameter.
+        except BaseException:
+            self.replace_piece(before)
+            raise
 
     @torch.no_grad()
     def replace_piece(self, piece: Tensor) -> None:

@@ -33,7 +33,7 @@ from shardkit.checkpoint._state.names import (
     plain_name,
     split_at_name,
 )
-from shardkit.checkpoint._state.sources import from_rank0
+from shardkit.checkpoint._state.sources import FromFirstRank, from_rank0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
@@ -407,6 +407,9 @@ def set_model_state_dict(
 ) -> _IncompatibleKeys:
     """Load a model's state dict, of pieces or of whole tensors.
 
+    Values are converted to the dtypes of a model that has memory; one on meta takes over the
+    state's.
+
     Args:
         model: Module, sharded or not. Parameters on the meta device get memory for their pieces.
         model_state_dict: State by names without those of wrappers, or dict of states by the modules
@@ -415,24 +418,44 @@ def set_model_state_dict(
             tensors and sends them one at a time, what other ranks pass is not looked at.
 
     Raises:
-        CheckpointError: With ``broadcast_from_rank0``, on all ranks: a shape differs.
+        CheckpointError: A sharded parameter has another shape; with ``broadcast_from_rank0`` on all
+            ranks. Nothing has been changed then.
         RuntimeError: As `nn.Module.load_state_dict` does.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
-    for 16 MiB; for all of a tensor that is not sharded, or of another dtype, or tensor-parallel.
+    for 16 MiB; for all of a tensor that is not sharded, or tensor-parallel, or on meta and of
+    another dtype.
     """
-    options = options or StateDictOptions()
+    return _checked_model(model, model_state_dict, options or StateDictOptions())()
+
+
+def _checked_model(
+    model: nn.Module, given: Mapping[Any, Any], options: StateDictOptions
+) -> Callable[[], _IncompatibleKeys]:
+    """Compare a state with a model; return what loads it then."""
     own = model.state_dict(keep_vars=True)
     keys = {plain_name(model, key): key for key in own}
+    by_name = {name: own[key] for name, key in keys.items()}
+    sent: FromFirstRank | None = None
     if options.broadcast_from_rank0:
-        by_name = {name: own[key] for name, key in keys.items()}
-        state = _received_model(lambda: _by_names_of(model, model_state_dict), by_name)
+        sent = from_rank0(lambda: _by_names_of(model, given), device_of(own.values()))
+        found: Mapping[str, Any] = sent.infos
     else:
-        state = dict(_by_names_of(model, model_state_dict))
-    state = {keys.get(name, name): value for name, value in state.items()}
-    is_meta = any(isinstance(value, Tensor) and value.is_meta for value in own.values())
-    result: _IncompatibleKeys = model.load_state_dict(state, strict=options.strict, assign=is_meta)
-    return result
+        found = _by_names_of(model, given)
+    for name, value in found.items():
+        target = by_name.get(name)
+        if isinstance(target, ShardedTensor) and isinstance(value, Tensor | TensorInfo):
+            packing = target.spec.packing  # Values of the class are packed when they are loaded.
+            if packing is None or not isinstance(value, packing.cls):
+                check_shape(name, tuple(value.shape), tuple(target.shape))
+
+    def load() -> _IncompatibleKeys:
+        values = found if sent is None else _received_model(sent, by_name)
+        state = {keys.get(name, name): value for name, value in values.items()}
+        is_meta = any(isinstance(value, Tensor) and value.is_meta for value in own.values())
+        return model.load_state_dict(state, strict=options.strict, assign=is_meta)
+
+    return load
 
 
 def set_optimizer_state_dict(
@@ -483,8 +506,9 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
     """Load the state of a model and of its optimizers; see the functions for each."""
+    load_model = _checked_model(model, model_state_dict, options or StateDictOptions())
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return set_model_state_dict(model, model_state_dict, options=options)
+    return load_model()
 
 
 def _infos(state: Mapping[str, Any]) -> dict[str, dict[str, TensorInfo | None]]:
@@ -548,14 +572,8 @@ def _by_names_of(model: nn.Module, state: Any) -> Any:
     return found
 
 
-def _received_model(
-    state: Callable[[], Mapping[str, Any]], own: Mapping[str, Any]
-) -> dict[str, Any]:
+def _received_model(sent: FromFirstRank, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rank 0 has of a model: sharded parameters in place, others whole."""
-    sent = from_rank0(state, device_of(own.values()))
-    for name, info in sent.infos.items():
-        if isinstance(own.get(name), ShardedTensor):
-            check_shape(name, info.shape, tuple(own[name].shape))
     received: dict[str, Any] = {}
     for name, value in sent.receive(own):
         target = own.get(name)

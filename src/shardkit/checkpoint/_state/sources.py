@@ -112,12 +112,14 @@ class FromFirstRank(Source):
     def receive(self, targets: Mapping[Any, Any] | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield key and value of every entry. Collective: exhaust it.
 
-        Sharded targets of the same dtype are filled, and are the values; other tensors come whole.
+        Sharded targets are filled, and are the values, unless they are on meta and of another
+        dtype; other tensors come whole.
         Those without dimensions stay on the host: optimizers want numbers of steps there.
         """
         for key, info in self.infos.items():
             target = (targets or {}).get(key)
-            if isinstance(target, ShardedTensor) and target.dtype == info.dtype:
+            is_sharded = isinstance(target, ShardedTensor)
+            if is_sharded and not (target.is_meta and target.dtype != info.dtype):
                 fill_tensor(self, key, target, target.device)
                 yield key, target
                 continue
