@@ -133,8 +133,8 @@ class ShardSpec:
         start: First owned element of the flattened tensor on this rank.
         stop: End of the owned elements; equal to `start` where this rank owns nothing.
         piece_range: Range [start, stop) of this rank's piece in its shard.
-        state_allocator: `ops.StateAllocator` that lays optimizer state of the bucket end to end; None: each
-            apart.
+        state_allocator: `ops.StateAllocator` that lays optimizer state of the bucket end to end;
+            None: each apart.
         shard_device: Device of the pieces; None: the device of the mesh.
         subclass: `SubclassLayout` of the parameter's store, if its class gathers itself.
         packing: Bytes of the parameter's tensors, if it lies over several: then the cut tensor is

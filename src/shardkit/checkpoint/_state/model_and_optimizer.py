@@ -453,7 +453,7 @@ def _checked_model(
         values = found if sent is None else _received_model(sent, by_name)
         state = {keys.get(name, name): value for name, value in values.items()}
         is_meta = any(isinstance(value, Tensor) and value.is_meta for value in own.values())
-        return model.load_state_dict(state, strict=options.strict, assign=is_meta)
+        return model.load_state_dict(state, strict=options.strict, assign=is_meta)  # type: ignore[no-any-return]
 
     return load
 

@@ -118,8 +118,9 @@ class FromFirstRank(Source):
         """
         for key, info in self.infos.items():
             target = (targets or {}).get(key)
-            is_sharded = isinstance(target, ShardedTensor)
-            if is_sharded and not (target.is_meta and target.dtype != info.dtype):
+            if isinstance(target, ShardedTensor) and (
+                target.dtype == info.dtype or not target.is_meta
+            ):
                 fill_tensor(self, key, target, target.device)
                 yield key, target
                 continue
