@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from shardkit.backends.watch.rounds import Answering, Rounds
+from shardkit.backends.watch.runs import RunStore
 from shardkit.backends.watch.status import CodePlace, GroupStatus, RankStatus, WaitStatus
-from shardkit.backends.watch.store import RunStore
 from shardkit.backends.watch.watchdog import Watchdog
 
 SERVICE_S = 20e-6  # A request in torch's TCPStore, measured: 19 to 24 µs of its thread.

@@ -255,7 +255,7 @@ def forget_old_meshes() -> None:
 
 def _forget_watch_settings() -> None:
     """Set what a call chose by `set_watch` back to what the environment says."""
-    if settings := sys.modules.get("shardkit._watch_settings"):
+    if settings := sys.modules.get("shardkit._settings"):
         chosen = dataclasses.asdict(settings.WatchSettings.of_environment())
         settings.watch_settings.update(chosen, {})
 

@@ -1,6 +1,5 @@
 """Sharded data-parallel training in PyTorch: FSDP2's API on CPU, accelerators and XLA."""
 
-from shardkit._custom_comm import AllGather, AllReduce, Comm, GradientPiece, ReduceScatter
 from shardkit._errors import (
     CheckpointError,
     ConfigError,
@@ -29,11 +28,20 @@ from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_meth
 from shardkit._module.materialize import materialize
 from shardkit._module.on_meta import defer_sharding
 from shardkit._params.packing import register_parts
-from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._runtime.passes import shared_input
+from shardkit._settings import (
+    AllGather,
+    AllReduce,
+    Comm,
+    CPUOffloadPolicy,
+    GradientPiece,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+    set_watch,
+)
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard, Replicate
-from shardkit._watch_settings import set_watch
 from shardkit._wrapping.activations import checkpoint_activations
 from shardkit._wrapping.auto_shard import auto_shard
 from shardkit._wrapping.plan import GroupPlan, PlannedMemory, PlannedTraffic, ShardPlan

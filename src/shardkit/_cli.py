@@ -23,10 +23,9 @@ from shardkit._text import shown_nbytes
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
+from shardkit.backends.watch.runs import connect
 from shardkit.backends.watch.status import RankStatus
-from shardkit.backends.watch.store import connect
-from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate
-from shardkit.checkpoint._inspect import describe, verify
+from shardkit.checkpoint._consolidate import DEFAULT_SUFFIX, consolidate, describe, verify
 from shardkit.config._command import config_command
 from shardkit.launch import launch
 from shardkit.planning._command import plan_command
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from shardkit.checkpoint._inspect import Description, TensorSummary
+    from shardkit.checkpoint._consolidate import Description, TensorSummary
 
 
 # --- why: where the ranks of a run are ------------------------------------------------------------

@@ -17,7 +17,7 @@ from shardkit._compat.torch_checkpoints import ASK_THE_CLASS, AfterImport
 from shardkit._errors import IntegrationError, ShardedTensorError, warn_user
 from shardkit._module.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from shardkit._module.fully_shard import fully_shard, register_fsdp_forward_method
-from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._tensor.client_answers import answer_to, telling_the_truth
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import FlatShard

@@ -1,19 +1,249 @@
-"""What users choose for a group or a root, in `fully_shard` and by the setters of `FSDPModule`."""
+"""What users choose: dtypes and places, collectives of their own, settings of groups, the watch."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import math
+import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from shardkit._policy import BackwardPrefetch
+import torch
+
+from shardkit._errors import StateError, WrapError
+from shardkit._text import NotOfKindError, flag, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from shardkit._custom_comm import AllGather, AllReduce, ReduceScatter
+
+# --- dtypes, where shards are, when backward gathers ahead ----------------------------------------
+
+
+_MIXED_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: shards are on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer state are on the host; unsharded parameters on the device.
+
+    On a mesh of CPU ranks nothing changes.
+
+    Args:
+        pin_memory: Whether to keep shards and gradients in page-locked memory, so that copies from
+            and to the device overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of one group; the meaning of the names is FSDP2's.
+
+    The sharded parameters keep the dtype they were made in (`orig_dtype`), and the optimizer
+    steps in it. ``None`` everywhere means: no cast anywhere.
+
+    Args:
+        param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
+            ``None``: the parameter's own.
+        reduce_dtype: Dtype of gradients on the wire. Numbers of a dtype below fp32 are
+            added in fp32 where shardkit does the sum (gloo). ``None``:
+            `param_dtype`.
+        output_dtype: Dtype that floating-point outputs of the module's forward are cast to.
+        cast_forward_inputs: Whether to cast floating-point inputs of the module's forward to
+            `param_dtype`.
+        buffer_dtype: Dtype that floating-point buffers are cast to once, in `fully_shard`.
+
+    Raises:
+        WrapError: A dtype is not one of real floating-point numbers, which only are cast.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse dtypes that would round gradients or parameters to integers."""
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                continue
+            msg = (
+                f"MixedPrecisionPolicy: {name} must be a floating-point dtype such as "
+                f"torch.bfloat16, or None for no cast, got {dtype!r}."
+            )
+            raise WrapError(msg)
+
+    def dtypes_for(self, orig_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return (compute dtype, reduce dtype) of a parameter stored in `orig_dtype`.
+
+        Only floating-point parameters are cast: complex ones would lose their other half.
+        """
+        if not orig_dtype.is_floating_point:
+            return orig_dtype, orig_dtype
+        param_dtype = self.param_dtype or orig_dtype
+        return param_dtype, self.reduce_dtype or param_dtype
+
+
+class BackwardPrefetch(enum.Enum):
+    """When backward gathers the group that it needs next.
+
+    PRE: Before the gradients of the current group are computed: full overlap, two groups alive.
+    POST: After them: one group less alive, less overlap.
+    NONE: When it is entered.
+    """
+
+    PRE = "pre"
+    POST = "post"
+    NONE = "none"
+
+
+def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is.
+
+    Raises:
+        WrapError: It is neither.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if all(hasattr(policy, name) for name in _MIXED_PRECISION):
+        return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in _MIXED_PRECISION})
+    msg = (
+        f"mp_policy takes a MixedPrecisionPolicy of shardkit or of FSDP2, got {policy!r}. Leave it "
+        f"out to cast nothing."
+    )
+    raise WrapError(msg)
+
+
+def as_offload(policy: Any) -> OffloadPolicy:
+    """Return a policy of FSDP2 as shardkit's, and shardkit's as it is; a class as its defaults.
+
+    Raises:
+        WrapError: It is neither.
+    """
+    if isinstance(policy, type) and policy.__name__ in ("OffloadPolicy", "CPUOffloadPolicy"):
+        policy = policy()  # The class means its defaults.
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    kinds = {each.__name__ for each in type(policy).__mro__}
+    if "CPUOffloadPolicy" in kinds:
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)
+    if "OffloadPolicy" in kinds:
+        return OffloadPolicy()
+    msg = (
+        f"offload_policy takes an OffloadPolicy or a CPUOffloadPolicy of shardkit or of FSDP2, got "
+        f"{policy!r}."
+    )
+    raise WrapError(msg)
+
+
+# --- a user's own collectives ---------------------------------------------------------------------
+
+
+class Comm(Protocol):
+    """Where a user's own collective has its buffers: as FSDP2's ``Comm``."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a buffer that is sent or received."""
+
+
+class AllGather(Comm, Protocol):
+    """A user's own all-gather: as FSDP2's ``AllGather``."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+    ) -> Any:
+        """Gather 1-D `input_tensor` of all ranks of a process group; return the work, or None."""
+
+
+class ReduceScatter(Comm, Protocol):
+    """A user's own reduce-scatter: as FSDP2's ``ReduceScatter``."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's signature
+    ) -> Any:
+        """Sum `input_tensor` over a process group, scatter it; return the work, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPiece:
+    """Where the gradient of one parameter lies in this rank's range of a bucket.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the whole parameter; with tensor parallelism, of this rank's part of it.
+        start: First element of the flattened parameter that is here.
+        stop: End of the elements; equal to `start` where nothing is here.
+        offset: Position of the first element in the range.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+class SumAxis(Protocol):
+    """The ranks that an `AllReduce` sums over.
+
+    Attributes:
+        size: Number of ranks.
+        rank: Position of this rank.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce `tensor` in place; `op` is ``"sum"``, ``"max"``, ``"min"`` or ``"product"``."""
+
+
+class AllReduce(Protocol):
+    """A user's own all-reduce over the replicate axis: for gradients that travel compressed.
+
+    It is called outside of autocast. It may have a method ``settle_unused(pieces, unused)``, which
+    is called when a synced backward is over, once for each bucket that was summed in it. ``pieces``
+    are as in the call. ``unused`` are the names, equal on all ranks, of parameters that no rank
+    used in the backward: their sums became no gradient. A function around a `PowerSGD` does not
+    pass that on: then errors of such parameters are lost.
+    """
+
+    def __call__(
+        self, tensor: Tensor, pieces: Sequence[GradientPiece], axis: SumAxis, unit: float
+    ) -> object:
+        """Replace `tensor` by its sum over the axis, equal bits on all of its ranks.
+
+        Args:
+            tensor: Gradients of this rank's range of a bucket, 1-D, summed over the shard axis.
+            pieces: Pieces that lie in it, and where; between pieces there may be padding, which is
+                zero.
+            axis: Ranks to sum over. Their ranges are of the same parameters.
+            unit: Factor that turns the sum into the gradient.
+        """
+
+
+# --- settings of a group and of a root ------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -126,3 +356,105 @@ def as_number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
+
+
+# --- the watch over ranks -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class WatchSettings:
+    """Settings of this process; `set_watch` says what they mean."""
+
+    ask_after_s: float = 10.0
+    ask_unexpected_after_s: float = 2.0
+    answer_s: float = 4.0
+    silent_after_s: float = 60.0
+    timeout_s: float = 1800.0
+    compare_values: bool = True
+    check_gradients: bool = False
+
+    def update(self, changes: dict[str, Any], names: dict[str, str]) -> None:
+        """Take over settings; none if one of them is refused.
+
+        Args:
+            changes: Values by field. Texts are read as the environment writes them.
+            names: Names that the user gives to fields, for errors.
+
+        Raises:
+            StateError: A value that cannot be meant.
+        """
+        found = {
+            field.name: _value(names.get(field.name, field.name), changes[field.name], field.type)
+            for field in dataclasses.fields(self)
+            if field.name in changes
+        }
+        for name, value in found.items():
+            setattr(self, name, value)
+
+    @classmethod
+    def of_environment(cls) -> WatchSettings:
+        """Return what the environment says: ``SHARDKIT_ASK_AFTER_S``, and so on.
+
+        Raises:
+            StateError: A variable has a value that cannot be meant.
+        """
+        names = {field.name: f"SHARDKIT_{field.name.upper()}" for field in dataclasses.fields(cls)}
+        settings = cls()
+        given = {field: os.environ[name] for field, name in names.items() if name in os.environ}
+        settings.update(given, names)
+        return settings
+
+
+def _value(name: str, value: Any, kind: Any) -> bool | float:
+    """Return a setting, also from its text.
+
+    Raises:
+        StateError: It cannot be meant.
+    """
+    try:
+        parsed: bool | float = (flag if kind == "bool" else seconds)(value)
+    except NotOfKindError as error:
+        raise StateError(error.sentence(name, value)) from None
+    return parsed
+
+
+watch_settings = WatchSettings.of_environment()
+
+
+def set_watch(  # noqa: PLR0913 - a setting each
+    *,
+    ask_after_s: float | None = None,
+    ask_unexpected_after_s: float | None = None,
+    answer_s: float | None = None,
+    silent_after_s: float | None = None,
+    timeout_s: float | None = None,
+    compare_values: bool | None = None,
+    check_gradients: bool | None = None,
+) -> None:
+    """Choose how the ranks watch each other; the same on every rank.
+
+    A rank that has waited long asks the others where they are, and one of them logs who is awaited.
+    A run ends in a `RankMismatchError` only where it is proved that it cannot go on. Each setting
+    has a variable of the environment: ``SHARDKIT_ASK_AFTER_S`` for `ask_after_s`, and so on.
+
+    Args:
+        ask_after_s: Seconds of a wait after which a rank asks. 10 by default. Longer is better with
+            many ranks, for all of them answer.
+        ask_unexpected_after_s: Seconds of a wait after which a rank asks if the steps before did
+            not foretell the collective, or if it met an exception. 2 by default.
+        answer_s: Seconds that a rank which asks waits for answers. 4 by default.
+        silent_after_s: Seconds of one wait in which a rank has not answered, after which it counts
+            as lost if nobody of its host answers either. 60 by default; ``math.inf``: never.
+        timeout_s: Seconds after which torch itself ends a collective, of process groups that
+            shardkit makes from now on. 1800 by default.
+        compare_values: Whether samples of the values that parameters had when they were sharded,
+            and of what is loaded or filled later, are compared. True by default.
+        check_gradients: Whether each backward notes which of this rank's own gradients are not
+            finite, for `FSDPModule.check_gradients`. Reads each gradient once more. False by
+            default.
+
+    Raises:
+        StateError: A value that cannot be meant. No setting has changed then.
+    """
+    given = dict(locals())
+    watch_settings.update({name: v for name, v in given.items() if v is not None}, {})

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from shardkit._custom_comm import AllReduce, GradientPiece, SumAxis
     from shardkit._params.bucket import Bucket
     from shardkit._runtime.group import ParamGroup
+    from shardkit._settings import AllReduce, GradientPiece, SumAxis
 
 __all__ = ["PowerSGD", "bf16_compress", "compress_gradients", "fp16_compress"]
 

@@ -36,7 +36,7 @@ from shardkit.checkpoint import (
     load_full,
     save,
 )
-from shardkit.checkpoint._inspect import Verification, describe, verify
+from shardkit.checkpoint._consolidate import Verification, describe, verify
 
 if typing.TYPE_CHECKING:
     from workers import Spawn

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardkit import checkpoint
 from shardkit.checkpoint import FullFile
-from shardkit.checkpoint._inspect import describe, verify
+from shardkit.checkpoint._consolidate import describe, verify
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator

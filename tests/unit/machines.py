@@ -9,15 +9,14 @@ import typing
 
 import torch
 
-from shardkit._doctor.facts import RankFacts
-from shardkit._doctor.machine import Machine
+from shardkit._doctor.facts import Machine, RankFacts
 
 GIB = 2**30
 
 
 @dataclasses.dataclass
 class FakeMachine(Machine):
-    """See `shardkit._doctor.machine.Machine`; connections are real, on the loopback interface."""
+    """See `shardkit._doctor.facts.Machine`; connections are real, on the loopback interface."""
 
     host: str = "node0"
     offset_s: float = 0.0

@@ -20,7 +20,7 @@ from shardkit import (
     WrapError,
     fully_shard,
 )
-from shardkit._policy import as_mixed_precision, as_offload
+from shardkit._settings import as_mixed_precision, as_offload
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

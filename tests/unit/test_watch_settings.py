@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardkit import StateError, set_watch
-from shardkit._watch_settings import WatchSettings, watch_settings
+from shardkit._settings import WatchSettings, watch_settings
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, ranks_in_words
-from shardkit._doctor.machine import Machine
+from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, Machine, ranks_in_words
 from shardkit._doctor.rules import examine
 from shardkit._doctor.session import (
     ALONE_VARIABLE,

@@ -1,11 +1,39 @@
-"""What is known of ranks, of links between them, and of their collectives; plain values."""
+"""What is known of ranks, links and collectives; and `Machine`, which is asked for it.
+
+Tests put machines in its place that are sick.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import statistics
+import sys
+import time
 from dataclasses import dataclass, field
-from typing import Literal
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
 
 from shardkit._text import listed
+from shardkit.backends import accelerator_type
+from shardkit.backends.device import use_own_device
+from shardkit.backends.groups import engine_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+# --- facts: plain values --------------------------------------------------------------------------
+
 
 Level = Literal["error", "warning", "note"]
 
@@ -141,3 +169,267 @@ class Checkup:
 def ranks_in_words(ranks: list[int]) -> str:
     """Return ranks for a message."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), str)}"
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+SIZES = (4, 2**20, 2**24)
+LARGE_SIZES = (*SIZES, 2**28)
+"""Sizes of a rank's tensor in bytes; the last one on accelerators only."""
+
+_MOST_RANKS = 16  # From as many of the largest tensors on nothing is gathered.
+_ROUNDS = {4: 20, 2**20: 5, 2**24: 3, 2**28: 3}
+
+
+def measure_collectives(
+    place: LaunchPlace, store: Any, device_type: str | None, *, timeout_s: float
+) -> Iterator[Timing]:
+    """Time collectives over a store for this alone; what comes after a failure is left out."""
+    device = _device(place, device_type)
+    try:
+        dist.init_process_group(
+            engine_of(device_type),
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        text = _first_line(error)
+        yield Timing(rank=place.rank, collective="start", nbytes=0, seconds=None, error=text)
+        return
+    sizes = SIZES if device_type in (None, "cpu") else LARGE_SIZES
+    most_gathered = _MOST_RANKS * sizes[-1]
+    try:
+        for nbytes in sizes:
+            for name, make in _COLLECTIVES.items():
+                if name == "all_gather" and nbytes * place.world_size > most_gathered:
+                    continue  # It would take memory that large groups do not have.
+                made = functools.partial(make, nbytes // 4, place, device)
+                timing = _timed(place, name, nbytes, made)
+                yield timing
+                if timing.error is not None:
+                    return
+    finally:
+        dist.destroy_process_group()
+
+
+def _timed(
+    place: LaunchPlace, name: str, nbytes: int, make: Callable[[], Callable[[], bool]]
+) -> Timing:
+    timing = functools.partial(Timing, rank=place.rank, collective=name, nbytes=nbytes)
+    times = []
+    try:
+        call = make()
+        dist.barrier()
+        for _ in range(_ROUNDS[nbytes] + 1):
+            start = time.perf_counter()
+            is_right = call()
+            times.append(time.perf_counter() - start)
+            if not is_right:
+                return timing(seconds=None, error="its result is wrong")
+    except (RuntimeError, ValueError) as error:
+        return timing(seconds=None, error=_first_line(error))
+    return timing(seconds=statistics.median(times[1:]))  # The first one makes connections.
+
+
+def _all_reduce(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
+    tensor = torch.empty(numel, device=device)
+
+    def call() -> bool:
+        tensor.fill_(place.rank + 1)
+        dist.all_reduce(tensor)
+        last = float(tensor[-1])  # Waits for the device.
+        return last == place.world_size * (place.world_size + 1) / 2
+
+    return call
+
+
+def _all_gather(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
+    own = torch.full((numel,), float(place.rank), device=device)
+    whole = torch.empty(numel * place.world_size, device=device)
+
+    def call() -> bool:
+        dist.all_gather(list(whole.chunk(place.world_size)), own)
+        ends = whole.view(place.world_size, numel)[:, -1].tolist()
+        return bool(ends == list(range(place.world_size)))
+
+    return call
+
+
+def _broadcast(numel: int, place: LaunchPlace, device: torch.device) -> Callable[[], bool]:
+    tensor = torch.empty(numel, device=device)
+    source = place.world_size - 1
+
+    def call() -> bool:
+        tensor.fill_(place.rank)
+        dist.broadcast(tensor, src=source)
+        return bool(float(tensor[-1]) == source)
+
+    return call
+
+
+_COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast": _broadcast}
+
+
+def _device(place: LaunchPlace, device_type: str | None) -> torch.device:
+    if device_type in (None, "cpu"):
+        return torch.device("cpu")
+    use_own_device(str(device_type), str(place.local_rank))
+    return torch.device(str(device_type), torch.get_device_module(device_type).current_device())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+_SHM = "/dev/shm"  # noqa: S108 - where the system has shared memory
+_ENGINES = ("gloo", "nccl", "mpi", "xccl")
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
+_PRODUCT = 192
+_REPEATS = 5
+
+
+class Machine:
+    """The machine that this process runs on."""
+
+    def clock(self) -> float:
+        """Return seconds since 1970."""
+        return time.time()
+
+    def host_name(self) -> str:
+        """Return its name."""
+        return socket.gethostname()
+
+    def addresses_of(self, name: str) -> list[str]:
+        """Return what a name resolves to; empty: it does not."""
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except OSError:
+            return []
+        return list(dict.fromkeys(str(item[4][0]) for item in found))
+
+    def address_towards(self, host: str) -> str:
+        """Return this machine's address on the way to a host."""
+        try:
+            return address_towards(host, family=socket.AF_INET)
+        except OSError:
+            return "127.0.0.1"
+
+    def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
+        """Return a connection; raises `OSError`."""
+        return socket.create_connection((address, port), timeout=timeout_s)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of `RankFacts` that are about the machine, torch and its devices."""
+        hip = getattr(torch.version, "hip", None)
+        build = f"cuda {torch.version.cuda}" if torch.version.cuda else "cpu"
+        shm = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else None
+        infiniband = Path("/sys/class/infiniband")
+        cards = len([*Path("/dev").glob("nvidia[0-9]*")]) or int(Path("/dev/kfd").exists())
+        return {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "shardkit": str(getattr(sys.modules.get("shardkit"), "__version__", None)),
+            "torch_xla": _version_of("torch_xla"),
+            "build": f"rocm {hip}" if hip else build,
+            "backends": [name for name in _ENGINES if getattr(dist, f"is_{name}_available")()],
+            **_devices(),
+            "num_cards": cards,
+            "interfaces": {
+                name: addresses[0]
+                for name, addresses in interface_addresses().items()
+                if addresses and "." in addresses[0]
+            },
+            "shm_nbytes": None if shm is None else shm.total,
+            "shm_free_nbytes": None if shm is None else shm.free,
+            "limits": {name: _limit(name) for name in ("memlock", "nofile", "nproc")},
+            "has_infiniband": infiniband.is_dir() and any(infiniband.iterdir()),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "num_threads": torch.get_num_threads(),
+            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
+            "compute_s": _compute_s(),
+        }
+
+
+def facts_of(machine: Machine, place: LaunchPlace, port: int) -> RankFacts:
+    """Return what a machine says of a rank that answers others at a port."""
+    host = machine.host_name()
+    return RankFacts(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        host=host,
+        pid=os.getpid(),
+        host_addresses=machine.addresses_of(host),
+        address=machine.address_towards(place.master_addr),
+        port=port,
+        **machine.facts(),
+    )
+
+
+def address_towards(host: str, port: int = 9, family: int = socket.AF_UNSPEC) -> str:
+    """Return this machine's address on the way to a host; raise `OSError` if no way leads there."""
+    problem: OSError | None = None
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)
+    for kind, of_packets, protocol, _, address in found:
+        try:
+            with socket.socket(kind, of_packets, protocol) as probe:
+                probe.connect(address)  # Of datagrams: it chooses the route, and sends nothing.
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError as error:
+            problem = error
+    raise problem or OSError(f"{host} has no address")
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """Return the addresses of each network interface, IPv4 first, by its name."""
+    import psutil  # An extra, and not needed where there is one host.
+
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for kind in kinds for a in found if a.family == kind]
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def _devices() -> dict[str, Any]:
+    kind = accelerator_type()
+    if kind is None:
+        return {"device_type": None, "devices": [], "device_ids": []}
+    module = torch.get_device_module(kind)
+    numbers = range(torch.accelerator.device_count())
+    name = getattr(module, "get_device_name", lambda number: f"{kind}:{number}")
+    # Numbers begin at 0 in each rank, also where a launcher shows it a part of the devices.
+    properties = getattr(module, "get_device_properties", lambda _: None)
+    ids = [getattr(properties(number), "uuid", None) for number in numbers]
+    return {
+        "device_type": kind,
+        "devices": [str(name(number)) for number in numbers],
+        "device_ids": [str(each) for each in ids if each is not None],
+    }
+
+
+def _limit(name: str) -> int | None:
+    """Return a soft limit of this process; None: there is none."""
+    soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _compute_s() -> float:
+    matrix = torch.ones(_PRODUCT, _PRODUCT)
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        _ = matrix @ matrix
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -17,14 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardkit._doctor.facts import Checkup, Finding, LaunchPlace, Link, RankFacts, Timing
-from shardkit._doctor.machine import facts_of, measure_collectives
+from shardkit._doctor.facts import (
+    Checkup,
+    Finding,
+    LaunchPlace,
+    Link,
+    RankFacts,
+    Timing,
+    facts_of,
+    measure_collectives,
+)
 from shardkit.backends.groups import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardkit._doctor.machine import Machine
+    from shardkit._doctor.facts import Machine
 
 
 # --- links ----------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardkit._compat import torch_tensors
 from shardkit._errors import ShardkitError, StateError
 from shardkit._module.hooks import get_state, groups_in
+from shardkit._settings import watch_settings
 from shardkit._tree import iter_tensors, map_tensors
-from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

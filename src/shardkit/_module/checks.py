@@ -19,7 +19,7 @@ from shardkit._module.fsdp_module import own_class
 from shardkit._module.hooks import get_state
 from shardkit._params.memory import is_unsharded
 from shardkit._params.sites import ParamEntry
-from shardkit._policy import CPUOffloadPolicy, OffloadPolicy
+from shardkit._settings import CPUOffloadPolicy, OffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit.backends import tensor_parallel_of
 

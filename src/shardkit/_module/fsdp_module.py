@@ -20,17 +20,16 @@ from shardkit._module.hooks import ModuleState, get_state, groups_in, state_of
 from shardkit._module.on_meta import NotedConversion
 from shardkit._module.optimizers import watch_optimizers
 from shardkit._params.bucket import settled
-from shardkit._policy import BackwardPrefetch
 from shardkit._runtime.agreement import check_same_replicas
 from shardkit._runtime.backward import check_gradients
 from shardkit._runtime.group import refuse_summoned
-from shardkit._settings import RootSettings, as_number
+from shardkit._settings import BackwardPrefetch, RootSettings, as_number
 from shardkit._tensor.ops import total_norm
 from shardkit._tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
-    from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime.group import ParamGroup
+    from shardkit._settings import MixedPrecisionPolicy
 
 
 # --- copies and pickles ---------------------------------------------------------------------------
@@ -110,8 +109,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._custom_comm import AllGather, AllReduce, ReduceScatter
     from shardkit._runtime.group import ParamGroup
+    from shardkit._settings import AllGather, AllReduce, ReduceScatter
 
     class _Base(nn.Module):
         """What a type checker sees below `FSDPModule`: the class that is sharded comes after it."""

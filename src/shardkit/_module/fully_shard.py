@@ -16,16 +16,16 @@ from shardkit._module.on_meta import execute_sharding
 from shardkit._module.optimizers import note_ignored, watch_optimizers
 from shardkit._module.placements import SpmdMesh, data_parallel_mesh, mark_parts, place_params
 from shardkit._params.memory import give_back
-from shardkit._policy import (
+from shardkit._runtime.backward import watch_engine
+from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
+from shardkit._settings import (
     CPUOffloadPolicy,
+    GroupSettings,
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_mixed_precision,
     as_offload,
 )
-from shardkit._runtime.backward import watch_engine
-from shardkit._runtime.group import ParamGroup, exchange_buffer, move_buffers
-from shardkit._settings import GroupSettings
 from shardkit.backends import accelerator_type, as_device_mesh
 from shardkit.backends.groups import accelerator_of_world
 

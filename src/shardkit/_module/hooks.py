@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardkit._module.on_meta import Emptied, NotedConversion
-    from shardkit._policy import MixedPrecisionPolicy
     from shardkit._runtime.events import ForwardRecord
     from shardkit._runtime.group import ParamGroup
+    from shardkit._settings import MixedPrecisionPolicy
 
 _logger = logging.getLogger("shardkit")
 _MIB = 2**20

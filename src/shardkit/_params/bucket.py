@@ -17,9 +17,9 @@ from shardkit._compat import torch_autograd, torch_modules
 from shardkit._errors import WrapError
 from shardkit._params.packing import packing_of
 from shardkit._params.sites import ParamSites
+from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint
-from shardkit._watch_settings import watch_settings
 from shardkit.backends import tensor_parallel_of
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from shardkit._compat import torch_tensors
-from shardkit._custom_comm import GradientPiece
 from shardkit._layout import FlatLayout
 from shardkit._params.memory import NAME_ATTRIBUTE, Buffer, class_without_memory
-from shardkit._policy import CPUOffloadPolicy
+from shardkit._settings import CPUOffloadPolicy, GradientPiece
 from shardkit._tensor.ops import StateAllocator
 from shardkit._tensor.sharded import ShardedTensor, user_attributes
 from shardkit._tensor.spec import ShardSpec
@@ -35,11 +34,10 @@ from shardkit.backends.base import Gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from shardkit._custom_comm import AllGather
     from shardkit._mesh import DeviceMesh
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
-    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+    from shardkit._settings import AllGather, MixedPrecisionPolicy, OffloadPolicy
     from shardkit.backends.base import AxisComm, CommStreams
     from shardkit.backends.device import Event
 

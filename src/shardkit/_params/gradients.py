@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardkit._custom_comm import AllReduce
     from shardkit._params.bucket import Bucket
     from shardkit._params.flat_store import GradientBuffer
     from shardkit._params.memory import SlotPool
-    from shardkit._settings import CommSettings
+    from shardkit._settings import AllReduce, CommSettings
     from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AxisComm, CommStreams, ReduceHandle
     from shardkit.backends.device import Event

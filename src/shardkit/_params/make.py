@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardkit._layout import EvenLayout, FlatLayout
     from shardkit._mesh import DeviceMesh
     from shardkit._params.sites import ParamEntry
-    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
+    from shardkit._settings import MixedPrecisionPolicy, OffloadPolicy
 
 
 def rebuild(bucket: Bucket, entries: Sequence[ParamEntry]) -> Bucket:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from shardkit._custom_comm import AllGather
     from shardkit._params.flat_store import BucketPlan
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
+    from shardkit._settings import AllGather
     from shardkit._tensor.ops import StateAllocator
     from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import AxisComm

@@ -22,7 +22,7 @@ from shardkit._compat import torch_tensors
 from shardkit._errors import WrapError
 from shardkit._layout import EvenLayout
 from shardkit._params.flat_store import Store
-from shardkit._policy import CPUOffloadPolicy
+from shardkit._settings import CPUOffloadPolicy
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.spec import PaddedSpec, WholeSpec, padded
 from shardkit.backends import tensor_parallel_of
@@ -31,10 +31,10 @@ from shardkit.backends.base import TracedGather
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardkit._custom_comm import AllGather
     from shardkit._params.flat_store import BucketPlan
     from shardkit._params.memory import SlotPool
     from shardkit._params.sites import ParamEntry
+    from shardkit._settings import AllGather
     from shardkit._tensor.spec import ShardSpec
     from shardkit.backends.base import CommStreams
     from shardkit.backends.device import Event

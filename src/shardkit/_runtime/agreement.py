@@ -17,10 +17,10 @@ from shardkit._compat import torch_autograd
 from shardkit._errors import RankMismatchError, warn_user
 from shardkit._pickling import Pickled
 from shardkit._runtime.group import unwritten
+from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._tensor.written_values import fingerprint, num_noted
 from shardkit._text import listed
-from shardkit._watch_settings import watch_settings
 from shardkit.backends.base import first_of_all
 from shardkit.backends.watch.watchdog import at_end, current_watchdog
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardkit._params.sites import ParamEntry
     from shardkit._runtime.group import KnownValue, ParamGroup, Written
     from shardkit.backends.base import AxisComm, CheckHandle, CommStreams
-    from shardkit.backends.watch.store import RunStore
+    from shardkit.backends.watch.runs import RunStore
 
 
 # --- what each rank does by itself ----------------------------------------------------------------

@@ -16,9 +16,9 @@ from shardkit._compat import torch_autograd, torch_fsdp2, torch_tensors
 from shardkit._errors import NonFiniteGradientError, StateError
 from shardkit._params.bucket import settled
 from shardkit._runtime.group import refuse_summoned
+from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import ShardedTensor, averaged
 from shardkit._text import listed, listed_lines
-from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,9 +17,9 @@ from shardkit._params.make import make_buckets, rebuild, restore
 from shardkit._params.sites import ParamEntry
 from shardkit._params.state_dicts import install_hooks
 from shardkit._runtime.events import GradHooks
+from shardkit._settings import watch_settings
 from shardkit._tensor.sharded import user_attributes
 from shardkit._text import listed
-from shardkit._watch_settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from shardkit._params.bucket import Bucket
     from shardkit._params.flat_store import Store
     from shardkit._params.gradients import BucketGradients
-    from shardkit._policy import MixedPrecisionPolicy, OffloadPolicy
     from shardkit._runtime.events import BackwardListener
-    from shardkit._settings import GroupSettings
+    from shardkit._settings import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
     from shardkit._tensor.written_values import WrittenValue
     from shardkit.backends.base import AxisComm, Backend
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardkit._compat import torch_autograd, torch_tensors
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

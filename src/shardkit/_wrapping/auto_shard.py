@@ -10,7 +10,7 @@ from shardkit._module import checks
 from shardkit._module.fsdp_module import own_class
 from shardkit._module.fully_shard import device_type_of
 from shardkit._module.hooks import get_state
-from shardkit._policy import (
+from shardkit._settings import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,

@@ -19,8 +19,8 @@ from shardkit._module.hooks import get_state
 from shardkit._module.materialize import materialize
 from shardkit._module.placements import place_params
 from shardkit._params.make import plan_buckets
-from shardkit._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._schedule import Op, UnshardSchedule
+from shardkit._settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit._text import shown_nbytes
 from shardkit._wrapping.experts import PlacedExperts
 from shardkit.backends.base import MeshBackend

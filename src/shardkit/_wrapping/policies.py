@@ -22,7 +22,7 @@ from shardkit._text import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardkit._policy import MixedPrecisionPolicy
+    from shardkit._settings import MixedPrecisionPolicy
 
 
 # --- modules by name ------------------------------------------------------------------------------

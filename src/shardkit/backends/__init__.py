@@ -115,7 +115,7 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
 
 def _init_xla_mesh(shape: Sequence[int] | None, names: Sequence[str] | None) -> DeviceMesh:
     try:
-        from shardkit.backends.xla.mesh import init_xla_mesh
+        from shardkit.backends.xla import init_xla_mesh
     except ImportError as error:
         msg = (
             f"meshes of XLA devices need torch_xla, which cannot be imported ({error}). Install "

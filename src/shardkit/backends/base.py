@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardkit._custom_comm import AllGather, ReduceScatter
+    from shardkit._settings import AllGather, ReduceScatter
     from shardkit.backends.device import Event, Stream
     from shardkit.backends.graphs import StreamGraph
 

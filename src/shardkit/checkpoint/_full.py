@@ -28,7 +28,6 @@ from shardkit.checkpoint._files.disk import (
     info_nbytes,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
-from shardkit.checkpoint._state.misfits import Misfits, described
 from shardkit.checkpoint._state.names import (
     by_identity,
     device_of,
@@ -36,7 +35,13 @@ from shardkit.checkpoint._state.names import (
     set_extra_state,
     state_of,
 )
-from shardkit.checkpoint._state.sources import FromFirstRank, StateInMemory, fill_tensor
+from shardkit.checkpoint._state.sources import (
+    FromFirstRank,
+    Misfits,
+    StateInMemory,
+    described,
+    fill_tensor,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,6 @@ from shardkit.checkpoint._dcp.reader import DistributedCheckpoint, check_is_chec
 from shardkit.checkpoint._files.disk import DAMAGED, Keys, TensorInfo, asides_in, nested
 from shardkit.checkpoint._full import load_full
 from shardkit.checkpoint._save import check_arguments, wait_for_last_save
-from shardkit.checkpoint._state.misfits import Misfits, described
 from shardkit.checkpoint._state.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -40,6 +39,7 @@ from shardkit.checkpoint._state.names import (
     names_of_parameters,
     split_at_name,
 )
+from shardkit.checkpoint._state.sources import Misfits, described
 
 if TYPE_CHECKING:
     import os

@@ -38,7 +38,6 @@ from shardkit.checkpoint._files.local import (
     is_piece,
     metadata_of,
 )
-from shardkit.checkpoint._state.misfits import Misfits
 from shardkit.checkpoint._state.model_and_optimizer import (
     named_state,
     optimizer_template,
@@ -51,6 +50,7 @@ from shardkit.checkpoint._state.names import (
     set_extra_state,
     state_of,
 )
+from shardkit.checkpoint._state.sources import Misfits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

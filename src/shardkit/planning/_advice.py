@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardkit._policy import CPUOffloadPolicy
+from shardkit._settings import CPUOffloadPolicy
 from shardkit._text import shown_nbytes
 from shardkit._tree import iter_tensors, map_tensors
 from shardkit._wrapping.policies import size_policy

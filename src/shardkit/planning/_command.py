@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shardkit._errors import ConfigError, ShardkitError
-from shardkit._policy import MixedPrecisionPolicy
+from shardkit._settings import MixedPrecisionPolicy
 from shardkit._text import NotOfKindError, byte_size
 from shardkit.config import from_config
 from shardkit.planning._api import plan

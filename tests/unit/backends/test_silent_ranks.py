@@ -11,10 +11,9 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds
-from shardkit.backends.watch.runs import machine_id
-from shardkit.backends.watch.store import RunStore
+from shardkit.backends.watch.runs import RunStore, machine_id
 
 ELSEWHERE = "another boot pid:[1]"
 

@@ -17,9 +17,9 @@ from torch import nn
 import shardkit
 from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint._consolidate import verify
 from shardkit.checkpoint._dcp import directory, item_file
 from shardkit.checkpoint._files import disk
-from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -20,8 +20,8 @@ from torch import nn
 from shardkit import checkpoint
 from shardkit._errors import CheckpointError
 from shardkit.checkpoint import _load
+from shardkit.checkpoint._consolidate import verify
 from shardkit.checkpoint._dcp import directory, manifest, metadata, writer
-from shardkit.checkpoint._inspect import verify
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -27,9 +27,9 @@ from typer.testing import CliRunner
 from shardkit import checkpoint
 from shardkit._cli import app
 from shardkit._errors import CheckpointError
+from shardkit.checkpoint._consolidate import describe, verify
 from shardkit.checkpoint._dcp import directory, manifest, metadata
 from shardkit.checkpoint._dcp.metadata import unpickle
-from shardkit.checkpoint._inspect import describe, verify
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardkit import CheckpointError
 from shardkit.checkpoint import consolidate
-from shardkit.checkpoint._inspect import Verification, describe, verify
+from shardkit.checkpoint._consolidate import Verification, describe, verify
 
 if typing.TYPE_CHECKING:
     import pathlib

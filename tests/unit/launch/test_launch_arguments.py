@@ -9,8 +9,7 @@ import torch
 
 import shardkit
 from shardkit._errors import ConfigError, LaunchError
-from shardkit.launch.arguments import Arguments, parse
-from shardkit.launch.start import environment_of, read_config
+from shardkit.launch.start import Arguments, environment_of, parse, read_config
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -18,7 +18,7 @@ from shardkit._runtime.agreement import (
     _describe,
     check_same_model,
 )
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,8 +9,8 @@ from schedule_lines import (
     trained,
 )
 
-from shardkit._policy import BackwardPrefetch
 from shardkit._schedule import UnshardSchedule
+from shardkit._settings import BackwardPrefetch
 
 # --- what users choose --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from shardkit._errors import RankMismatchError
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch.history import (
     Collective,
     CollectiveWait,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from shardkit._compat import torch_autograd
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch.status import (
     CallStatus,
     GroupStatus,

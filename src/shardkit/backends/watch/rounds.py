@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
 from shardkit.backends.watch.runs import machine_id, process_state
 from shardkit.backends.watch.status import UNHEARD, RankStatus
@@ -32,7 +32,7 @@ from shardkit.backends.watch.status import UNHEARD, RankStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardkit.backends.watch.store import RunStore
+    from shardkit.backends.watch.runs import RunStore
 
 _CONFIRM_S = 1.0
 _now = time.monotonic

@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_groups
 from shardkit._errors import RankMismatchError
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
 from shardkit.backends.watch.history import CallWait
 from shardkit.backends.watch.rounds import Answering, Rounds, hello
-from shardkit.backends.watch.runs import machine_id, process_state
+from shardkit.backends.watch.runs import RunStore, machine_id, process_state, store_of_run
 from shardkit.backends.watch.status import (
     RankStatus,
     flight_record,
@@ -44,7 +44,6 @@ from shardkit.backends.watch.status import (
     place_of,
     stack_of,
 )
-from shardkit.backends.watch.store import RunStore, store_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,11 +13,11 @@ import typing
 import pytest
 import torch.distributed as dist
 
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds as module
 from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.rounds import Answering, Result, Rounds, hello
-from shardkit.backends.watch.runs import machine_id
+from shardkit.backends.watch.runs import RunStore, machine_id
 from shardkit.backends.watch.status import (
     CallStatus,
     CodePlace,
@@ -25,7 +25,6 @@ from shardkit.backends.watch.status import (
     RankStatus,
     WaitStatus,
 )
-from shardkit.backends.watch.store import RunStore
 
 if typing.TYPE_CHECKING:
     import pathlib

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit import RankMismatchError
-from shardkit._watch_settings import watch_settings
+from shardkit._settings import watch_settings
 from shardkit.backends.watch import watchdog as module
 from shardkit.backends.watch.channel import Channel
 from shardkit.backends.watch.diagnosis import Diagnosis
