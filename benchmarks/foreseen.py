@@ -2,7 +2,8 @@
 
 python benchmarks/foreseen.py RANKS [--folder FOLDER]
 
-It calibrates, measures and plans; about a minute and a half for 4 ranks. Nothing else should run.
+It calibrates and measures in turns, for the speed of a machine drifts, then plans; about three
+minutes for 4 ranks. Nothing else should run.
 """
 
 import argparse
@@ -23,9 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardkit import DeviceMesh, checkpoint_activations, fully_shard, init_device_mesh, plan
+from shardkit.planning._calibrate import Calibration
+from shardkit.planning._profile import profile_text
 
 _WIDTH, _DEPTH, _NUM_ROWS = 384, 6, 128
-_ROUNDS, _STEPS, _LIMIT_S = 12, 2, 40.0
+_ROUNDS, _STEPS = 10, 2
 
 
 class _Mlp(nn.Module):
@@ -96,14 +99,16 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def _measure(path: Path) -> None:
-    """Write the times of steps, as a rank: rounds over all choices, so that all see the same."""
+def _measure(profile: Path, path: Path) -> None:
+    """Write a profile and the times of steps, as a rank: each round is over all of them."""
     torch.set_num_threads(1)
+    calibration = Calibration("cpu")
     steps = [_step(choice) for choice in _choices(int(os.environ["WORLD_SIZE"]))]
     times: list[list[float]] = [[] for _ in steps]
     for step in steps * 2:
         step()
     for _ in range(_ROUNDS):
+        calibration.measure()
         for step, own in zip(steps, times, strict=True):
             dist.barrier()
             begin = time.perf_counter()
@@ -111,11 +116,9 @@ def _measure(path: Path) -> None:
                 step()
             dist.barrier()
             own.append((time.perf_counter() - begin) / _STEPS)
-        is_late = torch.tensor(float(sum(map(sum, times)) * _STEPS > _LIMIT_S))
-        dist.all_reduce(is_late)
-        if is_late:
-            break
+    found = calibration.profile()
     if os.environ["RANK"] == "0":
+        profile.write_text(profile_text(found, "Of a benchmark."), encoding="utf-8")
         path.write_text(json.dumps([statistics.median(own) for own in times]), encoding="utf-8")
     dist.destroy_process_group()
 
@@ -150,19 +153,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ranks", type=int)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--measure", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:
-        _measure(options.measure)
+        _measure(*options.measure)
         return
     folder = options.folder or Path(tempfile.mkdtemp())
     profile, measured = folder / "profile.toml", folder / "measured.json"
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    calibrating = ["-m", "shardkit", "plan", "--device", "cpu", "--calibrate", str(profile)]
-    measuring = [__file__, str(options.ranks), "--measure", str(measured)]
-    for command in (calibrating, measuring):
-        subprocess.run([*launch, *command], env=environment, check=True)  # noqa: S603 - our own
+    measuring = [__file__, str(options.ranks), "--measure", str(profile), str(measured)]
+    subprocess.run([*launch, *measuring], env=environment, check=True)  # noqa: S603 - our own
     sys.stdout.write(_compare(options.ranks, profile, measured) + "\n")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,13 @@ from shardkit.planning._run import DryRun, Run
 from shardkit.planning._time import seconds_of, time_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardkit._mesh import DeviceMesh
     from shardkit.backends.base import AxisComm, CommStreams, Handle, ReduceHandle
 
-_WINDOW_S = 0.1
+_ROUNDS = 10
+_WINDOW_S = 0.01
 _PRODUCTS = (32, 64, 128, 256, 512, 1024, 2048)
 _MEMORY = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 _SENT = (2**14, 2**20, 2**23, 2**25)
@@ -46,37 +48,95 @@ def calibrate(device: str) -> HardwareProfile:
     Raises:
         MeshError: No launcher started this process.
     """
-    use_own_device(device)
-    mesh = init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", "1")),))
-    probe = _Probe(mesh, device)
-    operator_s = _operator_s(probe)
-    products = {name: _products(probe, getattr(torch, name)) for name in _DTYPES}
-    memory = {
-        "new": _memory(probe, lambda x: x + 1.0, 2),
-        "in_place": _memory(probe, lambda x: x.mul_(1.0), 1),
-        "function": _memory(probe, nn.functional.gelu, 2),
-    }
-    links = tuple(link for shape in _shapes(probe.size) for link in _links(probe, shape))
-    profile = HardwareProfile(
-        name=f"calibrated-{device}",
-        device=device,
-        memory_nbytes=memory_nbytes(device),
-        overlap=_overlap(probe),
-        operator_s=operator_s,
-        sharded_operator_s=operator_s,
-        group_s=0.0,
-        kernel_s=0.0 if device == "cpu" else _kernel_s(probe),
-        host_bytes_per_s=_host_rate(probe),
-        peak={name: max(rate for _, rate in curve) for name, curve in products.items()},
-        products=products,
-        memory={**memory, "host": memory["in_place"]},
-        links=links,
-    )
-    return _with_groups(probe, profile)
+    calibration = Calibration(device)
+    for _ in range(_ROUNDS):
+        calibration.measure()
+    return calibration.profile()
 
 
+class Calibration:
+    """What this machine does, measured in rounds.
+
+    The speed of a shared machine changes from second to second. So each round measures everything
+    for a moment, and a profile has the medians of all rounds.
+
+    Args:
+        device: Type of the devices.
+
+    Raises:
+        MeshError: No launcher started this process.
+    """
+
+    def __init__(self, device: str) -> None:
+        use_own_device(device)
+        mesh = init_device_mesh(device, (int(os.environ.get("WORLD_SIZE", "1")),))
+        self._device = device
+        self._clock = clock = _Clock(mesh, device)
+        self._products = {name: _products(clock, getattr(torch, name)) for name in _DTYPES}
+        self._memory = {
+            "new": _memory(clock, lambda x: x + 1.0, 2),
+            "in_place": _memory(clock, lambda x: x.mul_(1.0), 1),
+            "function": _memory(clock, nn.functional.gelu, 2),
+        }
+        self._host = _host_copy(clock)
+        one = torch.ones(1, device=clock.device)
+        self._kernel = clock.add(lambda: one.mul_(1.0))
+        self._links = [link for shape in _shapes(clock.size) for link in _links(clock, shape)]
+        self._overlap = _Overlap(clock) if clock.size > 1 else None
+        self._operators = _Operators(clock)
+        self._groups = _Groups(clock)
+
+    def measure(self) -> None:
+        """Measure everything once more. Collective."""
+        self._clock.measure()
+
+    def profile(self) -> HardwareProfile:
+        """Return what was measured. Collective."""
+        clock, device = self._clock, self._device
+        clock.settle()
+        operator_s = self._operators.seconds()
+        products = {name: _rates(points) for name, points in self._products.items()}
+        memory = {name: _rates(points) for name, points in self._memory.items()}
+        profile = HardwareProfile(
+            name=f"calibrated-{device}",
+            device=device,
+            memory_nbytes=memory_nbytes(device),
+            overlap=1.0 if self._overlap is None else self._overlap.part(),
+            operator_s=operator_s,
+            sharded_operator_s=operator_s,
+            group_s=0.0,
+            kernel_s=0.0 if device == "cpu" else self._kernel.seconds,
+            host_bytes_per_s=_LARGE / self._host.seconds,
+            peak={name: max(rate for _, rate in curve) for name, curve in products.items()},
+            products=products,
+            memory={**memory, "host": memory["in_place"]},
+            links=tuple(link.route() for link in self._links),
+        )
+        return self._groups.added_to(profile)
+
+
+@dataclass(slots=True, eq=False)
 class _Probe:
-    """Times functions on all ranks at once; the times are means of all ranks."""
+    """Something that is timed.
+
+    Attributes:
+        call: Function to time.
+        number: Number of calls of a round.
+        seconds: Time of a call, at first that of one.
+        times: Times of a call in each round, in seconds.
+    """
+
+    call: Callable[[], object]
+    number: int
+    seconds: float
+    times: list[float] = field(default_factory=list)
+
+
+class _Clock:
+    """Times probes on all ranks at once.
+
+    A time of a round is that of the slowest rank: in a step the others wait for it.
+    """
 
     def __init__(self, mesh: DeviceMesh, device: str) -> None:
         self.mesh = mesh
@@ -84,89 +144,107 @@ class _Probe:
         self.size: int = self.axis.size
         self.device = mesh.backend.device
         self.on_cpu = device == "cpu"
+        self._probes: list[_Probe] = []
 
-    def mean(self, value: float) -> float:
-        """Return the mean of the values of all ranks."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float32, device=self.device)
-        self.axis.all_reduce(tensor, "sum")
-        return tensor.item() / self.size
+    def add(self, call: Callable[[], object]) -> _Probe:
+        """Time a call from the next round on."""
+        call()
+        once = self._slowest([self._seconds(call, 1)])[0]
+        probe = _Probe(call, max(1, min(1_000, int(_WINDOW_S / max(once, 1e-7)))), once)
+        self._probes.append(probe)
+        return probe
+
+    def measure(self) -> None:
+        """Time each probe."""
+        for probe in self._probes:
+            probe.times.append(self._seconds(probe.call, probe.number))
 
     def settle(self) -> None:
-        """Wait for the device."""
-        if not self.on_cpu:
-            torch.accelerator.synchronize()
+        """Set the time of each probe: the median of its rounds."""
+        times = self._slowest([seconds for probe in self._probes for seconds in probe.times])
+        num_rounds = len(self._probes[0].times)
+        for probe in self._probes:
+            own, times = times[:num_rounds], times[num_rounds:]
+            probe.seconds = statistics.median(own)
 
-    def seconds(self, call: Callable[[], object], *, windows: int = 1) -> float:
-        """Return the time of a call: all ranks make as many, for a while."""
-        window_s = windows * _WINDOW_S
-        call()
-        self.settle()
-        self.mean(0.0)
-        begin = time.perf_counter()
-        call()
-        self.settle()
-        once = self.mean(time.perf_counter() - begin)
-        number = max(2, min(10_000, int(window_s / max(once, 1e-7))))
+    def _seconds(self, call: Callable[[], object], number: int) -> float:
+        self._slowest([0.0])  # All ranks begin now.
+        self._await_device()
         begin = time.perf_counter()
         for _ in range(number):
             call()
-        self.settle()
-        return self.mean((time.perf_counter() - begin) / number)
+        self._await_device()
+        return (time.perf_counter() - begin) / number
+
+    def _slowest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of each value on all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float32, device=self.device)
+        if self.size > 1:
+            self.axis.all_reduce(tensor, "max")
+        found: list[float] = tensor.tolist()
+        return found
+
+    def _await_device(self) -> None:
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
 
 
 # --- compute --------------------------------------------------------------------------------------
 
-
-def _operator_s(probe: _Probe) -> float:
-    """Return what the host takes for an operator of a model, forward and backward."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16))).to(probe.device)
-    rows = torch.ones(2, 4, device=probe.device)
-
-    def step() -> None:
-        model(rows).sum().backward()
-        model.zero_grad()
-
-    step()
-    meter = MemoryMeter(on_cpu=probe.on_cpu, is_timed=True)
-    with observe(meter.told), meter:
-        step()
-    return probe.seconds(step) / len(meter.operators)
+_Points = list[tuple[float, _Probe]]
+"""What a call does (operations, or bytes), and its probe."""
 
 
-def _products(probe: _Probe, dtype: torch.dtype) -> Curve:
+def _rates(points: _Points) -> Curve:
+    return tuple((size, size / probe.seconds) for size, probe in points)
+
+
+def _products(clock: _Clock, dtype: torch.dtype) -> _Points:
     points = []
     for size in _PRODUCTS:
-        matrix = torch.ones(size, size, dtype=dtype, device=probe.device)
-        seconds = probe.seconds(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]
-        points.append((2.0 * size**3, 2.0 * size**3 / seconds))
-        if seconds > _SLOW_S:
+        matrix = torch.ones(size, size, dtype=dtype, device=clock.device)
+        probe = clock.add(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]
+        points.append((2.0 * size**3, probe))
+        if probe.seconds > _SLOW_S:
             break
-    return tuple(points)
+    return points
 
 
-def _memory(probe: _Probe, call: Callable[[Tensor], Tensor], num_tensors: int) -> Curve:
-    """Return the rates of an operator that reads and writes so many tensors as large as its own."""
+def _memory(clock: _Clock, call: Callable[[Tensor], Tensor], num_tensors: int) -> _Points:
+    """Time an operator that reads and writes so many tensors as large as its own."""
     points = []
     for nbytes in _MEMORY:
-        tensor = torch.ones(nbytes // 4, device=probe.device)
-        seconds = probe.seconds(lambda tensor=tensor: call(tensor))  # type: ignore[misc]
-        moved = float(nbytes * num_tensors)
-        points.append((moved, moved / seconds))
-    return tuple(points)
+        tensor = torch.ones(nbytes // 4, device=clock.device)
+        probe = clock.add(lambda tensor=tensor: call(tensor))  # type: ignore[misc]
+        points.append((float(nbytes * num_tensors), probe))
+    return points
 
 
-def _kernel_s(probe: _Probe) -> float:
-    """Return the time of the smallest operator on a device whose host is far ahead."""
-    one = torch.ones(1, device=probe.device)
-    return probe.seconds(lambda: one.mul_(1.0))
+def _host_copy(clock: _Clock) -> _Probe:
+    host = torch.ones(_LARGE // 4, pin_memory=not clock.on_cpu)
+    target = torch.empty(_LARGE // 4, device=clock.device)
+    return clock.add(lambda: target.copy_(host, non_blocking=True))
 
 
-def _host_rate(probe: _Probe) -> float:
-    host = torch.ones(_LARGE // 4, pin_memory=not probe.on_cpu)
-    target = torch.empty(_LARGE // 4, device=probe.device)
-    return _LARGE / probe.seconds(lambda: target.copy_(host, non_blocking=True))
+class _Operators:
+    """What the host takes for an operator of a model, forward and backward."""
+
+    def __init__(self, clock: _Clock) -> None:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16))).to(clock.device)
+        rows = torch.ones(2, 4, device=clock.device)
+
+        def step() -> None:
+            model(rows).sum().backward()
+            model.zero_grad()
+
+        self._probe = clock.add(step)
+        meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
+        with observe(meter.told), meter:
+            step()
+        self._number = len(meter.operators)
+
+    def seconds(self) -> float:
+        return self._probe.seconds / self._number
 
 
 def memory_nbytes(device: str) -> float:
@@ -226,92 +304,110 @@ def _sender(mesh: DeviceMesh) -> _Sender:
     return _Sender(mesh, backend.make_streams(axes), axes[1], axes[0])
 
 
-def _links(probe: _Probe, shape: tuple[int, int]) -> list[Route]:
-    sender = _sender(init_device_mesh(probe.mesh.device_type, shape))
+def _links(clock: _Clock, shape: tuple[int, int]) -> list[_Link]:
+    sender = _sender(init_device_mesh(clock.mesh.device_type, shape))
     replicas, shards = shape
     found = []
     if shards > 1:
         calls = {"all_gather": lambda n: sender.gather(n).wait()}
         calls["reduce_scatter"] = lambda n: sender.reduce(n).wait()
-        found += [_link(probe, op, call, shards, shards) for op, call in calls.items()]
+        found += [_Link(clock, op, call, shards, shards) for op, call in calls.items()]
     if replicas > 1:
         span = math.prod(shape)
-        found.append(_link(probe, "all_reduce", sender.all_reduce, replicas, span))
+        found.append(_Link(clock, "all_reduce", sender.all_reduce, replicas, span))
     return found
 
 
-def _link(
-    probe: _Probe, op: str, call: Callable[[int], object], num_ranks: int, span: int
-) -> Route:
-    """Return what sizes say: the smallest costs the same as none, the others their rate."""
-    times = [probe.seconds(lambda n=n: call(n), windows=3) for n in _SENT]  # type: ignore[misc]
-    part = (num_ranks - 1) / num_ranks * (2 if op == "all_reduce" else 1)
-    points = [
-        (n * part, n * part / max(seconds - times[0], seconds / 10))
-        for n, seconds in zip(_SENT[1:], times[1:], strict=True)
-    ]
-    return Route(span, times[0], tuple(points), op, num_ranks)
+class _Link:
+    """A collective of several sizes."""
+
+    def __init__(
+        self, clock: _Clock, op: str, call: Callable[[int], object], num_ranks: int, span: int
+    ) -> None:
+        self._op, self._num_ranks, self._span = op, num_ranks, span
+        self._probes = [clock.add(lambda n=n: call(n)) for n in _SENT]  # type: ignore[misc]
+
+    def route(self) -> Route:
+        """Return what sizes say: the smallest costs the same as none, the others their rate."""
+        n, times = self._num_ranks, [probe.seconds for probe in self._probes]
+        part = (n - 1) / n * (2 if self._op == "all_reduce" else 1)
+        points = [
+            (size * part, size * part / max(seconds - times[0], seconds / 10))
+            for size, seconds in zip(_SENT[1:], times[1:], strict=True)
+        ]
+        return Route(self._span, times[0], tuple(points), self._op, n)
 
 
-def _overlap(probe: _Probe) -> float:
-    """Return the part of a gather that compute beside it does not feel."""
-    if probe.size == 1:
-        return 1.0
-    sender = _sender(init_device_mesh(probe.mesh.device_type, (1, probe.size)))
-    matrix = torch.ones(256, 256, device=probe.device)
-    sent_s = probe.seconds(lambda: sender.gather(_LARGE).wait())
-    number = max(1, int(sent_s / probe.seconds(lambda: matrix @ matrix)))
+class _Overlap:
+    """A gather and products, each alone and both at once."""
 
-    def compute() -> None:
-        for _ in range(number):
-            matrix @ matrix
+    def __init__(self, clock: _Clock) -> None:
+        sender = _sender(init_device_mesh(clock.mesh.device_type, (1, clock.size)))
+        matrix = torch.ones(256, 256, device=clock.device)
+        self._sent = clock.add(lambda: sender.gather(_LARGE).wait())
+        number = max(1, int(self._sent.seconds / clock.add(lambda: matrix @ matrix).seconds))
 
-    def both() -> None:
-        handle = sender.gather(_LARGE)
-        compute()
-        handle.wait()
+        def compute() -> None:
+            for _ in range(number):
+                matrix @ matrix
 
-    computed_s, both_s = probe.seconds(compute), probe.seconds(both)
-    hidden = (sent_s + computed_s - both_s) / min(sent_s, computed_s)
-    return min(max(hidden, -1.0), 1.0)
+        def both() -> None:
+            handle = sender.gather(_LARGE)
+            compute()
+            handle.wait()
+
+        self._computed, self._both = clock.add(compute), clock.add(both)
+
+    def part(self) -> float:
+        """Return the part of the gather that compute beside it does not feel."""
+        sent_s, computed_s = self._sent.seconds, self._computed.seconds
+        hidden = (sent_s + computed_s - self._both.seconds) / min(sent_s, computed_s)
+        return min(max(hidden, -1.0), 1.0)
 
 
 # --- the host -------------------------------------------------------------------------------------
 
 
-def _with_groups(probe: _Probe, profile: HardwareProfile) -> HardwareProfile:
-    """Return a profile with what groups cost the host: what is left of a step of a small model."""
-    model = nn.Sequential()
-    for _ in range(_NUM_BLOCKS):
-        model.append(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
-    model.to(probe.device)
-    for param in model.parameters():
-        nn.init.constant_(param, 0.01)  # The same on all ranks, and no random numbers are drawn.
-    for block in model:
-        fully_shard(block, mesh=probe.mesh)
-    fully_shard(model, mesh=probe.mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    rows = torch.ones(64, 256, device=probe.device)
+class _Groups:
+    """Steps of a small sharded model: what is left of them is what groups cost the host."""
 
-    def forward_and_backward() -> None:
-        model(rows).square().sum().backward()
+    def __init__(self, clock: _Clock) -> None:
+        self._size = clock.size
+        self._model = model = nn.Sequential()
+        for _ in range(_NUM_BLOCKS):
+            model.append(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
+        model.to(clock.device)
+        for param in model.parameters():
+            nn.init.constant_(param, 0.01)  # The same on all ranks; no random numbers are drawn.
+        for block in model:
+            fully_shard(block, mesh=clock.mesh)
+        fully_shard(model, mesh=clock.mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        self._rows = rows = torch.ones(64, 256, device=clock.device)
 
-    forward_and_backward()
-    optimizer.step()
-    meter = MemoryMeter(on_cpu=probe.on_cpu, is_timed=True)
-    with observe(meter.told) as observer, meter:
-        observer.tell("step", "2")
+        def forward_and_backward() -> None:
+            model(rows).square().sum().backward()
+
         forward_and_backward()
-        number = len(meter.operators)
         optimizer.step()
-    in_step = meter.operators[number:]
-    step_s = probe.seconds(optimizer.step)
-    busy_s = sum(seconds_of(each, profile) for each in in_step)
-    call_s = probe.mean(max(step_s - busy_s, 0.0) / len(in_step))
-    profile = replace(profile, sharded_operator_s=call_s)
-    del meter.operators[number:]
-    run = Run(model, (rows,), (probe.size,), device=profile.device)
-    foreseen_s = time_of(run, DryRun(meter, 0, 0, 0, 0), profile).seconds
-    left_s = probe.seconds(forward_and_backward) - foreseen_s
-    num_computes = sum(event.kind == "compute" for event in meter.events)
-    return replace(profile, group_s=probe.mean(max(left_s, 0.0) / num_computes))
+        self._meter = meter = MemoryMeter(on_cpu=clock.on_cpu, is_timed=True)
+        with observe(meter.told) as observer, meter:
+            observer.tell("step", "2")
+            forward_and_backward()
+            number = len(meter.operators)
+            optimizer.step()
+        self._of_optimizer = meter.operators[number:]
+        del meter.operators[number:]
+        self._computed, self._step = clock.add(forward_and_backward), clock.add(optimizer.step)
+
+    def added_to(self, profile: HardwareProfile) -> HardwareProfile:
+        """Return a profile with the costs of groups, and of the optimizer's operators."""
+        operators, meter = self._of_optimizer, self._meter
+        busy_s = sum(seconds_of(each, profile) for each in operators)
+        call_s = max(self._step.seconds - busy_s, 0.0) / len(operators)
+        profile = replace(profile, sharded_operator_s=call_s)
+        run = Run(self._model, (self._rows,), (self._size,), device=profile.device)
+        foreseen_s = time_of(run, DryRun(meter, 0, 0, 0, 0), profile).seconds
+        num_computes = sum(event.kind == "compute" for event in meter.events)
+        left_s = max(self._computed.seconds - foreseen_s, 0.0)
+        return replace(profile, group_s=left_s / num_computes)
