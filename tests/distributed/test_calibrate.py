@@ -6,6 +6,7 @@ import typing
 
 import pytest
 
+import shardkit
 from shardkit.planning import _calibrate
 from shardkit.planning._profile import profile_text, read_profile
 
@@ -18,12 +19,39 @@ if typing.TYPE_CHECKING:
 
 def measure() -> HardwareProfile:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_calibrate, "_ROUNDS", 2)
         patch.setattr(_calibrate, "_WINDOW_S", 0.002)
         patch.setattr(_calibrate, "_PRODUCTS", (32, 256))
         patch.setattr(_calibrate, "_MEMORY", (2**12, 2**20))
         patch.setattr(_calibrate, "_SENT", (2**14, 2**20))
         patch.setenv("WORLD_SIZE", "2")
         return _calibrate.calibrate("cpu")
+
+
+def measure_by_a_clock_that_is_set() -> float:
+    now = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_calibrate.time, "perf_counter", lambda: now)
+        patch.setattr(_calibrate, "_WINDOW_S", 0.0)
+        mesh = shardkit.init_device_mesh("cpu", (2,))
+        times = iter([1.0, 1.0, *([2.0, 9.0, 2.0] if mesh.get_rank() else [9.0, 1.0, 1.0])])
+
+        def call() -> None:
+            nonlocal now
+            now += next(times)
+
+        clock = _calibrate._Clock(mesh, "cpu")  # noqa: SLF001 - its numbers are those of no clock
+        probe = clock.add(call)
+        for _ in range(3):
+            clock.measure()
+        clock.settle()
+    return probe.seconds
+
+
+@pytest.mark.helpers
+def test_a_time_is_the_median_of_what_the_slowest_rank_takes(spawn: Spawn) -> None:
+    # Rounds take 9, 9 and 2 seconds.
+    assert spawn(measure_by_a_clock_that_is_set, 2) == [9.0, 9.0]
 
 
 @pytest.mark.helpers

@@ -149,7 +149,7 @@ class _Clock:
     def add(self, call: Callable[[], object]) -> _Probe:
         """Time a call from the next round on."""
         call()
-        once = self._slowest([self._seconds(call, 1)])[0]
+        once = self.largest([self._seconds(call, 1)])[0]
         probe = _Probe(call, max(1, min(1_000, int(_WINDOW_S / max(once, 1e-7)))), once)
         self._probes.append(probe)
         return probe
@@ -161,14 +161,14 @@ class _Clock:
 
     def settle(self) -> None:
         """Set the time of each probe: the median of its rounds."""
-        times = self._slowest([seconds for probe in self._probes for seconds in probe.times])
+        times = self.largest([seconds for probe in self._probes for seconds in probe.times])
         num_rounds = len(self._probes[0].times)
         for probe in self._probes:
             own, times = times[:num_rounds], times[num_rounds:]
             probe.seconds = statistics.median(own)
 
     def _seconds(self, call: Callable[[], object], number: int) -> float:
-        self._slowest([0.0])  # All ranks begin now.
+        self.largest([0.0])  # All ranks begin now.
         self._await_device()
         begin = time.perf_counter()
         for _ in range(number):
@@ -176,8 +176,8 @@ class _Clock:
         self._await_device()
         return (time.perf_counter() - begin) / number
 
-    def _slowest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each value on all ranks."""
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return for each value the largest of all ranks. Collective."""
         tensor = torch.tensor(values, dtype=torch.float32, device=self.device)
         if self.size > 1:
             self.axis.all_reduce(tensor, "max")
@@ -372,7 +372,7 @@ class _Groups:
     """Steps of a small sharded model: what is left of them is what groups cost the host."""
 
     def __init__(self, clock: _Clock) -> None:
-        self._size = clock.size
+        self._clock = clock
         self._model = model = nn.Sequential()
         for _ in range(_NUM_BLOCKS):
             model.append(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
@@ -404,10 +404,13 @@ class _Groups:
         """Return a profile with the costs of groups, and of the optimizer's operators."""
         operators, meter = self._of_optimizer, self._meter
         busy_s = sum(seconds_of(each, profile) for each in operators)
-        call_s = max(self._step.seconds - busy_s, 0.0) / len(operators)
+        # Ranks hold pieces of other parameters, so one has most to do.
+        busy_s, number = self._clock.largest([busy_s, len(operators)])
+        call_s = max(self._step.seconds - busy_s, 0.0) / number
         profile = replace(profile, sharded_operator_s=call_s)
-        run = Run(self._model, (self._rows,), (self._size,), device=profile.device)
+        run = Run(self._model, (self._rows,), (self._clock.size,), device=profile.device)
         foreseen_s = time_of(run, DryRun(meter, 0, 0, 0, 0), profile).seconds
         num_computes = sum(event.kind == "compute" for event in meter.events)
-        left_s = max(self._computed.seconds - foreseen_s, 0.0)
-        return replace(profile, group_s=left_s / num_computes)
+        left_s = self._computed.seconds - foreseen_s
+        [group_s] = self._clock.largest([max(left_s, 0.0) / num_computes])
+        return replace(profile, group_s=group_s)
