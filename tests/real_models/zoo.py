@@ -39,7 +39,7 @@ NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0
 def make_llama(**options: typing.Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**DECODER, **GROUPED_QUERIES, **options))
+    return LlamaForCausalLM(LlamaConfig(**{**DECODER, **GROUPED_QUERIES, **options}))
 
 
 def make_tied_llama() -> nn.Module:

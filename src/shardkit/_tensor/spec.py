@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -74,9 +74,44 @@ class PackedLayout(Protocol):
     def unpack(self, storage: torch.UntypedStorage, start: int) -> Tensor: ...
 
 
+_NO_ROWS = (
+    "{} asked of FlatShard, which cuts no dim: a rank's piece is a range of the flattened tensor, "
+    "not rows. Use full_tensor(), or redistribute(placements=[Replicate()]), on all ranks."
+)
+
+
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the mesh axis holds the same."""
+    """Every rank of the mesh axis holds the same.
+
+    Attributes:
+        claimed: Class that placements answer to beside their own, as sharded tensors do; None: no
+            other. Who sums over all axes but those of torch's ``Replicate`` would count copies.
+    """
+
+    claimed: ClassVar[type | None] = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class, or the one that is answered to."""
+        return Replicate.claimed or Replicate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be pickled as what it is."""
+        return Replicate, ()
+
+    def is_replicate(self) -> bool:
+        """Return True, as a placement of torch does."""
+        return True
+
+    def is_partial(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Return False."""
+        del dim
+        return False
 
 
 @dataclass(frozen=True)
@@ -91,6 +126,32 @@ class FlatShard:
     """
 
     spec: ShardSpec | None = field(default=None, repr=False, compare=False)
+
+    def is_replicate(self) -> bool:
+        """Return False, as a placement of torch does that cuts."""
+        return False
+
+    def is_partial(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Return True: ranks hold different elements.
+
+        Args:
+            dim: A dim that torch's ``Shard`` might cut; None: any.
+
+        Raises:
+            ShardedTensorError: A dim is asked for.
+        """
+        if dim is not None:
+            raise ShardedTensorError(_NO_ROWS.format(f"is_shard({dim}) is"))
+        return True
+
+    @property
+    def dim(self) -> int:
+        """Not there: `hasattr` is False."""
+        raise AttributeError(_NO_ROWS.format("dim is"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be pickled without the cut, which belongs to this process."""

@@ -7,6 +7,7 @@ in fp32, and coded again when they are put back. Where the blocks are the same, 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -46,9 +47,23 @@ def encode(values: Tensor, table: Tensor, block_numel: int) -> tuple[Tensor, Ten
     blocks = F.pad(flat, (0, padding)).view(-1, block_numel)
     below = blocks.amin(1) / table[0].clamp(max=-_SMALLEST_SCALE)  # Tables of squares have no such.
     scales = torch.maximum(blocks.amax(1) / table[-1], below).clip(_SMALLEST_SCALE)
-    between = (table[1:] + table[:-1]) / 2
-    codes = torch.bucketize(blocks / scales[:, None], between).to(torch.uint8)
+    codes, changed = _encode_blocks(blocks, table, scales)
+    inexact = changed.nonzero()[:, 0]
+    for end in (math.inf, 0.0):  # Division rounds: the scale of decoded numbers may be beside it.
+        other = torch.nextafter(scales[inexact], torch.full_like(scales[inexact], end))
+        other_codes, other_changed = _encode_blocks(blocks[inexact], table, other)
+        is_better = other_changed < changed[inexact]
+        better = inexact[is_better]
+        scales[better], changed[better] = other[is_better], other_changed[is_better]
+        codes[better] = other_codes[is_better]
     return codes.view(-1)[: flat.numel()], scales
+
+
+def _encode_blocks(blocks: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes, uint8, and how many numbers of each block are decoded to others."""
+    between = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize(blocks / scales[:, None], between)
+    return codes.to(torch.uint8), (table[codes] * scales[:, None] != blocks).sum(1)
 
 
 def decode(codes: Tensor, table: Tensor, scales: Tensor, block_numel: int) -> Tensor:

@@ -18,7 +18,7 @@ from shardkit._compat import torch_tensors
 from shardkit._errors import OptimizerError
 from shardkit._layout import Box, FlatLayout, boxes_of_range
 from shardkit._mesh import DeviceMesh
-from shardkit._tensor.spec import Replicate, ShardSpec
+from shardkit._tensor.spec import ShardSpec
 from shardkit.backends.base import AllToAll
 from shardkit.backends.process_group import JoinedBackend
 
@@ -578,7 +578,8 @@ def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart
     shard_dim = mesh.ndim - inner - 1
     on_mesh = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True))
     coordinates = [on_mesh[rank] for rank in members]
-    copied = [dim for dim, placement in enumerate(placements) if _is_replicated(placement)]
+    # Those of tensor parallelism are torch's.
+    copied = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     numbers: dict[tuple[int, ...], int] = {}
     replicas = [
         numbers.setdefault(tuple(place[dim] for dim in copied), len(numbers))
@@ -592,11 +593,6 @@ def _spread_of(spec: ShardSpec, members: Sequence[int], parts: Sequence[HeldPart
         places=tuple(_places_on_axis(members, coordinates, shard_dim)),
         parts=None if parts is None else tuple(parts),
     )
-
-
-def _is_replicated(placement: Any) -> bool:
-    is_theirs = getattr(placement, "is_replicate", None)  # A DTensor's.
-    return isinstance(placement, Replicate) or (is_theirs is not None and bool(is_theirs()))
 
 
 def _places_on_axis(

@@ -269,3 +269,23 @@ def test_distribute_tensor_refuses_placements_of_another() -> None:
         with pytest.raises(ShardedTensorError, match="which are no tensor's own"):
             distribute_tensor(torch.ones(5, 6), weight.device_mesh, [shardkit.FlatShard()])
     assert weight.placements == (shardkit.FlatShard(),)
+
+
+def test_placements_say_that_no_dim_is_cut() -> None:
+    """What takes a piece for rows reads `dim`; what asks whether to gather is told so."""
+    mesh = recording_mesh((2, 2), rank=1)[0]
+    weight = fully_shard(Layers(), mesh=mesh).first.weight
+    assert isinstance(weight, ShardedTensor)
+    copied, cut = weight.placements
+    assert (copied.is_replicate(), copied.is_shard(), copied.is_shard(0)) == (True, False, False)
+    assert not isinstance(copied, torch.distributed.tensor.Replicate)
+    with shardkit.install():  # Norms are summed over all axes but those of torch's Replicate.
+        assert isinstance(copied, torch.distributed.tensor.Replicate)
+        assert copied == torch.distributed.tensor.Replicate()
+        assert type(pickle.loads(pickle.dumps(copied))) is type(copied)
+    assert (cut.is_replicate(), cut.is_shard(), cut.is_partial()) == (False, True, False)
+    assert not hasattr(cut, "dim")
+    with pytest.raises(AttributeError, match=r"dim is asked of FlatShard, .* Use full_tensor"):
+        _ = cut.dim
+    with pytest.raises(ShardedTensorError, match=r"is_shard\(0\) is asked of FlatShard"):
+        cut.is_shard(0)
