@@ -7,19 +7,19 @@ import json
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist  # noqa: TID251 - it asks the ranks of another process group
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 import shardkit
 from shardkit._doctor.command import doctor_command
-from shardkit._errors import CheckpointError, ConfigError, LaunchError, StateError
-from shardkit._text import shown_nbytes
+from shardkit._errors import ShardkitError, StateError
+from shardkit._text import console_of_tables, shown_nbytes
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import describe as describe_rank
 from shardkit.backends.watch.rounds import Rounds
@@ -32,11 +32,9 @@ from shardkit.planning._command import plan_command
 from shardkit.tracing.command import trace_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-    from typing import Any
+    from collections.abc import Sequence
 
-    from shardkit.checkpoint._consolidate import Description, TensorSummary
+    from shardkit.checkpoint._consolidate import TensorSummary
 
 
 # --- why: where the ranks of a run are ------------------------------------------------------------
@@ -87,9 +85,24 @@ def why(pid: int | None, *, stacks: bool) -> list[str]:
 # --- commands -------------------------------------------------------------------------------------
 
 _NOT_ALL_VERIFIED = 3  # 2 is what the command line is refused with.
-_PIPE_WIDTH = 240
+
+
+class _Commands(TyperGroup):
+    """Commands that print an error which users can do something about, and end with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was chosen."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # Who reads the output has enough.
+        except (ShardkitError, OSError) as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(1) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -183,8 +196,7 @@ def consolidate_command(  # noqa: PLR0913, PLR0917 - options of a command
         msg = "give CKPT and OUT, or --ckpt_prefix and OUT"
         raise typer.BadParameter(msg)
     source, out = [*sources, *paths]
-    written: Path = _or_exit(
-        consolidate,
+    written = consolidate(
         source,
         out,
         format=file_format,
@@ -208,12 +220,11 @@ def inspect_command(
 ) -> None:
     """Show names, shapes, dtypes, sizes, the step, and which files hold what."""
     _show_any_name()
-    found: Description = _or_exit(describe, source, ckpt_suffix)
+    found = describe(source, ckpt_suffix)
     if as_json:
         print(json.dumps({"source": source, **dataclasses.asdict(found)}, indent=2))
         return
-    # Lines for other programs are not folded at the width of no terminal.
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = console_of_tables()
     facts = [
         found.kind,
         f"step {found.step}" if found.step is not None else "",
@@ -271,7 +282,7 @@ def why_command(
 
     It asks the ranks, also those that hang. If no run is there, it prints the last diagnosis.
     """
-    print("\n".join(_or_exit(why, pid, stacks=not no_stacks)))
+    print("\n".join(why(pid, stacks=not no_stacks)))
 
 
 app.command(name="config")(config_command)
@@ -297,16 +308,7 @@ def launch_command(context: typer.Context) -> None:
 
         python -m shardkit launch --config fsdp.yaml --max-restarts 3 train.py --lr 1e-3
     """
-    raise typer.Exit(_or_exit(launch, context.args))
-
-
-def _or_exit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call; print an error that users can do something about, and exit with 1."""
-    try:
-        return call(*args, **kwargs)
-    except (CheckpointError, ConfigError, LaunchError, StateError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    raise typer.Exit(launch(context.args))
 
 
 def _show_any_name() -> None:

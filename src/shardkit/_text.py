@@ -7,11 +7,14 @@ import difflib
 import math
 import re
 import reprlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from rich.console import Console
 
 # --- for people -----------------------------------------------------------------------------------
 
@@ -19,6 +22,17 @@ _NUM_NEAREST = 3
 _MAX_NAMED = 8
 _KIB = 1024
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_PIPE_WIDTH = 240
+
+
+def console_of_tables() -> Console:
+    """Return where a command prints tables. Needs the extra ``cli``.
+
+    Lines for other programs are not folded at the width of no terminal.
+    """
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def listed(items: Iterable[object], show: Callable[[Any], str] = repr) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -246,10 +245,8 @@ def config_command(
         python -m shardkit config --default --layers LlamaDecoderLayer --mixed_precision bf16
     """
     if config_file.exists() and not overwrite:
-        print(
-            f"{config_file} is there. Pass --overwrite, or another --config_file.", file=sys.stderr
-        )
-        raise typer.Exit(1)
+        msg = f"{config_file} is there. Pass --overwrite, or another --config_file."
+        raise ConfigError(msg)
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if default:
         fields = default_fields(
@@ -260,12 +257,8 @@ def config_command(
         )
     else:
         fields = asked_fields(Terminal(), num_processes=count or 1, use_cpu=not count)
-    try:
-        config = from_config(fields)
-        _write(config_file, fields)
-    except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    config = from_config(fields)
+    _write(config_file, fields)
     print(f"{config_file}:\n{config.describe()}")
 
 

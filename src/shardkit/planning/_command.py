@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
-from shardkit._errors import ConfigError, ShardkitError
+from shardkit._errors import ConfigError
 from shardkit._settings import MixedPrecisionPolicy
 from shardkit._text import NotOfKindError, byte_size
 from shardkit.config import from_config
@@ -220,42 +220,38 @@ def plan_command(  # noqa: PLR0913, PLR0917 - options of a command
 
         python -m shardkit launch --nproc-per-node 8 -m shardkit plan --calibrate here.toml
     """
-    try:
-        if calibrate is not None:
-            _calibrate(calibrate, device or "cuda")
-            return
-        made, given = _what(model, batch)
-        read = None if config is None else from_config(config)
-        shape = _mesh_of(mesh, read)
-        options: dict[str, Any] = {}
-        if read is not None:
-            options["shard"] = read.shard
-            device = device or read.settings.device_type
-        if wrap is not None:
-            options["policy"] = set(wrap)
-        if strategy is not None:
-            options["strategy"] = strategy
-        if dtype is not None or reduce_dtype is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
-        # Where no terminal is, nothing of it is shown.
-        with Console(stderr=True).status("planning"):
-            found = plan(
-                made,
-                given,
-                mesh=shape[0] if len(shape) == 1 else shape,
-                device=device or "cuda",
-                rank=rank,
-                optimizer=optimizer,
-                recompute=recompute,
-                accumulate=accumulate,
-                budget=None if budget is None else read_size(budget),
-                hardware=hardware,
-                choose=choose,
-                **options,
-            )
-    except ShardkitError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    if calibrate is not None:
+        _calibrate(calibrate, device or "cuda")
+        return
+    made, given = _what(model, batch)
+    read = None if config is None else from_config(config)
+    shape = _mesh_of(mesh, read)
+    options: dict[str, Any] = {}
+    if read is not None:
+        options["shard"] = read.shard
+        device = device or read.settings.device_type
+    if wrap is not None:
+        options["policy"] = set(wrap)
+    if strategy is not None:
+        options["strategy"] = strategy
+    if dtype is not None or reduce_dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(_dtype(dtype), _dtype(reduce_dtype))
+    # Where no terminal is, nothing of it is shown.
+    with Console(stderr=True).status("planning"):
+        found = plan(
+            made,
+            given,
+            mesh=shape[0] if len(shape) == 1 else shape,
+            device=device or "cuda",
+            rank=rank,
+            optimizer=optimizer,
+            recompute=recompute,
+            accumulate=accumulate,
+            budget=None if budget is None else read_size(budget),
+            hardware=hardware,
+            choose=choose,
+            **options,
+        )
     if as_json:
         facts = {"fits": found.fits, "margin_nbytes": found.margin_nbytes}
         print(json.dumps({**facts, **asdict(found)}, indent=2))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardkit._errors import StateError
+from shardkit._text import console_of_tables
 from shardkit.tracing.page import PlannedStep, write_page
 from shardkit.tracing.perfetto import write_perfetto
 from shardkit.tracing.picture import draw
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NUM_ROWS = 20
-_PIPE_WIDTH = 160
 _MIB = 2**20
 
 
@@ -52,31 +49,27 @@ def trace_command(
 
     Writes trace.html (a page that needs no network) and trace.json.gz (for ui.perfetto.dev).
     """
-    try:
-        trace = Trace.read(folder)
-        if step is not None and not 0 <= step < trace.num_steps():
-            msg = f"--step must be one of the {trace.num_steps()} steps from 0 on, got {step}"
-            raise typer.BadParameter(msg)
-        planned = None if plan is None else PlannedStep.read(plan)
-        _show(trace)
-        if planned is not None:
-            print(planned)
-        if not no_files:
-            target = folder if out is None else out
-            target.mkdir(parents=True, exist_ok=True)
-            write_page(trace, target / "trace.html", planned)
-            write_perfetto(trace, target / "trace.json.gz")
-            if png:
-                draw(trace, target / "trace.png", step)
-            names = "trace.html, trace.json.gz" + ", trace.png" * png
-            print(f"\nWritten to {target}: {names}.")
-    except (StateError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
+    trace = Trace.read(folder)
+    if step is not None and not 0 <= step < trace.num_steps():
+        msg = f"--step must be one of the {trace.num_steps()} steps from 0 on, got {step}"
+        raise typer.BadParameter(msg)
+    planned = None if plan is None else PlannedStep.read(plan)
+    _show(trace)
+    if planned is not None:
+        print(planned)
+    if not no_files:
+        target = folder if out is None else out
+        target.mkdir(parents=True, exist_ok=True)
+        write_page(trace, target / "trace.html", planned)
+        write_perfetto(trace, target / "trace.json.gz")
+        if png:
+            draw(trace, target / "trace.png", step)
+        names = "trace.html, trace.json.gz" + ", trace.png" * png
+        print(f"\nWritten to {target}: {names}.")
 
 
 def _show(trace: Trace) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = console_of_tables()
     for line in _facts(trace):
         console.print(Text(line))
     table = Table(box=None, pad_edge=False)

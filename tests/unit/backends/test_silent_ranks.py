@@ -11,9 +11,10 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from shardkit._processes import machine_id
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds
-from shardkit.backends.watch.runs import RunStore, machine_id
+from shardkit.backends.watch.runs import RunStore
 
 ELSEWHERE = "another boot pid:[1]"
 

@@ -17,6 +17,7 @@ from torch import nn
 import shardkit
 from shardkit import _progress, checkpoint
 from shardkit._errors import CheckpointError
+from shardkit._processes import start_of
 from shardkit.checkpoint._consolidate import verify
 from shardkit.checkpoint._dcp import directory, item_file
 from shardkit.checkpoint._files import disk
@@ -355,7 +356,7 @@ def test_keep_last_deletes_what_dead_jobs_left_and_names_those_that_live(
 ) -> None:
     own = disk.own()
     with subprocess.Popen(["sleep", "60"]) as living:
-        start = disk._start_of(living.pid)  # noqa: SLF001
+        start = start_of(living.pid)
         alive = other_job(tmp_path / "a", living.pid, own.place, start)
         reused = other_job(tmp_path / "a", living.pid, own.place, "1")
         elsewhere = other_job(tmp_path / "a.b", 7, "00c0ffee", "8")

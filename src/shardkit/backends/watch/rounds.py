@@ -24,9 +24,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardkit._processes import machine_id, process_state
 from shardkit._settings import watch_settings
 from shardkit.backends.watch.diagnosis import Diagnosis, diagnose
-from shardkit.backends.watch.runs import machine_id, process_state
 from shardkit.backends.watch.status import UNHEARD, RankStatus
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import os
-import socket
 import stat
 import tempfile
 import time
@@ -24,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from shardkit._processes import machine_id, process_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -191,38 +192,6 @@ def store_of_run(store: Any) -> RunStore:
 def connect(run: str, host: str, port: int, limit: timedelta) -> RunStore:
     """Return the store of a run of other processes."""
     return RunStore(run, _tcp_store(host, port, is_master=False, timeout=limit))
-
-
-# --- processes of this machine --------------------------------------------------------------------
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_PROCESSES = Path("/proc/self/ns/pid")
-
-
-def machine_id() -> str:
-    """Return what processes have in common that can look at each other by their ids.
-
-    Host names do not tell: clones and containers may all have the same one.
-    """
-    try:
-        return f"{_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
-    except OSError:  # No Linux, or no /proc.
-        return socket.gethostname()
-
-
-def process_state(pid: int) -> str:
-    """Return what a process of this machine does that does not answer, as `RankStatus.state`."""
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except ProcessLookupError:
-        return "gone"
-    except OSError:  # Another user's, or no /proc.
-        return "silent"
-    letter = status.rsplit(")", 1)[1].split()[0]
-    if letter in "ZXx":
-        return "gone"
-    return "stopped" if letter in "Tt" else "busy"
 
 
 # --- runs of this host ----------------------------------------------------------------------------

@@ -27,12 +27,13 @@ import torch.distributed as dist
 
 from shardkit._compat import torch_groups
 from shardkit._errors import RankMismatchError
+from shardkit._processes import machine_id, process_state
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import runs
 from shardkit.backends.watch.diagnosis import Diagnosis, explain_error, what_is_awaited
 from shardkit.backends.watch.history import CallWait
 from shardkit.backends.watch.rounds import Answering, Rounds, hello
-from shardkit.backends.watch.runs import RunStore, machine_id, process_state, store_of_run
+from shardkit.backends.watch.runs import RunStore, store_of_run
 from shardkit.backends.watch.status import (
     RankStatus,
     flight_record,

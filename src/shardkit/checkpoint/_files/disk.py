@@ -19,16 +19,17 @@ import time
 import weakref
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, ShardkitError
+from shardkit._processes import machine_id, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ class Owner:
 
     host: str  # Name of its host, maybe cut.
     pid: int  # Process id.
-    place: str  # Checksum that tells apart hosts, their boots, and containers; empty if not known.
+    place: str  # Checksum that tells apart hosts, their boots, and containers; zeros: not known.
     start: str  # Time at which it began, in ticks of its host: process ids are used again.
 
     def __str__(self) -> str:
@@ -342,7 +343,7 @@ class Owner:
         """Whether it runs; None if that cannot be known here."""
         if not self.place.strip("0") or self.place != _place():
             return None
-        return _start_of(self.pid) == self.start
+        return start_of(self.pid) == self.start
 
 
 @dataclass(frozen=True)
@@ -400,27 +401,12 @@ def asides_in(directory: Path) -> Iterator[Aside]:
 def own() -> Owner:
     """Return this process."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:32]
-    return Owner(host, os.getpid(), _place() or "0" * 8, _start_of(os.getpid()))
+    return Owner(host, os.getpid(), _place(), start_of(os.getpid()))
 
 
 def _place() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
-    except OSError:
-        return ""
-    return f"{zlib.crc32(boot + namespace.encode()):08x}"
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process of this host began; an empty string if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return "0" if pid == os.getpid() else ""
-    # Behind the command, which may contain anything: state, ..., and as the 20th the start.
-    fields = stat.rpartition(b")")[2].split()
-    return "" if fields[0] in {b"Z", b"X"} else fields[19].decode()
+    is_known = start_of(os.getpid()) != "0"
+    return f"{zlib.crc32(machine_id().encode()):08x}" if is_known else "0" * 8
 
 
 def _last_written(path: Path) -> float:

@@ -13,11 +13,12 @@ import typing
 import pytest
 import torch.distributed as dist
 
+from shardkit._processes import machine_id
 from shardkit._settings import watch_settings
 from shardkit.backends.watch import rounds as module
 from shardkit.backends.watch.diagnosis import Diagnosis
 from shardkit.backends.watch.rounds import Answering, Result, Rounds, hello
-from shardkit.backends.watch.runs import RunStore, machine_id
+from shardkit.backends.watch.runs import RunStore
 from shardkit.backends.watch.status import (
     CallStatus,
     CodePlace,

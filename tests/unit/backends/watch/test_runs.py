@@ -8,8 +8,8 @@ import typing
 
 import pytest
 
+from shardkit._processes import machine_id
 from shardkit.backends.watch import runs
-from shardkit.backends.watch.runs import machine_id
 from shardkit.backends.watch.status import RankStatus
 
 if typing.TYPE_CHECKING:
