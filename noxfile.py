@@ -272,7 +272,7 @@ def models(session: nox.Session) -> None:
     install(session, "models")
     session.env["HF_HUB_OFFLINE"] = "1"
     folders = ("tests/real_models", "tests/packages", "tests/docs")
-    session.run("pytest", "-m", "models and not eight_ranks", *folders, *session.posargs)
+    run_tests(session, "models and not eight_ranks", folders)
 
 
 @nox.session
