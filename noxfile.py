@@ -144,6 +144,12 @@ def run_tests(session: nox.Session, marks: str, paths: Sequence[str] = (), **opt
     session.run("pytest", "-m", marks, *wanted, **options)
 
 
+def fresh_examples() -> tuple[str, ...]:
+    """Return options of pytest by which property tests draw examples that were never tried."""
+    seed = secrets.randbelow(2**32)
+    return ("--hypothesis-profile", "fresh", "--hypothesis-seed", str(seed))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, format and which module imports which."""
@@ -174,16 +180,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests that need no GPU; arguments after `--` go to pytest.
-
-    Where ``CI`` is set property tests run again, with a seed that was never tried.
-    """
+    """Run the tests that need no GPU; arguments after `--` go to pytest."""
     install(session, "test")
     run_tests(session, f"{NEED_NOTHING} and not streams and not helpers")
-    if os.environ.get("CI"):
-        seed = secrets.randbelow(2**32)
-        fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", str(seed))
-        session.run("pytest", "-q", *IN_PARALLEL, *fresh, "tests/property")
 
 
 @nox.session
@@ -200,12 +199,10 @@ def sequences(session: nox.Session) -> None:
     It takes about 10 minutes. `SHARDKIT_TEST_SEQUENCES` chooses how many there are for each mesh.
     """
     install(session, "test")
-    seed = str(secrets.randbelow(2**32))
     session.env.setdefault(
         "SHARDKIT_TEST_SEQUENCES", os.environ.get("SHARDKIT_TEST_SEQUENCES", "60")
     )
-    fresh = ("--hypothesis-profile", "fresh", "--hypothesis-seed", seed)
-    session.run("pytest", *fresh, "tests/machine", *session.posargs)
+    session.run("pytest", *fresh_examples(), "tests/machine", *session.posargs)
 
 
 @nox.session
@@ -218,11 +215,9 @@ def fuzz(session: nox.Session) -> None:
         "tests/distributed/test_killed_runs.py",
     )
     many = {"SHARDKIT_TEST_SCHEDULES": "200", "SHARDKIT_FUZZ_EXAMPLES": "100"}
-    fresh = ("-q", "--hypothesis-profile", "fresh", "--hypothesis-seed")
-    session.run("pytest", *fresh, str(secrets.randbelow(2**32)), *jobs, env=many)
+    session.run("pytest", "-q", *fresh_examples(), *jobs, env=many)
     while time.monotonic() < stop:
-        seed = str(secrets.randbelow(2**32))
-        session.run("pytest", *fresh, seed, "tests/fuzz", *session.posargs, env=many)
+        session.run("pytest", "-q", *fresh_examples(), "tests/fuzz", *session.posargs, env=many)
 
 
 @nox.session
@@ -337,7 +332,8 @@ def clients(session: nox.Session, packages: tuple[str, ...]) -> None:
 def xla(session: nox.Session) -> None:
     """Run the tests that need torch_xla, and examples, on virtual devices; then as `versions`.
 
-    Its torch is the oldest one supported.
+    Its torch is the oldest one supported. Where ``CI`` is set property tests draw fresh examples:
+    the session `tests` has tried the fixed ones.
     """
     if not use_outer_environment(session):
         session.install(*XLA)
@@ -351,7 +347,8 @@ def xla(session: nox.Session) -> None:
     session.run("python", "examples/digits.py", "--device", "xla", "--folder", folder, env=on_xla)
     session.run("python", "examples/resnet.py", "--device", "xla", env=on_xla)
     session.run("python", "examples/train_gpt.py", "--device", "xla", "--steps", "20", env=on_xla)
-    run_tests(session, f"{NEED_NOTHING} and not streams", ON_EVERY_TORCH, success_codes=codes)
+    wanted = (*ON_EVERY_TORCH, *(fresh_examples() if os.environ.get("CI") else ()))
+    run_tests(session, f"{NEED_NOTHING} and not streams", wanted, success_codes=codes)
 
 
 @nox.session(venv_backend="none")
