@@ -46,6 +46,7 @@ from reference import (
     own_grads,
     rank_batch,
     shard,
+    step_all,
     train,
 )
 
@@ -231,9 +232,7 @@ class Pair:
 
     def update(self) -> None:
         """Let both optimizers step."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(self.optimizers)
         self.ranks.end_step()
 
     def step(self) -> None:

@@ -12,6 +12,7 @@ from reference import (
     SGD_TOLERANCE,
     Differences,
     shard,
+    step_all,
 )
 from shardkit import checkpoint_module
 
@@ -95,9 +96,7 @@ def accumulate(ranks: Ranks, name: str, switch: str | None) -> Differences:
                     "not yet averaged"
                 )
         differences.note_grads(model, reference)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
+        step_all((optimizer, plain_optimizer))
         ranks.end_step()
     differences.note_parameters(model, reference)
     return differences
@@ -124,9 +123,7 @@ def train_clipped(
         assert norms[1] > 0.05, "nothing to clip"
         differences.note_grads(model, plain)
         differences.note("norm", *norms)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         ranks.end_step()
     differences.note_parameters(model, plain)
     return differences

@@ -109,6 +109,13 @@ def train(
         end_step()
 
 
+def step_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let each optimizer step, and drop its gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def mean_over_ranks(value: Tensor) -> Tensor:
     """Average a tensor over all ranks, in fp64."""
     total = value.detach().to(torch.float64, copy=True)

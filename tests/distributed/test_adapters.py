@@ -25,6 +25,7 @@ from reference import (
     my_batch,
     rank_batch,
     shard,
+    step_all,
 )
 from shardkit import MixedPrecisionPolicy
 from workers import on_ranks
@@ -132,9 +133,7 @@ def freeze_along_the_way(frozen: str, optimizer: str) -> Differences:
         case.loss(model, my_batch(case, step)).backward()
         case.loss(plain, global_batch(case, step)).backward()
         differences.note_grads(model, plain)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, plain)
     return differences
 
@@ -172,9 +171,7 @@ def test_layers_thawed_one_after_another() -> None:
         case.loss(model, my_batch(case, step)).backward()
         case.loss(plain, global_batch(case, step)).backward()
         differences.note_grads(model, plain)
-        for own in optimizers:
-            own.step()
-            own.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, plain)
     assert_within([differences], grad=SGD_TOLERANCE, parameter=SGD_TOLERANCE)
 
@@ -257,9 +254,7 @@ def train_mixed_dtypes(mesh_shape: tuple[int, ...], one_group: bool) -> Differen
         GATED.loss(model, my_batch(GATED, step)).backward()
         set_mean_grads(GATED, plain, step)
         differences.note_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, plain)
     return differences
 

@@ -25,6 +25,7 @@ from reference import (
     my_batch,
     rank_batch,
     shard,
+    step_all,
 )
 from shardkit import MixedPrecisionPolicy, fully_shard
 from workers import on_ranks
@@ -111,9 +112,7 @@ def train_autocast(name: str, around_the_loop: bool, reshard: bool | None) -> Di
             differences.note("loss", loss.detach(), own.detach())
             mean_gradients(plain, lambda rank, step=step: autocast_loss(plain, rank, step))
             differences.note_grads(model, plain)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(optimizers)
     differences.note_parameters(model, plain)
     return differences
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models import CASES, Block, Case, cross_entropy, token_batch
 from parity import Ranks, compare_training, on_meshes
-from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within
+from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, step_all
 from shardkit import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -162,9 +162,7 @@ def accumulate(ranks: Ranks, name: str, chosen: str) -> Differences:
                 (loss / 3).backward()
             differences.note("loss", ranks.mean(losses[0]), losses[1].double().detach())
         differences.note_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         ranks.end_step()
     differences.note_parameters(model, plain)
     return differences

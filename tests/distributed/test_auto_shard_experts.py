@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardkit
 from experts import EXACT, NUM_EXPERTS, Block, Experts, Model, batches, loss_of
+from reference import step_all
 from shardkit import MixedPrecisionPolicy, ShardedTensor, WrapError, auto_shard, checkpoint_module
 from shardkit.checkpoint import load, save
 from step_traffic import counted, total
@@ -109,9 +110,7 @@ def compare_training(layout: Layout) -> None:
         assert largest_difference(plain, model, grads=True) < EXACT
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
         assert abs(norms[1].item() - norms[0].item()) < EXACT
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert largest_difference(plain, model, grads=False) < EXACT
     assert model.memory_stats()["shard_nbytes"] == plan.memory.shard_nbytes
     of_experts = sum(p.to_local().numel() for p in model.blocks[0].experts.parameters())

@@ -22,6 +22,7 @@ from reference import (
     make_mesh,
     mean_over_ranks,
     my_batch,
+    step_all,
 )
 from shardkit import ShardedTensor, WrapError, fully_shard
 from workers import on_ranks
@@ -90,9 +91,7 @@ def train(
                 nn.utils.clip_grad_norm_(m.parameters(), 0.1).detach() for m in (model, reference)
             ]
             differences.note("norm", *[norm.as_subclass(Tensor) for norm in norms])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, reference)
     kinds = {type(param) for param in model.parameters()}
     assert kinds == {ShardedTensor, nn.Parameter}

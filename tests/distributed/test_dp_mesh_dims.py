@@ -14,6 +14,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from reference import step_all
 from shardkit import ShardedTensor, fully_shard
 from workers import on_ranks
 
@@ -100,9 +101,7 @@ def test_training_equals_one_process(case: str) -> None:
             assert param.to_local().numel() <= -(-wanted.numel() // ranks) + 16
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
         assert abs(norms[0].item() - norms[1].item()) < EXACT
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert (typing.cast("typing.Any", param).full_tensor() - wanted).abs().max() < EXACT
 
@@ -175,9 +174,7 @@ def test_experts_on_a_mesh_of_their_own(case: str) -> None:
         model(batches[dist.get_rank()]).square().mean().backward()
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
         assert abs(norms[0].item() - norms[1].item()) < EXACT
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert (typing.cast("typing.Any", param).full_tensor() - wanted).abs().max() < EXACT
     model.check_replicas()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from experts import EXACT, NUM_EXPERTS, Block, Model, batches, loss_of
 from models import Parameters
-from reference import make_mesh
+from reference import make_mesh, step_all
 from shardkit import (
     CPUOffloadPolicy,
     OptimizerError,
@@ -89,9 +89,7 @@ def train(
         own, whole = batches(step)
         for model, batch, of_model in zip(both, (whole, own), optimizers, strict=True):
             loss_of(model, batch).backward()
-            for optimizer in of_model:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(of_model)
 
 
 # --- kinds of optimizers --------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from reference import step_all
 from shardkit import ShardedTensor, fully_shard
 from workers import on_ranks
 
@@ -157,9 +158,7 @@ def test_four_axes_equal_one_process(shape: tuple[int, ...]) -> None:
         assert abs(norms[0] - norms[1]) < EXACT
         for each, norm in zip((plain, model), norms, strict=True):
             nn.utils.clip_grads_with_norm_(each.parameters(), 0.5, norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for (name, param), whole in zip(model.named_parameters(), part.parameters(), strict=True):
         assert isinstance(param, ShardedTensor)
         found: typing.Any = param

@@ -23,6 +23,7 @@ from reference import (
     mean_over_ranks,
     my_batch,
     shard,
+    step_all,
 )
 from shardkit import (
     FSDPModule,
@@ -149,9 +150,7 @@ def train_after_unshard(names: list[str], how: str) -> Differences:
         case.loss(model, my_batch(case, step)).backward()
         case.loss(reference, global_batch(case, step)).backward()
         differences.note_grads(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for handle in handles:
         handle.wait()  # Too late, and harmless.
     assert model.memory_stats()["unsharded_nbytes"] == 0
@@ -211,9 +210,7 @@ def train_chunks() -> Differences:
         expected.backward()
         differences.note("loss", mean_over_ranks(loss), expected.detach().double())
         differences.note_grads(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, reference)
     return differences
 

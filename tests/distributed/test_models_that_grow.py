@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.nn.utils import parametrizations, parametrize
 
 import shardkit.checkpoint
-from reference import Differences, assert_within, make_mesh
+from reference import Differences, assert_within, make_mesh, step_all
 from shardkit import ShardedTensor, fully_shard, init_device_mesh
 from workers import on_ranks
 
@@ -51,9 +51,7 @@ def note_step(
     model(ids_of(dist.get_rank(), step)).square().sum().backward()
     (sum(plain(ids_of(rank, step)).square().sum() for rank in ranks) / len(ranks)).backward()
     differences.note_grads(model, plain)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    step_all(optimizers)
 
 
 def exchange(

@@ -19,6 +19,7 @@ from reference import (
     make_mesh,
     rank_batch,
     shard,
+    step_all,
     whole_and_sharded,
 )
 from shardkit import ShardedTensor, fully_shard
@@ -98,9 +99,7 @@ def take_steps(
         for model in (plain, sharded):
             model(slopes).backward()
         differences.note_grads(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(sharded, plain)
     check_state_is_sharded(optimizers[1])
     return differences
@@ -345,9 +344,7 @@ def take_steps_before_and_after(
             model(slopes).backward()
         if step >= steps_before:
             differences.note_grads(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(sharded, plain)
     check_state_is_sharded(optimizers[1])
     return differences
@@ -402,9 +399,7 @@ def test_whole_state_may_be_loaded() -> None:
             for state in optimizers[0].state.values():
                 state["exp_avg"].add_(0.1)
             optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(sharded, plain)
     check_state_is_sharded(optimizers[1])
     assert_within([differences], grad=0.0, parameter=0.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, Parameters
-from reference import Differences, assert_within, full_parameters, make_mesh
+from reference import Differences, assert_within, full_parameters, make_mesh, step_all
 from shardkit import ShardedTensor, checkpoint, fully_shard, materialize
 from workers import on_ranks
 
@@ -49,9 +49,7 @@ def step(
 ) -> None:
     for _ in range(num_steps):
         backward(models, generator)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 def compared(models: list[Parameters]) -> Differences:
@@ -266,9 +264,7 @@ def test_sparse_adam_trains_ignored_parameters() -> None:
             fully_shard(sharded, make_mesh((2,)), ignored_params={sharded.table.weight})
         for model in models:
             model(x).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences = Differences()
     differences.note_parameters(sharded, plain)
     assert_within([differences], parameter=EXACT)

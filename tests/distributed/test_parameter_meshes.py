@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from experts import EXACT, NUM_EXPERTS, WIDTH, Block, Model, batches, loss_of
+from reference import step_all
 from shardkit import (
     CheckpointError,
     MixedPrecisionPolicy,
@@ -186,9 +187,7 @@ def compare_training(layout: Layout, **options: typing.Any) -> None:
             ]
             assert abs(norms[1].item() - norms[0].item()) < EXACT
         assert abs(model.clip_grad_norm_(1e9).item() - 0.05) < 1e-6  # torch adds 1e-6 to it.
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert largest_difference(plain, model, layout, grads=False) < EXACT
     model.check_replicas()
 

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from reference import Differences, assert_within
+from reference import Differences, assert_within, step_all
 from shardkit import DeviceMesh, checkpoint, fully_shard, init_device_mesh
 
 if typing.TYPE_CHECKING:
@@ -187,9 +187,7 @@ def train_schedule(name: str, num_pipelines: int, options: dict[str, typing.Any]
         for index, stage in stages.items():
             differences.note_grads(stage.submod, plain[index])
             assert stage.submod.memory_stats()["unsharded_nbytes"] == 0
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        step_all((optimizer, reference))
     for index, stage in stages.items():
         differences.note_parameters(stage.submod, plain[index])
     return differences
@@ -263,9 +261,7 @@ def save_and_go_on(path: pathlib.Path, name: str) -> Differences:
             checkpoint.load(path / str(step - 1), models, optimizer)
         run_step(make_schedule(case, stages), case, mesh, step)
         plain_backward(plain, PIPELINES, step)
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        step_all((optimizer, reference))
         checkpoint.save(path / str(step), models, optimizer)
         for index, stage in stages.items():
             differences.note_parameters(stage.submod, plain[index])

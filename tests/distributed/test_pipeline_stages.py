@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardkit
 from models import regression_batch
-from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within
+from reference import OPTIMIZERS, SGD_TOLERANCE, Differences, assert_within, step_all
 from shardkit import ShardedTensor, checkpoint, fully_shard
 from workers import on_ranks
 
@@ -112,9 +112,7 @@ def train_stages(
                 loss = (plain(x) - y).square().mean()
                 (loss / micro_batches / num_replicas).backward()
         differences.note_grads(stage, plain.stages[number])
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        step_all((optimizer, reference))
     differences.note_parameters(stage, plain.stages[number])
     return differences
 
@@ -200,9 +198,7 @@ def train_exported_stages() -> float:
     for _ in range(3):
         stages[1](stages[0](x)).square().sum().backward()
         plain(x).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     pairs = zip(params, plain.parameters(), strict=True)
     return max((param.full_tensor() - other).abs().max().item() for param, other in pairs)
 

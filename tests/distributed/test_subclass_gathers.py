@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from recording import recording_mesh
-from reference import Differences, assert_within, full_grads, full_parameters, make_mesh
+from reference import Differences, assert_within, full_grads, full_parameters, make_mesh, step_all
 from shardkit import WrapError, fully_shard
 
 if typing.TYPE_CHECKING:
@@ -198,9 +198,7 @@ def train(kind: str, rows: int, mesh_shape: tuple[int, ...], optimizer: str) -> 
         model(parts[dist.get_rank()]).square().mean().backward()
         reference(torch.cat(parts)).square().mean().backward()
         differences.note_all("grad", full_grads(model), full_grads(reference))
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        step_all(optimizers)
     differences.note_all("parameter", full_parameters(model), full_parameters(reference))
     assert model.memory_stats()["unsharded_nbytes"] == 0
     return differences

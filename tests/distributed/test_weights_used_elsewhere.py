@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference import Differences, assert_within, make_mesh
+from reference import Differences, assert_within, make_mesh, step_all
 from shardkit import fully_shard
 
 if typing.TYPE_CHECKING:
@@ -133,9 +133,7 @@ def train(name: str, mesh_shape: tuple[int, ...], is_apart: bool, is_delayed: bo
             differences.note("loss", loss.detach(), losses[dist.get_rank()].detach())
             loss.backward()
         differences.note_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, plain)
     return differences
 

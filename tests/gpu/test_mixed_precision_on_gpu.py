@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import one_card
 from models import CASES
 from one_card import CardDifferences, CardRanks, reduce_by_buffers
-from reference import OPTIMIZERS, assert_within, full_grads, full_parameters
+from reference import OPTIMIZERS, assert_within, full_grads, full_parameters, step_all
 from shardkit import MixedPrecisionPolicy
 
 if typing.TYPE_CHECKING:
@@ -108,9 +108,7 @@ def train_bf16(
         differences.note_relative("loss", {"": loss.detach()}, {"": ranks.send_loss(expected)})
         assert {p.grad.dtype for p in model.parameters()} == {FP32}
         differences.note_relative("grad", full_grads(model), full_grads(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         differences.note_relative("parameter", full_parameters(model), full_parameters(plain))
     return differences
 

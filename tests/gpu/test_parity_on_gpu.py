@@ -20,7 +20,7 @@ from one_card import (
     compare_training,
     reduce_by_buffers,
 )
-from reference import OPTIMIZERS, assert_within
+from reference import OPTIMIZERS, assert_within, step_all
 from shardkit.backends.process_group import all_gather_single, reduce_scatter_single
 
 if typing.TYPE_CHECKING:
@@ -167,9 +167,7 @@ def accumulate(name: str, micro_batches: int, through_buffers: bool) -> CardDiff
             (case.loss(model, ranks.batch(case, number)) / micro_batches).backward()
             (case.loss(plain, ranks.global_batch(case, number)) / micro_batches).backward()
         differences.note_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, plain)
     return differences
 
@@ -200,9 +198,7 @@ def train_clipped(name: str, norm_type: float, by_module: bool) -> CardDifferenc
         assert norm.device == one_card.CARD
         differences.note("norm", norm, expected)
         differences.note_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     differences.note_parameters(model, plain)
     return differences
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zoo import TIMEOUT_S
 
+from reference import step_all
 from shardkit.checkpoint import load, save, save_full
 
 if typing.TYPE_CHECKING:
@@ -120,9 +121,7 @@ def compare_training(layout: Layout) -> None:
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (plain, model)]
         assert norms[0] > 0.5
         assert abs(full(norms[1]).item() - norms[0].item()) < EXACT
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert largest_difference(plain, model, grads=False) < 1e3 * EXACT
     of_ranks: list[typing.Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, routes)
