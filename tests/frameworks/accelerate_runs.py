@@ -125,10 +125,11 @@ def without_compiler() -> Iterator[None]:
         yield
 
 
-def make(name: str, seed: int = 0) -> nn.Module:
-    """Make a model in training mode."""
+def make(name: str, seed: int = 0, **sizes: int) -> nn.Module:
+    """Make a model in training mode; `sizes` are fields of its config, for Llama only."""
     torch.manual_seed(seed)
-    return ZOO[name].make().train()
+    maker: Callable[..., nn.Module] = ZOO[name].make
+    return maker(**sizes).train()
 
 
 def replicated(name: str) -> Run:
