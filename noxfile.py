@@ -52,7 +52,7 @@ CLIENTS = (
 TORCH = os.environ.get("SHARDKIT_TORCH", f"torch=={VERSIONS[-1]}")
 NEED_NOTHING = (  # no more than torch
     "not gpu and not models and not frameworks and not clients and not xla and not parting "
-    "and not hosts and not eight_ranks and not late"
+    "and not hosts and not eight_ranks and not late and not page"
 )
 
 # Ranks that wait for each other leave a core idle, and so do tests of one process. The tests of a
@@ -277,6 +277,13 @@ def eight_ranks(session: nox.Session) -> None:
     session.env["HF_HUB_OFFLINE"] = "1"
     folders = ("tests/real_models", "tests/distributed/test_planned_runs.py")
     session.run("pytest", "-m", "eight_ranks", *folders, *session.posargs)
+
+
+@nox.session
+def page(session: nox.Session) -> None:
+    """Open the page of `shardkit trace` in Chromium, where one is found, as wide as two screens."""
+    install(session, "test")
+    session.run("pytest", "-m", "page", "tests/unit/tracing", *session.posargs)
 
 
 @nox.session

@@ -7,6 +7,7 @@ Nothing is computed for them, and where nobody observes, a place costs one ``is 
         _events.observer.begin("gather", group.name, group=group.number, ...)
 
 One observer at a time; `observe` sets it. It hands a `StepEvent` to its sink when the event ends.
+Where that is too slow, a `StepLog` notes what is told, and makes the events later.
 
 Kinds, what they span, and what `nbytes` says:
 
@@ -40,11 +41,13 @@ way then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
+    from contextlib import AbstractContextManager
 
 Kind = Literal[
     "pass",
@@ -170,6 +173,11 @@ class StepObserver:
         phase = phase or self.phase
         self._open.append((kind, name, group, phase, nbytes, axis, num, self._clock(), opened))
 
+    def begin_pass(self, phase: Phase, name: str, group: int) -> None:
+        """The forward or backward of a root begins, and with it this phase of the step."""
+        self.phase = phase
+        self.begin("pass", name, group=group)
+
     def end(self, kind: Kind, group: int = -1) -> None:
         """It ends. Nothing is told of what began before anyone observed."""
         for at in range(len(self._open) - 1, -1, -1):
@@ -200,22 +208,101 @@ class StepObserver:
         self._open = [found for found in self._open if found[2] not in groups]
 
 
-observer: StepObserver | None = None
+class StepLog:
+    """Notes what a `StepObserver` is told, with the time, and tells it to one later.
+
+    Args:
+        clock: Function that returns a time in seconds.
+        max_calls: Number of beginnings and ends from which on it is full.
+        when_full: Function that is called when a pass begins while it is full, to call `take`.
+
+    Cost: 0.2 us for each beginning and end, and 2 us in `take`.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], max_calls: int, when_full: Callable[[], object]
+    ) -> None:
+        self._events: list[StepEvent] = []
+        self._at = 0.0
+        self._later = StepObserver(self._events.append, lambda: self._at)
+        self._clock = clock
+        self._max_calls = max_calls
+        self._when_full = when_full
+        self._calls: list[tuple[Any, ...]] = []  # Their lengths tell them apart.
+        self._note = self._calls.append
+
+    def begin(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        group: int = -1,
+        nbytes: int = 0,
+        across: tuple[str, int] = ("", 1),
+        phase: Phase | None = None,
+    ) -> None:
+        """Something begins."""
+        self._note((kind, name, group, nbytes, across, phase, self._clock()))
+
+    def begin_pass(self, phase: Phase, name: str, group: int) -> None:
+        """A pass begins."""
+        if len(self._calls) >= self._max_calls:
+            self._when_full()
+        self._note((functools.partial(self._later.begin_pass, phase, name, group), self._clock()))
+
+    def end(self, kind: Kind, group: int = -1) -> None:
+        """It ends."""
+        self._note((kind, group, self._clock()))
+
+    def tell(self, kind: Kind, name: str, *, group: int = -1, nbytes: int = 0) -> None:
+        """Something happens at once."""
+        self._note((kind, name, group, nbytes, self._clock()))
+
+    def end_backward(self, group: int) -> None:
+        """The backward of a root ends."""
+        self._note((functools.partial(self._later.end_backward, group), self._clock()))
+
+    def forget(self, groups: Collection[int]) -> None:
+        """What is under way of these groups does not end."""
+        self._note((functools.partial(self._later.forget, groups), self._at))
+
+    def take(self) -> list[StepEvent]:
+        """Return the events that have ended since the last time."""
+        later = self._later
+        for *told, at in self._calls:
+            self._at = at
+            if len(told) == 6:  # noqa: PLR2004 - as `begin` notes
+                kind, name, group, nbytes, across, phase = told
+                later.begin(kind, name, group=group, nbytes=nbytes, across=across, phase=phase)
+            elif len(told) == 4:  # noqa: PLR2004 - as `tell` notes
+                kind, name, group, nbytes = told
+                later.tell(kind, name, group=group, nbytes=nbytes)
+            elif len(told) == 2:  # noqa: PLR2004 - as `end` notes
+                later.end(*told)
+            else:
+                told[0]()
+        self._calls.clear()
+        events = self._events[:]
+        self._events.clear()
+        return events
+
+
+observer: StepObserver | StepLog | None = None
 """Who observes the steps of this process; None: nobody. Read it where it is used."""
 
 
+_Observer = TypeVar("_Observer", StepObserver, StepLog)
+
+
 @contextlib.contextmanager
-def observe(
-    sink: Callable[[StepEvent], object], clock: Callable[[], float] = time.perf_counter
-) -> Iterator[StepObserver]:
-    """Hand the events of this process to a sink while the context is open.
+def observed_by(new: _Observer) -> Iterator[_Observer]:
+    """Tell an observer what happens in this process while the context is open.
 
     Args:
-        sink: Function of each event.
-        clock: Clock of the times, as `StepObserver` has it.
+        new: Observer.
 
     Yields:
-        The observer.
+        The same.
 
     Raises:
         RuntimeError: Another one observes already.
@@ -224,8 +311,23 @@ def observe(
     if observer is not None:
         msg = "the steps of this process are observed already. End the other context first."
         raise RuntimeError(msg)
-    observer = StepObserver(sink, clock)
+    observer = new
     try:
-        yield observer
+        yield new
     finally:
         observer = None
+
+
+def observe(
+    sink: Callable[[StepEvent], object], clock: Callable[[], float] = time.perf_counter
+) -> AbstractContextManager[StepObserver]:
+    """Hand the events of this process to a sink while the context is open.
+
+    Args:
+        sink: Function of each event.
+        clock: Clock of the times, as `StepObserver` has it.
+
+    Returns:
+        A context that yields the observer, as `observed_by` does.
+    """
+    return observed_by(StepObserver(sink, clock))

@@ -187,8 +187,8 @@ class Backward:
         self._any_fired = False
         self._makes_graph = False
         if _events.observer is not None:
-            _events.observer.phase = "backward"
-            _events.observer.begin("pass", self._groups[0].name, group=self._groups[0].number)
+            first = self._groups[0]
+            _events.observer.begin_pass("backward", first.name, first.number)
         self._reductions.begin_backward()
         torch_autograd.queue_backward_callback(self.end_backward)
 

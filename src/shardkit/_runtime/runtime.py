@@ -388,8 +388,8 @@ class Runtime:
         self.used.finish_on_host()  # What needs the device would stall its queue: at the next one.
         self.pass_root = root
         if _events.observer is not None:
-            _events.observer.phase = "forward"
-            _events.observer.begin("pass", self.groups[0].name, group=self.groups[0].number)
+            first = self.groups[0]
+            _events.observer.begin_pass("forward", first.name, first.number)
         self.schedule.begin_pass(has_changed=has_changed, root=id(root))
 
     def note_inputs(self, inputs: Any) -> None:

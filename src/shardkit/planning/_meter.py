@@ -149,6 +149,12 @@ def _has_gaps(matrices: Tensor) -> bool:
     return not by_rows and not (down == 1 and right >= max(rows, 1))
 
 
+def _observer() -> _events.StepObserver | None:
+    observer = _events.observer
+    assert not isinstance(observer, _events.StepLog)
+    return observer
+
+
 def _nothing(tensor: Tensor) -> Tensor:
     """Return what a collective gets in the place of a tensor on meta."""
     return torch.empty(0, dtype=tensor.dtype) if tensor.is_meta else tensor
@@ -225,7 +231,7 @@ class MemoryMeter(TorchDispatchMode):
         """Record an operator, unless it computes nothing, or is a part of a collective."""
         if not self._is_timed:
             return
-        observer = _events.observer
+        observer = _observer()
         if observer is None or observer.is_within("wait"):
             return
         name = func.overloadpacket.__name__
@@ -292,7 +298,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _owner(self) -> tuple[Owner, str]:
         """Return what new memory is taken for, and whose it is."""
-        observer = _events.observer
+        observer = _observer()
         phase = "forward" if observer is None else observer.phase
         computing = None
         for event in reversed(() if observer is None else observer.under_way):

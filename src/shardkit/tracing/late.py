@@ -7,8 +7,10 @@ and apart from that, the time for which a rank's link keeps itself or others wai
 - A rank is **slow** where the median of the last five steps is behind by 2 % of a step, and by 3.1
   standard deviations of this difference. The deviation is the larger of that of all ranks together
   and of the rank itself; of each, the largest of three: of changes from step to step, of changes
-  within four steps, and of distances from the medians in and outside of these steps. Where
-  distances are larger than changes, neighbouring steps are alike, and five of them count as fewer.
+  within four steps, and of distances from the medians in and outside of the steps in which the rank
+  seems to be slow. A jump needs changes from step to step only, for no drift jumps: each of three
+  steps is behind more than each of the three before them, by 5 deviations of these. Where distances
+  are larger than changes, neighbouring steps are alike, and five of them count as fewer.
   So a delay of 3 % of a step is found within five steps while times vary by less than 0.2 % of a
   step. Where they vary more, it takes more steps: in the last 10, 20, 40, ... steps, and in all of
   them, the deviations count less, by the root of their number. Of windows before the end only
@@ -47,6 +49,7 @@ _PARTS = 4
 _MOST_ALIKE = 0.97  # A correlation that leaves one of 66 values.
 _DOUBT = 2.0  # How much less a deviation is worth that comes from few independent values.
 _PAIR = 2  # Those of three that wait for the third one.
+_BESIDE, _JUMP_DEVIATIONS = 3, 5.0
 _SPIKE, _SPIKE_DEVIATIONS = 0.05, 5.0
 _NORMAL = 1.4826  # of the median of absolute values, for a standard deviation
 
@@ -192,7 +195,7 @@ def _behind(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
 
 def _deviation(distances: Sequence[float]) -> float:
     """Return the standard deviation of normal values from their absolute values."""
-    return _NORMAL * statistics.median(distances)
+    return _NORMAL * statistics.median(distances) if distances else 0.0
 
 
 def _changes(values: Sequence[float], lag: int = 1) -> list[float]:
@@ -221,7 +224,7 @@ def _judge(
         step_s: Time of a step.
     """
     number = len(values)
-    level = 0.0
+    level, change = 0.0, max(pooled, _deviation(_changes(values)))
     for width in dict.fromkeys((*_doubled(WINDOW, number), number)):
         # The median of more values varies less.
         least = max(_LEAST * step_s, _DEVIATIONS * pooled * math.sqrt(WINDOW / width))
@@ -229,9 +232,12 @@ def _judge(
         for begin in range(number - width if is_short else 0, number - width + 1, width // WINDOW):
             stop = begin + width
             middle = statistics.median(values[begin:stop])
-            if middle > least and middle > _chance(values, begin, stop, of_all(begin, stop)):
-                level = middle
-                break
+            if middle > least:
+                extent = _extent(values, middle)
+                is_jump = _jump(values, extent.start) > _JUMP_DEVIATIONS * change
+                if is_jump or middle > _chance(values, width, extent, of_all):
+                    level = middle
+                    break
     if level:
         return "slow", list(_extent(values, level))
     middle = statistics.median(values)
@@ -242,14 +248,26 @@ def _judge(
     return "irregular", spikes if len(spikes) > 1 and is_much else []
 
 
-def _chance(values: Sequence[float], begin: int, stop: int, of_all: tuple[float, float]) -> float:
+def _jump(values: Sequence[float], at: int) -> float:
+    """Return by how much each of some steps from `at` on is behind more than each before it."""
+    before, after = values[max(at - _BESIDE, 0) : at], values[at : at + _BESIDE]
+    return min(after) - max(before) if len(before) == len(after) == _BESIDE else 0.0
+
+
+def _chance(
+    values: Sequence[float],
+    width: int,
+    extent: range,
+    of_all: Callable[[int, int], tuple[float, float]],
+) -> float:
     """Return how far a rank may be behind in a window by chance."""
     number = len(values)
-    deviation, correlation = map(max, _variation([values], begin, stop), of_all)
+    cuts = extent.start, extent.stop
+    deviation, correlation = map(max, _variation([values], *cuts), of_all(*cuts))
     # What so few values show of a correlation is too small by about this.
     correlation = min(correlation + (1 + 4 * correlation) / number, _MOST_ALIKE)
     independent = (1 - correlation) / (1 + correlation)
-    inside = max(1.0, (stop - begin) * independent)
+    inside = max(1.0, width * independent)
     doubt = 1 + _DOUBT / max(1.0, number * independent)
     return doubt * _DEVIATIONS * deviation * math.sqrt(WINDOW / inside)
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from shardkit import _events
 from shardkit._compat import torch_groups
 from shardkit._errors import StateError
-from shardkit._events import StepEvent
+from shardkit._events import StepLog
 from shardkit._module.hooks import groups_in
 from shardkit._module.optimizers import known_groups
 from shardkit.tracing.clocks import Clock, read_clock
@@ -29,6 +29,7 @@ from shardkit.tracing.records import RankHeader, RecordFile, remove_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardkit")
 _BEGIN_LIMIT_S, _END_LIMIT_S = 300.0, 60.0
-_WIDTH = len(StepEvent._fields)
-_MAX_HELD = 50_000 * _WIDTH  # Values; about 10 MB.
+_MAX_CALLS = 100_000  # Beginnings and ends; about 15 MB.
 _now = time.perf_counter
 _numbers = itertools.count()
 
@@ -48,22 +48,19 @@ class Recording:
 
     Attributes:
         folder: Folder of the files, one for each rank.
-        num_events: Number of events so far.
+        num_events: Number of events that were written.
     """
 
     def __init__(self, folder: Path, header: RankHeader) -> None:
         self.folder = folder
         self.num_events = 0
         self._file = RecordFile(folder, header)
-        # Values one after the other: tuples that stay would be visited by the garbage collector.
-        self._held: list[Any] = []
+        self._log = StepLog(_now, _MAX_CALLS, self._write)
         self._is_broken = False
 
-    def take(self, event: StepEvent) -> None:
-        """Take an event that has ended."""
-        self._held.extend(event)
-        if len(self._held) >= _MAX_HELD:
-            self._write()
+    def begin(self) -> AbstractContextManager[StepLog]:
+        """Return a context in which events are taken."""
+        return _events.observed_by(self._log)
 
     def close(self, header: RankHeader) -> None:
         """Write what is left."""
@@ -73,11 +70,11 @@ class Recording:
                 self._file.close(header)
 
     def _write(self) -> None:
-        held, self._held = self._held, []
-        self.num_events += len(held) // _WIDTH
-        if held and not self._is_broken:
+        events = self._log.take()
+        self.num_events += len(events)
+        if events and not self._is_broken:
             with self._going_on():
-                self._file.write(map(StepEvent._make, zip(*[iter(held)] * _WIDTH, strict=True)))
+                self._file.write(events)
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -97,8 +94,8 @@ def record(
 
     Call it on all ranks, at the same point of the script, around some steps: ten say as much as a
     thousand. Each rank writes ``folder/rank-N.jsonl.gz`` when the context ends, and before that
-    where 50,000 events have come. Ranks on several hosts need a folder that they share, or their
-    files are put into one folder afterwards.
+    when a forward or backward begins after 50,000 events. Ranks on several hosts need a folder that
+    they share, or their files are put into one folder afterwards.
 
     Recorded are gathers and reductions, the waits for them, the forwards and backwards of groups
     and roots, the memory of shardkit's buffers, and the steps of torch's optimizers. Times are
@@ -117,7 +114,7 @@ def record(
         StateError: A record is being made already, ranks are threads of one process, or a rank did
             not call it within 300 seconds.
 
-    Cost: about 2.5 us for each event, of which a group has about 20 in a step, and 3 us and 10
+    Cost: about 2 us for each event, of which a group has about 20 in a step, and 5 us and 10
         bytes more when it is written; nothing once the context has ended. At its begin and end
         ranks compare their clocks: twelve round trips of each rank through the store, one rank
         after the other.
@@ -153,7 +150,7 @@ def record(
     )
     recording = Recording(target, header)
     with contextlib.ExitStack() as stack:
-        observer = stack.enter_context(_events.observe(recording.take, _now))
+        observer = stack.enter_context(recording.begin())
 
         def begin_step(*_: object) -> None:
             observer.begin("compute", "optimizer", phase="optimizer")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import typing
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recording import recording_mesh
 from shardkit import _events, fully_shard
-from shardkit._events import StepEvent, observe
+from shardkit._events import StepEvent, StepLog, observe, observed_by
 
 _LAYER_NBYTES = 768 * 768 * 4
 
@@ -134,6 +137,36 @@ def test_a_forward_that_raises_leaves_nothing_open_after_the_next() -> None:
         _step(model)
         assert observer.under_way == []
     assert all(0 < e.begin <= e.end and e.opened <= e.closed for e in events)
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_log_makes_the_same_events_later(*, is_failing: bool) -> None:
+    model = _sharded((2, 2), recomputes=True)
+    _step(model)
+
+    def clock() -> typing.Callable[[], float]:
+        return (lambda: 0.0) if is_failing else map(float, itertools.count()).__next__
+
+    def steps() -> None:
+        _step(model)
+        if is_failing:
+            hook = model.second.register_forward_pre_hook(lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                _step(model)
+            hook.remove()
+        _step(model)
+
+    events: list[StepEvent] = []
+    with observe(events.append, clock()):
+        steps()
+    parts: list[list[StepEvent]] = []
+    log = StepLog(clock(), 20, lambda: parts.append(log.take()))
+    with observed_by(log):
+        steps()
+    assert len(parts) > 2
+    later = [event for part in (*parts, log.take()) for event in part]
+    assert [*map(tuple, later)] == [*map(tuple, events)]
+    assert log.take() == []
 
 
 def test_nobody_observes_after_the_context_and_two_do_not_at_once() -> None:

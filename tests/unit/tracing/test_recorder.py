@@ -79,13 +79,14 @@ def test_two_records_at_once_are_refused(tmp_path: pathlib.Path) -> None:
 def test_many_events_are_written_in_parts(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkit.tracing.recorder._MAX_HELD", 7)
+    monkeypatch.setattr("shardkit.tracing.recorder._MAX_CALLS", 7)
     model, optimizer = trained()
     with record(model, tmp_path) as run:
         step(model, optimizer)
         step(model, optimizer)
+        num_before = run.num_events
     found = read_record(tmp_path / "rank-0.jsonl.gz")
-    assert len(found.events) == run.num_events
+    assert 0 < num_before < len(found.events) == run.num_events
     begins = [event.begin for event in found.events]
     assert begins == sorted(begins)
     assert kinds_of(found)["pass"] == 4
