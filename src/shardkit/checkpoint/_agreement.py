@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from shardkit._errors import CheckpointError
+from shardkit._mesh import DeviceMesh
 from shardkit._text import listed
 from shardkit.backends.base import first_of_all
 from shardkit.backends.groups import exchange, group_rank
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint import api
 
-    from shardkit._mesh import DeviceMesh
     from shardkit.backends.base import AxisComm
 
 T = TypeVar("T")
@@ -33,13 +34,36 @@ def rank_of(group: Any) -> int:
     return rank
 
 
-def agreed(
-    group: Any, what: str, act: Callable[[], T], identity: Callable[[T], object] | None = None
-) -> T:
-    """Run something on all ranks of a group and raise on all of them if it raised on any.
+def of_all(item: T, ranks: Any) -> list[T]:
+    """Return the item of every rank of a process group or a mesh, in their order.
 
-    `act` must not communicate; `identity` of its result must be the same on all ranks. An error
-    says what was not done and each rank's reason. Cost: an all-gather of a few bytes.
+    Cost: an all-gather of the items; over each axis of a mesh.
+    """
+    if not isinstance(ranks, DeviceMesh):
+        return exchange(item, ranks, "a checkpoint")
+    found = [(ranks.ranks.index(ranks.rank), item)]
+    for axis in axes_of(ranks):
+        found = [one for some in axis.exchange(found) for one in some]
+    return [item for _, item in sorted(found, key=itemgetter(0))]
+
+
+_DIFFERENT = (
+    "ranks mean different checkpoints. Have one rank choose, and send its path to the others by "
+    "dist.broadcast_object_list"
+)
+
+
+def agreed(
+    ranks: Any,
+    what: str,
+    act: Callable[[], T],
+    identity: Callable[[T], object] | None = None,
+    different: str = _DIFFERENT,
+) -> T:
+    """Run something on all ranks of a group or mesh, and raise on all if it raised on any.
+
+    `act` must not communicate; `identity` of its result must be the same on all ranks, or an error
+    begins with `different`. It says what was not done and each rank's reason. Cost: as `of_all`.
     """
     error: Exception | None = None
     try:
@@ -51,16 +75,11 @@ def agreed(
         what,
         identity(result) if identity is not None and error is None else None,
     )
-    all_of_them: list[tuple[str | None, str, object]] = exchange(mine, group, "a checkpoint")
+    all_of_them = of_all(mine, ranks)
     raise_any(what, [reason for reason, *_ in all_of_them], error)
     if any(other[2] != mine[2] for other in all_of_them):
-        meant = {rank: name for rank, (_, name, _) in enumerate(all_of_them)}
-        msg = _message(
-            "ranks mean different checkpoints. Have one rank choose, and send its path to the "
-            "others by dist.broadcast_object_list",
-            meant,
-        )
-        raise CheckpointError(msg)
+        meant = {rank: f"{name} ({which})" for rank, (_, name, which) in enumerate(all_of_them)}
+        raise CheckpointError(_message(different, meant))
     return result
 
 

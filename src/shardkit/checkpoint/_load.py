@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from shardkit._errors import CheckpointError
 from shardkit._progress import Meter
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.backends.groups import exchange
-from shardkit.checkpoint._agreement import agreed, quote, raise_any, rank_of
+from shardkit.checkpoint._agreement import agreed, of_all, quote, raise_any, rank_of
 from shardkit.checkpoint._dcp import directory
 from shardkit.checkpoint._dcp.item_file import is_plain
 from shardkit.checkpoint._dcp.manifest import MANIFEST_FILE
@@ -120,7 +119,7 @@ def load(
             together = _Together(target, what, process_group)
             together(lambda: _look(target) if rank == 0 else None)  # Before anybody reads.
             planned = together(plan, lambda made: made.identity)
-            everyone = exchange(planned.misfits, process_group, "a checkpoint")
+            everyone = of_all(planned.misfits, process_group)
             raise_any(what, [_report(each.common(everyone), strict=strict) for each in everyone])
             if rank == 0 and planned.leaves_optimizers_out:
                 _logger.info(
@@ -164,7 +163,7 @@ class _Together:
         try:
             return agreed(self._group, self._what, lambda: self._noting_damage(act), same)
         except CheckpointError as error:
-            if any(exchange(self._is_replaced(), self._group, "a checkpoint")):
+            if any(of_all(self._is_replaced(), self._group)):
                 raise _ReplacedError from error
             raise
 

@@ -18,7 +18,6 @@ together share.
 from __future__ import annotations
 
 import secrets
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 
 from shardkit._errors import CheckpointError
 from shardkit._tensor.sharded import ShardedTensor
-from shardkit.checkpoint._agreement import raise_any
+from shardkit.backends.base import first_of_all
+from shardkit.checkpoint._agreement import agreed, axes_of
 from shardkit.checkpoint._files.disk import dtype_name, reading
 from shardkit.checkpoint._files.local import (
     FORMAT,
@@ -88,9 +88,7 @@ def local_state_dict(
     state = state_of(model)
     mesh = mesh_of(state, "a local file")
     _check_has_ranks(mesh)
-    save = secrets.randbits(62)
-    for axis in range(mesh.ndim):
-        save = mesh.backend.axis(axis).exchange(save)[0]
+    save = first_of_all(secrets.randbits(62), axes_of(mesh))
     metadata: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -222,14 +220,18 @@ def load_local_state_dict(
     mine = state_of(model)
     mesh = mesh_of(mine, "a local file", allow_meta=True)
     _check_has_ranks(mesh)
-    save, reason, cause = None, None, None
-    try:
+
+    def look() -> dict[str, Any]:
         with reading("the state dict"):
-            save = _fitting_metadata(state, mine, mesh, has_optimizer=optimizer is not None)["save"]
-    except CheckpointError as error:
-        reason, cause = str(error), error
-    _check_together(mesh, save, reason, cause)
-    metadata = state[METADATA]
+            return _fitting_metadata(state, mine, mesh, has_optimizer=optimizer is not None)
+
+    metadata = agreed(
+        mesh,
+        "the state dict was not loaded",
+        look,
+        lambda found: f"save {found['save']}",
+        "the ranks have state dicts of different saves. Load on each rank its own file of one save",
+    )
     room = None if optimizer is None else _optimizer_room(model, optimizer, state, metadata)
     for entry in by_identity(mine):
         _copy(entry.tensor, state[MODEL][entry.names[-1]])
@@ -274,27 +276,6 @@ def _fitting_metadata(
     if report is not None:
         raise CheckpointError(report)
     return metadata
-
-
-def _check_together(
-    mesh: DeviceMesh, save: object, reason: str | None, cause: Exception | None
-) -> None:
-    """Raise on all ranks of a mesh if one has a reason to, or their states are of several saves."""
-    found = [(mesh.ranks.index(mesh.rank), reason, save)]
-    for axis in range(mesh.ndim):
-        found = [one for some in mesh.backend.axis(axis).exchange(found) for one in some]
-    found.sort(key=itemgetter(0))
-    raise_any("the state dict was not loaded", [reason for _, reason, _ in found], cause)
-    ranks: dict[object, list[int]] = {}
-    for rank, _, of_rank in found:
-        ranks.setdefault(of_rank, []).append(rank)
-    if len(ranks) > 1:
-        named = ", ".join(f"{s} (ranks {', '.join(map(str, r))})" for s, r in ranks.items())
-        msg = (
-            f"the ranks have state dicts of different saves, {named}: nothing was loaded. Load on "
-            f"each rank its own file of one save."
-        )
-        raise CheckpointError(msg)
 
 
 def _compare(

@@ -23,7 +23,7 @@ from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed
-from shardkit.backends.groups import current_world_size, exchange, group_rank
+from shardkit.backends.groups import group_rank
 from shardkit.checkpoint._files.disk import TensorInfo
 from shardkit.checkpoint._state.names import (
     as_optimizers,
@@ -481,9 +481,9 @@ def set_optimizer_state_dict(
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor; memory for the
     new pieces, and for the largest tensor.
     """
-    options = options or StateDictOptions()
+    options, given = options or StateDictOptions(), optim_state_dict
     if options.broadcast_from_rank0:
-        optim_state_dict = _received_optimizer(model, optimizers, optim_state_dict)
+        optim_state_dict = _received_optimizer(model, optimizers, lambda: given)
     else:
         if "state" not in optim_state_dict:
             optim_state_dict = unflatten(model, optimizers, optim_state_dict)
@@ -586,11 +586,12 @@ def _received_model(sent: FromFirstRank, own: Mapping[str, Any]) -> dict[str, An
 
 
 def _received_optimizer(
-    model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
+    model: nn.Module, optimizers: Optimizers, state_of_rank0: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return what rank 0 has of optimizers' state, cut like their parameters."""
 
     def entries_of_rank0() -> dict[tuple[str, ...], Any]:
+        state = state_of_rank0()
         has_parts = not state or "state" in state
         nested: Mapping[str, Any] = state if has_parts else unflatten(model, optimizers, state)
         entries: dict[tuple[str, ...], Any] = {("param_groups",): nested.get("param_groups", [])}
@@ -693,24 +694,24 @@ def scatter_optimizer_state(
     Cost: with `from_rank0` a broadcast of every 16 MiB of each tensor; memory for the largest. Else
     none.
     """
-    error, named = None, {}
-    if not from_rank0 or group_rank(None) == 0:
+
+    def named() -> dict[str, Any]:
         try:
-            named = rekey_optimizer_state(state or {}, model, optimizer, layout="names")
-        except CheckpointError as raised:
-            error = str(raised)
-        except (TypeError, KeyError, AttributeError, ValueError, IndexError) as raised:
-            error = (
-                f"the state has not the form of an optimizer's: {type(raised).__name__}: {raised}. "
+            return rekey_optimizer_state(state or {}, model, optimizer, layout="names")
+        except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+            msg = (
+                f"the state has not the form of an optimizer's: {type(error).__name__}: {error}. "
                 f"Pass what gather_optimizer_state, optimizer.state_dict() or FSDP1's "
                 f"full_optim_state_dict() returned."
             )
-    if from_rank0 and current_world_size() is not None:
-        error = next((text for text in exchange(error, None) if text is not None), None)
-    if error is not None:
-        raise CheckpointError(error)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0, strict=strict)
-    set_optimizer_state_dict(model, optimizer, named, options=options)
+            raise CheckpointError(msg) from error
+
+    if from_rank0:
+        received = _received_optimizer(model, optimizer, named)
+        put_optimizer_state(model, optimizer, received, strict=strict)
+    else:
+        options = StateDictOptions(strict=strict)
+        set_optimizer_state_dict(model, optimizer, named(), options=options)
 
 
 def rekey_optimizer_state(

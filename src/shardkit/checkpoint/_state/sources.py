@@ -15,6 +15,7 @@ from shardkit._errors import CheckpointError
 from shardkit._params.memory import give_back
 from shardkit._tensor.sharded import ShardedTensor
 from shardkit._text import listed_lines
+from shardkit.backends.base import first_of_all
 from shardkit.backends.process_group import ProcessGroupAxis
 from shardkit.checkpoint._agreement import FirstRank
 from shardkit.checkpoint._files import disk
@@ -158,9 +159,7 @@ class FromFirstRank(Source):
                 self._source = open_source()
         self.first.raise_error()
         found: Any = self._source and (self._source.infos, self._source.others)
-        for axis in axes:
-            found = axis.exchange(found)[0]
-        self.infos, self.others = found
+        self.infos, self.others = first_of_all(found, axes)
         self.tied = {}
         self._parts = torch.empty(disk.PART_NBYTES, dtype=torch.uint8, device=device)
 
