@@ -423,8 +423,7 @@ def set_model_state_dict(
         RuntimeError: As `nn.Module.load_state_dict` does.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
-    for 16 MiB; for all of a tensor that is not sharded, or tensor-parallel, or on meta and of
-    another dtype.
+    for 16 MiB; for all of a tensor that is not sharded, or tensor-parallel.
     """
     return _checked_model(model, model_state_dict, options or StateDictOptions())()
 
@@ -449,8 +448,15 @@ def _checked_model(
             if packing is None or not isinstance(value, packing.cls):
                 check_shape(name, tuple(value.shape), tuple(target.shape))
 
+    def target_of(name: str, info: TensorInfo) -> Any:
+        target = by_name.get(name)
+        if isinstance(target, ShardedTensor) and target.is_meta and target.dtype != info.dtype:
+            numel = target.spec.piece_numel
+            target.replace_piece(torch.empty(numel, dtype=info.dtype, device="meta"))
+        return target
+
     def load() -> _IncompatibleKeys:
-        values = found if sent is None else _received_model(sent, by_name)
+        values = found if sent is None else dict(sent.receive(target_of))
         state = {keys.get(name, name): value for name, value in values.items()}
         is_meta = any(isinstance(value, Tensor) and value.is_meta for value in own.values())
         return model.load_state_dict(state, strict=options.strict, assign=is_meta)  # type: ignore[no-any-return]
@@ -479,7 +485,7 @@ def set_optimizer_state_dict(
             cut otherwise than its parameter. Nothing has been changed then.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor; memory for the
-    new pieces, and for the largest tensor.
+    new pieces, 16 MiB, and for all of a tensor that is not sharded, or tensor-parallel.
     """
     options, given = options or StateDictOptions(), optim_state_dict
     if options.broadcast_from_rank0:
@@ -572,19 +578,6 @@ def _by_names_of(model: nn.Module, state: Any) -> Any:
     return found
 
 
-def _received_model(sent: FromFirstRank, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rank 0 has of a model: sharded parameters in place, others whole."""
-    received: dict[str, Any] = {}
-    for name, value in sent.receive(own):
-        target = own.get(name)
-        if isinstance(value, Tensor) and isinstance(target, ShardedTensor) and value is not target:
-            target.copy_values(value)  # At once: pieces laid aside would be a second shard.
-            received[name] = target
-        else:
-            received[name] = value
-    return received
-
-
 def _received_optimizer(
     model: nn.Module, optimizers: Optimizers, state_of_rank0: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -607,14 +600,19 @@ def _received_optimizer(
     infos: Mapping[Any, TensorInfo] = sent.infos
     for (name, key), info in infos.items():
         saved.setdefault(name, {})[key] = info
+
+    def room(place: tuple[str, str], info: TensorInfo) -> Any:
+        param = named.get(place[0])
+        is_sharded = isinstance(param, ShardedTensor)
+        return room_for(param, place[1], info, saved) if is_sharded else None
+
     received: dict[str, Any] = {"state": {}, "param_groups": []}
-    for (name, *keys), value in sent.receive():
+    for (name, *keys), value in sent.receive(room):
         if not keys:
             received["param_groups"] = value
             continue
-        entry = value
-        if name in named:
-            entry = _placed(value, named[name], keys[0], name, saved)
+        is_nested = isinstance(value, dict) and name in named  # Tensors inside come as they are.
+        entry = _placed(value, named[name], keys[0], name, saved) if is_nested else value
         received["state"].setdefault(name, {})[keys[0]] = entry
     return received
 
@@ -691,7 +689,7 @@ def scatter_optimizer_state(
             has been changed then. State of another shape than the parameter's is the optimizer's
             own affair, and stays whole.
 
-    Cost: with `from_rank0` a broadcast of every 16 MiB of each tensor; memory for the largest. Else
+    Cost: with `from_rank0` that of `set_optimizer_state_dict` with ``broadcast_from_rank0``. Else
     none.
     """
 

@@ -178,18 +178,17 @@ class FromFirstRank(Source):
             if low < high:
                 copy_from_scratch(out[low - start : high - start], part[low - begin : high - begin])
 
-    def receive(self, targets: Mapping[Any, Any] | None = None) -> Iterator[tuple[Any, Any]]:
+    def receive(
+        self, target_of: Callable[[Any, TensorInfo], Any] = lambda *_: None
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield key and value of every entry. Collective: exhaust it.
 
-        Sharded targets are filled, and are the values, unless they are on meta and of another
-        dtype; other tensors come whole.
-        Those without dimensions stay on the host: optimizers want numbers of steps there.
+        Sharded targets of entries are filled, and are the values; other tensors come whole. Those
+        without dimensions stay on the host: optimizers want numbers of steps there.
         """
         for key, info in self.infos.items():
-            target = (targets or {}).get(key)
-            if isinstance(target, ShardedTensor) and (
-                target.dtype == info.dtype or not target.is_meta
-            ):
+            target = target_of(key, info)
+            if isinstance(target, ShardedTensor):
                 fill_tensor(self, key, target, target.device)
                 yield key, target
                 continue
