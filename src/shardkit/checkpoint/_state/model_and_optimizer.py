@@ -603,8 +603,9 @@ def _received_optimizer(
 
     def room(place: tuple[str, str], info: TensorInfo) -> Any:
         param = named.get(place[0])
-        is_sharded = isinstance(param, ShardedTensor)
-        return room_for(param, place[1], info, saved) if is_sharded else None
+        if isinstance(param, ShardedTensor):
+            return room_for(param, place[1], info, saved)
+        return None
 
     received: dict[str, Any] = {"state": {}, "param_groups": []}
     for (name, *keys), value in sent.receive(room):
