@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from shardkit._errors import ShardedTensorError
 from shardkit._layout import FlatLayout
+from shardkit._settings import SumAxis
 
 if TYPE_CHECKING:
     import weakref
@@ -25,14 +26,10 @@ if TYPE_CHECKING:
     from shardkit._mesh import DeviceMesh
 
 
-class Axis(Protocol):
+class Axis(SumAxis, Protocol):
     """The mesh axis that a tensor is cut over; its collectives (`backends.base.AxisComm`)."""
 
-    size: int
-    rank: int
-
     def all_gather(self, full: Tensor, own: Tensor) -> None: ...
-    def all_reduce(self, tensor: Tensor, op: str) -> None: ...
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardkit._errors import StateError
+from shardkit._settings import SumAxis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,20 +140,11 @@ class AllToAll:
     of: str
 
 
-class AxisComm(Protocol):
-    """One mesh axis through this rank: small and rare collectives, all blocking but one.
-
-    `op` is one of ``"sum"``, ``"max"``, ``"min"``, ``"product"``.
-    """
-
-    size: int
-    rank: int
+class AxisComm(SumAxis, Protocol):
+    """One mesh axis through this rank: small and rare collectives, all blocking."""
 
     def all_gather(self, full: Tensor, own: Tensor) -> None:
         """Fill `full` (1-D) with every rank's `own`, in rank order; `own` may lie in `full`."""
-
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
-        """Reduce `tensor` in place."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy `tensor` from position `src` of the axis to all."""
