@@ -116,7 +116,7 @@ class FirstRank:
         """Raise on all ranks what the first one met. Cost: an exchange per axis."""
         error, msg = self.error, None
         if error is not None:
-            msg = f"rank {group_rank(None)} {self._what}: {type(error).__name__}: {error}"
+            msg = f"rank {group_rank(None)} {self._what}: {_reason(error)}"
         msg = first_of_all(msg, self._axes)
         if msg is not None:
             raise CheckpointError(msg) from error
