@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardkit._errors import ConfigError
 from shardkit._settings import MixedPrecisionPolicy
-from shardkit._text import NotOfKindError, byte_size
+from shardkit._text import NotOfKindError, byte_size, nearest
 from shardkit.config import from_config
 from shardkit.planning._api import plan
 
@@ -104,7 +104,15 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
             f"MODEL must be module:function, or a config.json of transformers that is there, got "
             f"{text!r}: {error}."
         )
+        if isinstance(error, AttributeError) and module_name in sys.modules:
+            msg += f" {nearest(name, vars(sys.modules[module_name]))}"
         raise ConfigError(msg) from error
+    if isinstance(make, nn.Module) or not callable(make):
+        msg = (
+            f"MODEL must name a function that returns a model, so that no memory is taken for it; "
+            f"{text!r} is of type {type(make).__name__}. Write a function that makes it."
+        )
+        raise ConfigError(msg)
     with torch.device("meta"):
         made = make()
     if isinstance(made, tuple):

@@ -64,6 +64,8 @@ def model():
 
 def with_batch():
     return model(), torch.empty(8, 64)
+
+made = nn.Linear(2, 2)
 """
 
 
@@ -145,6 +147,8 @@ def test_a_config_without_ranks_needs_a_mesh(
     ("model", "message"),
     [
         ("planned_module:nothing", "must be module:function"),
+        ("planned_module:modle", "The nearest ones are 'model'"),
+        ("planned_module:made", "must name a function that returns a model"),
         ("no_such_module:model", "must be module:function"),
         ("planned_module:model", "--batch must be given"),
     ],
