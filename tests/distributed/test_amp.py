@@ -226,9 +226,11 @@ def train_scaled(mesh_shape: tuple[int, ...], bad_rank: int, clip: bool) -> tupl
     return differences, scales, skipped, plain_scaler.get_scale()
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("bad_rank", [0, 1, 3])
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("bad_rank", "mesh_shape", "clip"),
+    in_turns([0, 1, 3], [(2,), (2, 2)], [False, True]),
+    ids=str,
+)
 def test_an_overflow_of_one_rank_skips_the_step_of_all(
     spawn: Spawn, mesh_shape: tuple[int, ...], bad_rank: int, clip: bool
 ) -> None:

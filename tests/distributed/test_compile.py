@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from models import Case, regression_batch, squared_error
-from parity import compare_training
+from parity import compare_training, in_turns
 from reference import (
     LOSS_TOLERANCE,
     SGD_TOLERANCE,
@@ -115,9 +115,10 @@ def assert_one_graph(found: list[tuple[Differences, dict[str, int]]]) -> None:
         )
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("how", ["module", "forward"])
-@pytest.mark.parametrize("order", ["compiled first", "sharded first"])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "order", "how"),
+    in_turns([True, False, None], ["compiled first", "sharded first"], ["module", "forward"]),
+)
 def test_compiled_layers_train_as_plain_ones_in_one_graph(
     spawn: Spawn, order: str, how: str, reshard_after_forward: bool | None
 ) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from models import CASES
+from parity import in_turns
 from reference import (
     LOSS_TOLERANCE,
     OPTIMIZERS,
@@ -78,9 +79,10 @@ def train_from_meta(
     return differences
 
 
-@pytest.mark.parametrize("fill", [by_init, by_loading])
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "name", "fill"),
+    in_turns([(2,), (3,), (2, 2)], ["gpt", "mlp"], [by_init, by_loading]),
+)
 def test_training_starts_and_goes_on_as_that_of_the_plain_model(
     spawn: Spawn,
     name: str,

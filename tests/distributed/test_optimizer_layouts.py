@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from checkpoints import train_on_shares
 from models import CASES, Block, Case
+from parity import in_turns
 from reference import OPTIMIZERS, full_parameters, make_mesh, shard
 from shardkit import CheckpointError, CPUOffloadPolicy
 from shardkit.checkpoint import (
@@ -141,9 +142,11 @@ def to_and_from_plain(
         assert_close(full_parameters(again), full_parameters(expected))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "groups"])
+@pytest.mark.parametrize(
+    ("mesh", "optimizer", "layout"),
+    in_turns(MESHES, ["adamw", "sgd", "groups"], LAYOUTS),
+    ids=str,
+)
 def test_training_goes_on_as_with_a_plain_optimizer(
     spawn: Spawn, mesh: tuple[int, ...], layout: str, optimizer: str
 ) -> None:

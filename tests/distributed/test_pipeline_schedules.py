@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from parity import in_turns
 from reference import Differences, assert_within, step_all
 from shardkit import DeviceMesh, checkpoint, fully_shard, init_device_mesh
 
@@ -193,9 +194,9 @@ def train_schedule(name: str, num_pipelines: int, options: dict[str, typing.Any]
     return differences
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("num_pipelines", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "num_pipelines", "reshard"), in_turns(CASES, [1, 2], [True, False])
+)
 def test_schedules_of_torch_train_as_without_them(
     spawn: Spawn, name: str, num_pipelines: int, reshard: bool
 ) -> None:

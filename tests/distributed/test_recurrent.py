@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from models import Case
-from parity import compare_training
+from parity import compare_training, in_turns
 from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
 from shardkit import ShardedTensor, WrapError, fully_shard
 from workers import on_ranks
@@ -91,10 +91,11 @@ def train_recurrent(
     return differences
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("where", GROUPS)
+@pytest.mark.parametrize(
+    ("kind", "reshard_after_forward", "where"),
+    in_turns(KINDS, [True, False, None], list(GROUPS)),
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_layers_train_as_plain_ones(
     spawn: Spawn, kind: str, packed: bool, where: str, reshard_after_forward: bool | None
 ) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from parity import in_turns
 from recording import recording_mesh
 from reference import Differences, assert_within, full_grads, full_parameters, make_mesh, step_all
 from shardkit import WrapError, fully_shard
@@ -204,9 +205,12 @@ def train(kind: str, rows: int, mesh_shape: tuple[int, ...], optimizer: str) -> 
     return differences
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("rows", [8, 5])  # 5: padding rows, and with 4 ranks one that has none.
+@pytest.mark.parametrize(
+    ("rows", "mesh_shape", "optimizer"),
+    # 5: padding rows, and with 4 ranks one that has none.
+    in_turns([8, 5], [(1,), (2,), (4,), (2, 2)], ["sgd", "adamw"]),
+    ids=str,
+)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_training_equals_training_with_what_the_gather_does(
     spawn: Spawn, kind: str, rows: int, mesh_shape: tuple[int, ...], optimizer: str

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from models import MLP, Case, regression_batch
-from parity import compare_training
+from parity import compare_training, in_turns
 from reference import LOSS_TOLERANCE, SGD_TOLERANCE, Differences, assert_within, shard
 from shardkit import fully_shard
 
@@ -242,9 +242,10 @@ def train_writer(write: str, where: str, reshard_after_forward: bool | None) -> 
     return compare_training(case, model, plain)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("where", ["output", "root output"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("write", "reshard_after_forward", "where"),
+    in_turns(WRITES, [True, False, None], ["output", "root output"]),
+)
 def test_outputs_written_in_place(
     spawn: Spawn, write: str, where: str, reshard_after_forward: bool | None
 ) -> None:

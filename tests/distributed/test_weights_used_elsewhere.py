@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parity import in_turns
 from reference import Differences, assert_within, make_mesh, step_all
 from shardkit import fully_shard
 
@@ -138,9 +139,11 @@ def train(name: str, mesh_shape: tuple[int, ...], is_apart: bool, is_delayed: bo
     return differences
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("is_apart", [True, False])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    ("name", "mesh_shape", "is_apart"),
+    in_turns(USES, [(2,), (3,), (2, 2)], [True, False]),
+    ids=str,
+)
 def test_gradients_are_averaged_over_ranks_with_data_of_their_own(
     spawn: Spawn, name: str, mesh_shape: tuple[int, ...], *, is_apart: bool
 ) -> None:
