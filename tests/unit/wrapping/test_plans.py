@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from models import CASES, MLP, Block, Tiny, frozen_mlp
+from parity import in_turns
 from recording import recording_mesh
 from shardkit import (
     CPUOffloadPolicy,
@@ -82,9 +83,10 @@ def test_a_step_is_as_planned(name: str, mesh_shape: Sequence[int]) -> None:
     check_against_steps(model, auto_shard(model, mesh, policy))
 
 
-@pytest.mark.parametrize("reshard", [True, False, None, 2])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("name", ["mlp", "nested", "lists", "tied", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "reshard", "micro_batches"),
+    in_turns(["mlp", "nested", "lists", "tied", "frozen"], [True, False, None, 2], [1, 3]),
+)
 def test_a_step_is_as_planned_however_it_is_resharded(
     name: str, reshard: bool | int | None, micro_batches: int
 ) -> None:
