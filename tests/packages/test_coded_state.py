@@ -12,6 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from checkpoints import train_on_shares
 from models import GPT, Case, Parameters, cross_entropy, token_batch
@@ -206,6 +211,32 @@ def test_other_classes(spawn: Spawn, tmp_path: pathlib.Path, names: tuple[str, s
     saved = spawn(save, 2, names[0], (2,), path, timeout_s=LONG_S)[0]
     for loaded in spawn(load, 3, names[1], (3,), path, 0, timeout_s=LONG_S):
         check_loaded(saved, loaded, 1e-2)
+
+
+def load_codes(is_sent: bool) -> None:
+    """Load what a whole optimizer keeps coded: from all ranks, or from the first one."""
+    optimizer_class, options = class_of("torchao 8 bits")
+    plain, sharded = whole_and_sharded((2,), SHAPES)
+    whole = optimizer_class(plain.parameters(), **options)
+    step_with(plain, whole, range(3))
+    wanted = get_optimizer_state_dict(plain, whole)["state"]
+    given = get_optimizer_state_dict(plain, whole) if not is_sent or dist.get_rank() == 0 else {}
+    optimizer = local("torchao 8 bits", sharded)
+    how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_sent)
+    set_optimizer_state_dict(sharded, optimizer, given, options=how)
+    whole_state = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(sharded, optimizer, options=whole_state)["state"]
+    for name in ("first", "second"):
+        for key in ("exp_avg", "exp_avg_sq"):
+            codes = wanted[name][key]
+            assert type(codes).__name__ == "OptimState8bit"
+            assert torch.equal(found[name][key], codes.dequantize()), (name, key)
+    assert torch.equal(found["small"]["exp_avg"], wanted["small"]["exp_avg"])
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "on all ranks"])
+def test_whole_codes_are_loaded(spawn: Spawn, is_sent: bool) -> None:
+    spawn(load_codes, 2, is_sent, timeout_s=LONG_S)
 
 
 # --- training -----------------------------------------------------------------------------------

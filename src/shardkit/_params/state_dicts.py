@@ -240,7 +240,7 @@ def distribute_state_dict(
         elif isinstance(value, ShardedTensor) or isinstance(local, nn.Parameter):
             local_state_dict[key] = value.detach()  # `load_state_dict` cuts it, or refuses it.
         else:
-            local_state_dict[key] = _put(value, local, key)
+            local_state_dict[key] = _put(_decoded(value, local), local, key)
     original(others, local_state_dict, *args, **kwargs)
 
 
@@ -272,7 +272,9 @@ def broadcast_tensors(
     """
     sharded = _sharded_ones({key: local_state_dict.get(key) for key in keys})
     local_state_dict.update(dict.fromkeys(sharded, torch.empty(0)))
-    original(full_state_dict, local_state_dict, keys, *args, **kwargs)
+    sent = {key: full_state_dict[key] for key in keys}
+    sent |= {key: _decoded(sent[key], local) for key, local in sharded.items()}
+    original(sent, local_state_dict, keys, *args, **kwargs)
     _cut_received(local_state_dict, sharded)
 
 
@@ -302,6 +304,16 @@ def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -
             state[key] = _put(received, local, key)
             if received.device.type == "cpu":
                 give_back(received.nbytes)  # The one before it, for this one is still referred to.
+
+
+@torch.no_grad()
+def _decoded(whole: Any, local: ShardedTensor) -> Any:
+    """Return the numbers of what an optimizer of torchao keeps coded: no collective takes codes."""
+    plain = (Tensor, nn.Parameter, ShardedTensor)
+    is_coded = isinstance(whole, Tensor) and type(whole) not in plain
+    if not is_coded or local.spec.packing is not None or local.spec.subclass is not None:
+        return whole
+    return torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 @torch.no_grad()
