@@ -192,10 +192,10 @@ def other_models() -> str:
 
 def graphs() -> dict[str, object]:
     """The third step's graph. Nothing is run: XLA's CPU client is not sure with four threads."""
-    import shardkit.backends.xla.replica
     from shardkit._runtime import runtime
+    from shardkit.backends.xla import replica  # Waits where another replica imports the package.
 
-    shardkit.backends.xla.replica.run_graph = lambda: None
+    replica.run_graph = lambda: None
     runtime.check_same_model = lambda *_: None  # It runs a collective.
     found: dict[str, object] = {}
     for name, shape, reshard in (
