@@ -89,6 +89,9 @@ foreach_copy: Any = torch._foreach_copy_
 
 foreach_add: Any = torch._foreach_add_
 
+flattened: Any = torch._C._nn.flatten_dense_tensors
+"""Copies tensors of any shapes end to end, without a call for each of them."""
+
 make_wrapper: Any = Tensor._make_wrapper_subclass
 """Makes a tensor of a class with a shape, a dtype and a device, and no memory of its own."""
 

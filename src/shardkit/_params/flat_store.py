@@ -310,6 +310,10 @@ def gaps_of(layout: FlatLayout) -> list[tuple[int, int]]:
 # parameters that gather themselves, and `TracedStore`, where operators are traced into a graph.
 
 
+_Cut = tuple[int, slice | None, Tensor | None]
+"""A parameter and what a rank gets of it, None all; or the zeros that it gets instead."""
+
+
 class Store(ABC):
     """The shard of a bucket, and its unsharded parameters, whose memory comes and goes.
 
@@ -347,6 +351,7 @@ class Store(ABC):
         self.entries = entries
         self._gathered_version = -1
         self._classes: list[type] = []
+        self._cuts: list[list[_Cut]] = []
 
     # --- the shard ---
 
@@ -369,10 +374,6 @@ class Store(ABC):
     @abstractmethod
     def piece(self, reduced: Tensor, index: int) -> Tensor:
         """Return the part of a reduced gradient, as long as a shard, that is of one parameter."""
-
-    def pieces(self, reduced: Tensor) -> list[Tensor]:
-        """Return the parts of a reduced gradient that are of each parameter."""
-        return [self.piece(reduced, index) for index in range(len(self.specs))]
 
     @property
     @abstractmethod
@@ -502,6 +503,36 @@ class Store(ABC):
             offset, _ = layout.shard_range(i, rank)
             pieces.append(GradientPiece(entry.name, layout.shapes[i], start, stop, offset))
         return pieces
+
+    def parts_by_rank(self, grads: Mapping[int, Tensor]) -> list[list[Tensor]]:
+        """Return what each rank gets of all gradients of the bucket, in parts end to end."""
+        if not self._cuts:
+            self._cuts = self._cut_gradients()
+        return [
+            [
+                fill if fill is not None else grads[i] if cut is None else grads[i].reshape(-1)[cut]
+                for i, cut, fill in row
+            ]
+            for row in self._cuts
+        ]
+
+    def _cut_gradients(self) -> list[list[_Cut]]:
+        layout, dtype = self.layout, self.plan.param_dtype
+        zeros = torch.zeros(layout.padding_numel, dtype=dtype, device=self.plan.device)
+        rows = []
+        for rank in range(layout.world_size):
+            row: list[_Cut] = []
+            at = 0
+            for i, numel in enumerate(layout.numels):
+                start, stop = layout.owned_range(i, rank)
+                if start < stop:
+                    begin, end = layout.shard_range(i, rank)
+                    row += [(i, None, zeros[: begin - at])] if at < begin else []
+                    row.append((i, slice(start, stop) if stop - start < numel else None, None))
+                    at = end
+            row += [(0, None, zeros[: layout.shard_numel - at])] if at < layout.shard_numel else []
+            rows.append(row)
+        return rows
 
     def part_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """Return the plain tensor of a gradient, if `converts_gradients`; may be collective."""
@@ -705,11 +736,6 @@ class FlatStore(Store):
         """Return the view of a shard-sized tensor that belongs to parameter `index`."""
         start, stop = self.specs[index].piece_range
         return reduced[start:stop]
-
-    def pieces(self, reduced: Tensor) -> list[Tensor]:
-        """Return the views that belong to each parameter."""
-        ranges = [spec.piece_range for spec in self.specs]
-        return [reduced[start:stop] for start, stop in ranges]
 
     @property
     def shard_version(self) -> int:

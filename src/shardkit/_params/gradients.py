@@ -103,6 +103,13 @@ class BucketGradients:
         self.held: dict[int, Tensor] = {}
         is_small = backend.batches_small_groups and self.send_nbytes < BATCH_NBYTES
         self.holds_layers = backend.copies_gradients_together or is_small
+        self._may_send_parts = (
+            backend.takes_parts
+            and is_small
+            and plan.axis.size > 1
+            and plan.param_dtype == plan.reduce_dtype
+            and not bucket.store.converts_gradients
+        )
         self._buffer: GradientBuffer | None = None
         self._unsettled: list[tuple[int, Tensor]] = []
         self._unused: set[str] = set()
@@ -188,6 +195,21 @@ class BucketGradients:
             self.buffer.write(index, grad, streams, pool)
 
     @property
+    def sends_parts(self) -> bool:
+        """Whether what is held is all that is sent, and can be sent from where it is."""
+        return (
+            self._may_send_parts
+            and len(self.held) == len(self.fired)
+            and (self._buffer is None or not self._buffer.written)
+        )
+
+    def take_parts(self) -> Sequence[Sequence[Tensor]]:
+        """Return what is held as each rank gets it, in parts, and drop it."""
+        parts = self.bucket.store.parts_by_rank(self.held)
+        self.held = {}
+        return parts
+
+    @property
     def buffer(self) -> GradientBuffer:
         """Where gradients are collected; made at first use."""
         if self._buffer is None:
@@ -229,14 +251,14 @@ class BucketGradients:
                     hook(param)
             return
         has_hooks = torch_autograd.has_post_accumulate_grad_hooks(bucket.sharded)
-        for index, (entry, piece) in enumerate(zip(bucket.entries, store.pieces(out), strict=True)):
-            param, spec = entry.param, store.specs[index]
+        for index, (entry, spec) in enumerate(zip(bucket.entries, store.specs, strict=True)):
+            param = entry.param
             if not fired[index]:
-                self._unsettled.append((index, piece))
-            elif has_hooks or param.grad is not None:
-                assign_grad(param, piece, spec, flat)
+                self._unsettled.append((index, store.piece(out, index)))
+            elif flat is None or has_hooks or param.grad is not None:
+                assign_grad(param, store.piece(out, index), spec, flat)
             else:  # As `assign_grad`: calls less for each gradient.
-                param.grad = ShardedTensor.__new__(ShardedTensor, piece, spec, flat)
+                param.grad = ShardedTensor.over(flat, spec)
 
     def settle(self, used_anywhere: Sequence[int]) -> None:
         """Assign the gradients of parameters that only other ranks used.
@@ -426,6 +448,14 @@ class GroupGradients:
         for each in self.buckets:
             each.write_held(streams, pool)
 
+    @property
+    def sends_parts(self) -> bool:
+        """Whether all that is held can be sent from where it is."""
+        for each in self.buckets:
+            if not each.sends_parts:
+                return False
+        return self._comm.reduce_scatter is None
+
     # --- reducing ---
 
     @property
@@ -440,17 +470,26 @@ class GroupGradients:
             Reductions for the backend, one per bucket; give `started` the handle.
         """
         assert not self.is_reducing, "the send buffers are on the wire"
-        self.write_held(streams, pool)
         self._all_reduces = all_reduce
         self._prepared = [each for each in self.buckets if each.is_sent]
-        for each in self._prepared:
-            each.buffer.complete(streams, pool)
+        if self.sends_parts:
+            parts = [each.take_parts() for each in self._prepared]
+        else:
+            parts = [[] for _ in self._prepared]
+            self.write_held(streams, pool)
+            for each in self._prepared:
+                each.buffer.complete(streams, pool)
         return [
-            self._reduction_of(each, partial(each.buffer.room, streams, pool))
-            for each in self._prepared
+            self._reduction_of(each, partial(each.buffer.room, streams, pool), of_each)
+            for each, of_each in zip(self._prepared, parts, strict=True)
         ]
 
-    def _reduction_of(self, gradients: BucketGradients, room: Callable[[], Tensor]) -> Reduction:
+    def _reduction_of(
+        self,
+        gradients: BucketGradients,
+        room: Callable[[], Tensor],
+        parts: Sequence[Sequence[Tensor]],
+    ) -> Reduction:
         plan, store = gradients.bucket.plan, gradients.bucket.store
         is_partial = self._is_partial(gradients)
         wide = torch.promote_types(plan.reduce_dtype, torch.float32)
@@ -472,6 +511,7 @@ class GroupGradients:
             hook_stream=self._comm.all_reduce_hook_stream,
             bucket_id=store.bucket_id,
             force_sum=self._comm.force_sum,
+            parts=parts,
         )
 
     def started(self, handle: ReduceHandle, first: int, pool: SlotPool) -> None:

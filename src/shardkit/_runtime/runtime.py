@@ -145,7 +145,7 @@ class DummyStreams:
         for reduction in reductions:
             axis, replicas = reduction.shard_axis, reduction.replicate_axis
             # Where one process traces all ranks, none of them is this one.
-            own = reduction.send.view(axis.size, -1)[0 if region is not None else axis.rank]
+            own = reduction.whole().view(axis.size, -1)[0 if region is not None else axis.rank]
             out = own * (axis.size * (replicas.size if replicas is not None else 1))
             if reduction.carry is not None:
                 out = out.to(reduction.carry.dtype) + reduction.carry

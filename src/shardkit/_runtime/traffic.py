@@ -575,7 +575,7 @@ class Reductions:
             return  # It completed again, by a graph retained from before: it is sent with the rest.
         if self._queued and self._queued[0].axes != group.axes:
             self._start_queued()
-        if self._is_host_synchronous and gradients.holds_layers:
+        if self._is_host_synchronous and gradients.holds_layers and not gradients.sends_parts:
             self._free_sent(group)  # The last group's send buffer becomes this one's.
             self._write_held(group)
         self._queued.append(group)

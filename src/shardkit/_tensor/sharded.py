@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -169,7 +170,6 @@ class ShardedTensor(ClientAnswers):
     in-place fills give the same full tensor at every world size, from generators in equal state.
     """
 
-    local_piece: Tensor
     spec: ShardSpec
     flat: Tensor | None
     flat_start: int
@@ -204,6 +204,28 @@ class ShardedTensor(ClientAnswers):
         self.flat = flat
         self.flat_start = flat_start
         return self
+
+    @classmethod
+    def over(cls, flat: Tensor, spec: ShardSpec, flat_start: int = 0) -> Self:
+        """Wrap the piece that a spec cuts from a flat; its view is made when it is asked for.
+
+        List operators run on flats, so most gradients need none.
+        """
+        self: Self = torch_tensors.make_wrapper(
+            cls, spec.shape, dtype=flat.dtype, device=flat.device
+        )
+        self.spec = spec
+        self.flat = flat
+        self.flat_start = flat_start
+        return self
+
+    @functools.cached_property
+    @torch_tensors.without_dispatch_modes
+    def local_piece(self) -> Tensor:
+        """The piece of this rank, 1-D: given, or the view of the flat that the spec cuts."""
+        assert self.flat is not None
+        start, stop = self.spec.piece_range
+        return self.flat[start - self.flat_start : stop - self.flat_start]
 
     def cut_gradient(self, *, is_gathered: bool = False) -> None:
         """Have the gradient of this tensor arrive as this rank's piece of it.

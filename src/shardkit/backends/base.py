@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardkit._compat import torch_tensors
 from shardkit._errors import StateError
 from shardkit._settings import SumAxis
 
@@ -251,7 +252,10 @@ class Reduction:
     """One bucket to reduce.
 
     Attributes:
-        send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype.
+        send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has
+            no memory.
+        parts: For each rank what is sent there, in parts of any shape that lie end to end. Empty:
+            it was copied into `send`. Given where `MeshBackend.takes_parts` only.
         room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
@@ -291,6 +295,23 @@ class Reduction:
     hook_stream: Stream | None = None
     bucket_id: int = 0
     force_sum: bool = False
+    parts: Sequence[Sequence[Tensor]] = ()
+
+    def rows(self) -> Sequence[Sequence[Tensor]]:
+        """Return for each rank what is sent there, in parts."""
+        return self.parts or [[row] for row in self.send.view(self.shard_axis.size, -1)]
+
+    def whole(self) -> Tensor:
+        """Return what is sent as one tensor: `send`, or a copy of `parts`."""
+        return end_to_end([self]) if self.parts else self.send
+
+
+def end_to_end(reductions: Sequence[Reduction]) -> Tensor:
+    """Return, 1-D and copied, rank by rank what each of several reductions sends there."""
+    by_rank = zip(*[reduction.rows() for reduction in reductions], strict=True)
+    parts = [part for rows in by_rank for row in rows for part in row]
+    # Users may choose another dtype for gradients than for their parameter.
+    return torch_tensors.flattened(parts).to(reductions[0].send.dtype)
 
 
 class CommStreams(ABC):
@@ -442,6 +463,7 @@ class Backend(MeshBackend):
         gradient_weight: Multiplier that turns gradients of the global-mean loss into gradients of
             this rank's local-mean loss.
         batches_small_groups: Small groups had better travel together.
+        takes_parts: Gradients of small groups are sent from where they are: `Reduction.parts`.
     """
 
     is_host_synchronous: bool = True
@@ -449,6 +471,7 @@ class Backend(MeshBackend):
     copies_gradients_together: bool = False
     gradient_weight: float = 1.0
     batches_small_groups: bool = True
+    takes_parts: bool = False
 
     def receive_chunks(self, axis: AxisComm) -> int:
         """Return how many shard-sized pieces a reduce-scatter over `axis` needs room for."""

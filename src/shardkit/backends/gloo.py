@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit._compat import torch_tensors
-from shardkit.backends.base import Gather
+from shardkit.backends.base import Gather, end_to_end
 from shardkit.backends.groups import sub_group
 from shardkit.backends.process_group import (
     ProcessGroupAxis,
@@ -83,17 +83,18 @@ class ExchangeHandle:
     """
 
     fence: Event | None = None
+    was_copied = True
 
     def __init__(self, reductions: Sequence[Reduction], of: str) -> None:
-        for reduction in reductions:
-            if reduction.before is not None:
-                reduction.send.mul_(reduction.before)
         self._together = _travelling_together(reductions)
-        self.was_copied = all(len(positions) > 1 for positions in self._together)
         self._exchanges = []
         for positions in self._together:
             several = [reductions[i] for i in positions]
-            one = several[0] if len(several) == 1 else _joined(several)
+            is_copied = len(several) > 1 or bool(several[0].parts)
+            self.was_copied &= is_copied
+            one = _joined(several) if is_copied else several[0]
+            if one.before is not None:
+                one.send.mul_(one.before)
             self._exchanges.append(Exchange(one, of))
         self._numels = [reduction.out_numel for reduction in reductions]
         self._outs: list[Tensor] | None = None
@@ -197,13 +198,13 @@ def _travelling_together(reductions: Sequence[Reduction]) -> list[list[int]]:
 
 
 def _joined(reductions: Sequence[Reduction]) -> Reduction:
-    """Return one reduction for several: rank by rank, what each of them sends there."""
+    """Return one reduction, of a copy, for several or for one that is in parts."""
     axis = reductions[0].shard_axis
-    send = torch.cat([r.send.view(axis.size, -1) for r in reductions], dim=1).view(-1)
+    send = end_to_end(reductions)
     numel = send.numel() // axis.size
     num_rows = axis.size if sends_own(axis) else axis.size - 1
     room = functools.partial(send.new_empty, num_rows * numel)
-    return dataclasses.replace(reductions[0], send=send, room=room, out_numel=numel)
+    return dataclasses.replace(reductions[0], send=send, parts=(), room=room, out_numel=numel)
 
 
 def is_small(nbytes: int, axis: AxisComm) -> bool:
@@ -401,6 +402,8 @@ class HostStreams(WatchedStreams):
 
 class GlooBackend(ProcessGroupBackend):
     """Meshes of device type ``"cpu"``."""
+
+    takes_parts = True
 
     def make_axis(self, group: dist.ProcessGroup) -> GlooAxis:
         """Return the communicator over a process group."""

@@ -161,16 +161,18 @@ def join(items: Any, runs: Sequence[PieceRun]) -> Any:
     return [run.join(items) for run in runs]
 
 
-def pieces_of(
-    flats: Sequence[Tensor], runs: Sequence[PieceRun], specs: Sequence[ShardSpec]
-) -> list[tuple[Tensor, Tensor | None, int]]:
-    """Return (piece, flat, start of the flat) for each entry, of one flat for each run."""
-    result: list[Any] = [None] * len(specs)
+def over_flats(
+    flats: Sequence[Tensor], runs: Sequence[PieceRun], items: Sequence[ShardedTensor]
+) -> list[ShardedTensor]:
+    """Return tensors cut as `items`, over one flat for each run."""
+    result: list[Any] = [None] * len(items)
     for run, flat in zip(runs, flats, strict=True):
         for position in run.positions:
-            start, stop = specs[position].piece_range
-            result[position] = (flat[start - run.start : stop - run.start], flat, run.start)
-    return [(flats[0][:0], None, 0) if found is None else found for found in result]
+            result[position] = ShardedTensor.over(flat, items[position].spec, run.start)
+    return [
+        ShardedTensor(flats[0][:0], item.spec) if found is None else found
+        for found, item in zip(result, items, strict=True)
+    ]
 
 
 def find_runs(args: tuple[Any, ...]) -> list[PieceRun] | None:
@@ -288,11 +290,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             wrap(item, of.spec) if type(of) is ShardedTensor else item
             for item, of in zip(result, first, strict=True)
         ]
-    found = pieces_of(result, runs, [item.spec for item in first])
-    return [
-        ShardedTensor(piece, item.spec, flat, start)
-        for item, (piece, flat, start) in zip(first, found, strict=True)
-    ]
+    return over_flats(result, runs, first)
 
 
 def _has_data(func: Any, args: tuple[Any, ...], runs: Sequence[Any] | None) -> bool:
