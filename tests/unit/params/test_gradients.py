@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 import pytest
@@ -14,6 +15,7 @@ from shardkit import ShardedTensor, fully_shard
 from shardkit._module.hooks import get_state
 from shardkit._params.gradients import GroupGradients, start_reduce
 from shardkit._params.memory import SlotPool
+from shardkit.backends.base import end_to_end
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 5), "b": (2,), "c": (4, 4)}
 NAMES = list(SHAPES)
@@ -83,6 +85,28 @@ def test_gradients_of_one_parameter_add_up(hold: bool) -> None:
     for value in (1.0, 2.0):
         collecting.take("b", value, hold=hold)
     assert collecting.send() == {"a": {0.0}, "b": {3.0}, "c": {0.0}}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+def test_parts_lie_end_to_end_as_in_the_send_buffer(num_ranks: int) -> None:
+    collecting = Collecting((num_ranks,))
+    (gradients,), layout = collecting.gradients.buckets, collecting.bucket.store.layout
+    grads = {i: torch.rand(shape) for i, shape in enumerate(SHAPES.values())}
+    grads[0] = torch.rand(5, 3).T  # Its elements lie in another order.
+    expected = torch.zeros(layout.padded_numel)
+    for i, grad in grads.items():
+        gradients.collect(i, grad, collecting.streams, collecting.pool, hold=True)
+        at = layout.offsets[i]
+        expected[at : at + grad.numel()] = grad.reshape(-1)
+    parts = collecting.bucket.store.parts_by_rank(gradients.held)
+    (reduction,) = collecting.gradients.prepare(
+        collecting.streams, collecting.pool, all_reduce=True
+    )
+    in_parts = dataclasses.replace(reduction, parts=parts)
+    assert torch.equal(in_parts.whole(), expected)
+    reduction.send.copy_(expected)
+    rows = expected.view(num_ranks, -1)
+    assert torch.equal(end_to_end([reduction, in_parts]), torch.cat([rows, rows], 1).view(-1))
 
 
 def test_a_gradient_that_is_not_held_is_copied_at_once() -> None:
