@@ -452,7 +452,7 @@ class GroupGradients:
     def sends_parts(self) -> bool:
         """Whether all that is held can be sent from where it is."""
         for each in self.buckets:
-            if not each.sends_parts:
+            if not each.sends_parts and each.is_sent:
                 return False
         return self._comm.reduce_scatter is None
 
