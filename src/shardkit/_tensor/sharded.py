@@ -221,7 +221,7 @@ class ShardedTensor(ClientAnswers):
 
     @functools.cached_property
     @torch_tensors.without_dispatch_modes
-    def local_piece(self) -> Tensor:
+    def local_piece(self) -> Tensor:  # type: ignore[override]  # It can be written.
         """The piece of this rank, 1-D: given, or the view of the flat that the spec cuts."""
         assert self.flat is not None
         start, stop = self.spec.piece_range

@@ -311,7 +311,8 @@ def end_to_end(reductions: Sequence[Reduction]) -> Tensor:
     by_rank = zip(*[reduction.rows() for reduction in reductions], strict=True)
     parts = [part for rows in by_rank for row in rows for part in row]
     # Users may choose another dtype for gradients than for their parameter.
-    return torch_tensors.flattened(parts).to(reductions[0].send.dtype)
+    result: Tensor = torch_tensors.flattened(parts)
+    return result.to(reductions[0].send.dtype)
 
 
 class CommStreams(ABC):
