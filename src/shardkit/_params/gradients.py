@@ -203,7 +203,7 @@ class BucketGradients:
             and (self._buffer is None or not self._buffer.written)
         )
 
-    def take_parts(self) -> Sequence[Sequence[Tensor]]:
+    def take_parts(self) -> list[list[Tensor]]:
         """Return what is held as each rank gets it, in parts, and drop it."""
         parts = self.bucket.store.parts_by_rank(self.held)
         self.held = {}
@@ -488,7 +488,7 @@ class GroupGradients:
         self,
         gradients: BucketGradients,
         room: Callable[[], Tensor],
-        parts: Sequence[Sequence[Tensor]],
+        parts: list[list[Tensor]],
     ) -> Reduction:
         plan, store = gradients.bucket.plan, gradients.bucket.store
         is_partial = self._is_partial(gradients)

@@ -201,6 +201,9 @@ def _joined(reductions: Sequence[Reduction]) -> Reduction:
     """Return one reduction, of a copy, for several or for one that is in parts."""
     axis = reductions[0].shard_axis
     send = end_to_end(reductions)
+    for reduction in reductions:
+        for parts in reduction.parts:
+            parts.clear()  # Before there is memory for what others send.
     numel = send.numel() // axis.size
     num_rows = axis.size if sends_own(axis) else axis.size - 1
     room = functools.partial(send.new_empty, num_rows * numel)
