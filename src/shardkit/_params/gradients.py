@@ -106,6 +106,7 @@ class BucketGradients:
         self._may_send_parts = (
             backend.takes_parts
             and is_small
+            and self.send_nbytes > 0
             and plan.axis.size > 1
             and plan.param_dtype == plan.reduce_dtype
             and not bucket.store.converts_gradients
