@@ -77,5 +77,6 @@ CASES: dict[str, tuple[int, int, int, dict[str, typing.Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_steady_step_takes_what_it_took(spawn: Spawn, case: str) -> None:
     num_ranks, num_layers, width, options = CASES[case]
-    for found in spawn(counted, num_ranks, num_layers, width, options):
-        check(case, found)
+    by_rank = spawn(counted, num_ranks, num_layers, width, options)
+    # A rank that holds nothing of a parameter makes some calls more, for an empty piece.
+    check(case, {key: max(of[key] for of in by_rank) for key in by_rank[0]})
