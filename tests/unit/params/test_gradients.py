@@ -15,6 +15,7 @@ from shardkit import ShardedTensor, fully_shard
 from shardkit._module.hooks import get_state
 from shardkit._params.gradients import GroupGradients, start_reduce
 from shardkit._params.memory import SlotPool
+from shardkit.backends import gloo
 from shardkit.backends.base import end_to_end
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 5), "b": (2,), "c": (4, 4)}
@@ -106,7 +107,10 @@ def test_parts_lie_end_to_end_as_in_the_send_buffer(num_ranks: int) -> None:
     assert torch.equal(in_parts.whole(), expected)
     reduction.send.copy_(expected)
     rows = expected.view(num_ranks, -1)
-    assert torch.equal(end_to_end([reduction, in_parts]), torch.cat([rows, rows], 1).view(-1))
+    both = torch.cat([rows, rows], 1).view(-1)
+    assert torch.equal(end_to_end([reduction, in_parts]), both)
+    assert torch.equal(gloo._joined([reduction, in_parts]).send, both)  # noqa: SLF001
+    assert not any(parts), "dropped before there is memory for what others send"
 
 
 def test_a_gradient_that_is_not_held_is_copied_at_once() -> None:
