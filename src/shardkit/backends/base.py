@@ -254,8 +254,8 @@ class Reduction:
     Attributes:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has
             no memory.
-        parts: For each rank what is sent there, in parts of any shape that lie end to end. Empty:
-            it was copied into `send`. Given where `MeshBackend.takes_parts`; that clears them.
+        parts: Tensors of any shape that each rank is sent, end to end. Empty: they were copied into
+            `send`. Given where `MeshBackend.takes_parts`; that clears them.
         room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.
