@@ -255,7 +255,7 @@ class Reduction:
         send: 1-D, all ranks' ranges of this rank's gradients, in reduce dtype. With `parts` it has
             no memory.
         parts: Tensors of any shape that each rank is sent, end to end. Empty: they were copied into
-            `send`. Given where `MeshBackend.takes_parts`; that clears them.
+            `send`. Given where `Backend.takes_parts`; that clears them.
         room: Function that gives memory for `Backend.receive_chunks` shard-sized pieces, 1-D.
         out_numel: Elements of this rank's range.
         out_dtype: Dtype of the result.

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recording import recording_mesh
 from shardkit import ShardedTensor, StateError, fully_shard
+from shardkit._settings import watch_settings
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,6 +178,10 @@ def test_back_to_meta_is_refused_at_the_next_forward() -> None:
 # --- memory -------------------------------------------------------------------------------------
 
 
+SAMPLES_NBYTES = 1024 * 4 * 2 * 8
+"""Of fp32 values of a parameter that ranks compare: two numbers for each byte."""
+
+
 class PeakMemory(TorchDispatchMode):
     """Counts bytes of storages off the meta device while they live, but for those of `known`."""
 
@@ -232,18 +237,26 @@ def test_initialization_needs_one_parameter_besides() -> None:
     model = sharded_on_meta()
     model.to_empty(device="cpu")
     shards = model.memory_stats()["shard_nbytes"]
-    samples = 1024 * 4 * 2 * 8  # Of fp32 values that ranks compare: two numbers for each byte.
     with PeakMemory() as memory:
         reset_parameters(model)
-    assert max(sizes) <= memory.peak <= shards + 2 * max(sizes) + samples
+    assert max(sizes) <= memory.peak <= shards + 2 * max(sizes) + SAMPLES_NBYTES
     assert shards + 2 * max(sizes) < sum(sizes) / 1.5
 
 
-def test_loading_makes_no_copy_but_the_shards() -> None:
+@pytest.mark.parametrize("compare_values", [False, True])
+def test_loading_makes_no_copy_but_the_shards(
+    monkeypatch: pytest.MonkeyPatch, *, compare_values: bool
+) -> None:
+    monkeypatch.setattr(watch_settings, "compare_values", compare_values)
     state_dict = {name: value.clone() for name, value in make_model().state_dict().items()}
     model = sharded_on_meta()
     with PeakMemory(state_dict.values()) as memory:
         model.load_state_dict(state_dict, assign=True)
         before_first_forward = memory.now
     shards = sum(param.to_local().nbytes for param in model.parameters())
-    assert before_first_forward == memory.peak == shards
+    if not compare_values:
+        assert before_first_forward == memory.peak == shards
+    else:
+        shards += 8 * len([*model.parameters()])  # What ranks compare at the next forward.
+        assert before_first_forward <= shards
+        assert memory.peak <= shards + SAMPLES_NBYTES
