@@ -18,7 +18,8 @@ and apart from that, the time for which a rank's link keeps itself or others wai
   behind for some steps now and then. The widest window in which a rank is slow says by how much,
   and so where that begins and ends.
 - A rank is **irregular** where it is not slow, and in some steps behind by 5 % of a step and by 5
-  deviations, by more than 2 % of all time together.
+  deviations, by more than 2 % of all time together. If it is so in more than three quarters of all
+  steps, it is slow.
 
 Where a rank is slow in several phases, as with a part of a processor, each is named.
 
@@ -245,7 +246,9 @@ def _judge(
     spike = max(_SPIKE * step_s, _SPIKE_DEVIATIONS * noise)
     spikes = [i for i, value in enumerate(values) if value > spike]
     is_much = sum(values[i] for i in spikes) > _LEAST * step_s * number
-    return "irregular", spikes if len(spikes) > 1 and is_much else []
+    is_most = len(spikes) * _PARTS > number * (_PARTS - 1)
+    kind = "slow" if is_most else "irregular"
+    return kind, spikes if len(spikes) > 1 and is_much else []
 
 
 def _jump(values: Sequence[float], at: int) -> float:

@@ -204,11 +204,11 @@ def test_alarms_in_50_runs_of_ranks_that_are_not_late(
     assert sum(bool(late_ranks(run)) for run in runs) <= most
 
 
-def later(run: dict[int, list[TimeSlice]], rank: int, first: int = 0) -> None:
-    """Let the backward of a rank take 3 % of a step longer from a step on."""
+def later(run: dict[int, list[TimeSlice]], rank: int, first: int = 0, share: float = 0.03) -> None:
+    """Let the backward of a rank take a share of a step longer from a step on."""
     moved = 0.0
     for i, each in enumerate(run[rank]):
-        longer = 0.03 * (each.phase == "backward" and each.step >= first)
+        longer = share * (each.phase == "backward" and each.step >= first)
         run[rank][i] = each._replace(begin=each.begin + moved, end=each.end + moved + longer)
         moved += longer
 
@@ -233,6 +233,16 @@ def test_a_delay_of_all_steps_is_told_with_its_length(deviation: float) -> None:
     assert found.share == pytest.approx(0.03, abs=0.005)
     assert found.first_step < 30
     assert found.num_steps > 950
+
+
+def test_a_rank_that_is_far_behind_in_all_of_a_few_noisy_steps_is_slow() -> None:
+    num_slow = 0
+    for seed in range(40):
+        run = alike([0.05] * 4, 14, seed)
+        later(run, 2, share=0.6)
+        found = late_ranks(run)
+        num_slow += bool(found) and (found[0].rank, found[0].kind) == (2, "slow")
+    assert num_slow >= 38
 
 
 def test_a_delay_that_ends_is_told_with_its_steps() -> None:
