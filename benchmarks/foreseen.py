@@ -119,13 +119,17 @@ def _measure(profile: Path, path: Path) -> None:
     found = calibration.profile()
     if os.environ["RANK"] == "0":
         profile.write_text(profile_text(found, "Of a benchmark."), encoding="utf-8")
-        path.write_text(json.dumps([statistics.median(own) for own in times]), encoding="utf-8")
+        path.write_text(json.dumps(times), encoding="utf-8")
     dist.destroy_process_group()
 
 
 def _compare(num_ranks: int, profile: Path, measured: Path) -> str:
     """Return a table of what was foreseen and what was measured."""
-    real = json.loads(measured.read_text(encoding="utf-8"))
+    rounds = json.loads(measured.read_text(encoding="utf-8"))
+    real, *halves = (
+        [statistics.median(own[part]) for own in rounds]
+        for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+    )
     foreseen = []
     for choice in _choices(num_ranks):
         model, rows = _Mlp(), torch.ones(_NUM_ROWS, _WIDTH)
@@ -140,12 +144,17 @@ def _compare(num_ranks: int, profile: Path, measured: Path) -> str:
     for choice, a, b, error in zip(_choices(num_ranks), real, foreseen, errors, strict=True):
         lines.append(f"| {choice} | {a * 1e3:.1f} | {b * 1e3:.1f} | {error:+.1%} |")
     sizes = sorted(map(abs, errors))
-    order = torch.tensor([real, foreseen]).argsort().argsort().double()
     lines.append(
         f"median {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}, rank correlation "
-        f"{torch.corrcoef(order)[0, 1].item():.2f}"
+        f"{_rank_correlation(real, foreseen):.2f}; of two halves of the rounds with each other "
+        f"{_rank_correlation(*halves):.2f}"
     )
     return "\n".join(lines)
+
+
+def _rank_correlation(one: list[float], other: list[float]) -> float:
+    order = torch.tensor([one, other]).argsort().argsort().double()
+    return torch.corrcoef(order)[0, 1].item()
 
 
 def main() -> None:
