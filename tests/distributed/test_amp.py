@@ -270,6 +270,39 @@ def test_scaled_gradients_accumulate() -> None:
     assert_within([differences], grad=1e-6, parameter=1e-6)
 
 
+def scales_of_an_overflow_in_one_piece(mesh_shape: tuple[int, ...]) -> list[float]:
+    """Let what the last rank of each shard axis holds overflow; return scales, and steps taken."""
+    case = CASES["mlp"]
+    mesh = make_mesh(mesh_shape)
+    model = shard(case, case.make(), mesh)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for step in range(3):
+        scaler.scale(case.loss(model, my_batch(case, step))).backward()
+        if step == 1 and mesh.get_coordinate()[-1] == mesh_shape[-1] - 1:
+            max((param.grad.to_local() for param in model.parameters()), key=len)[0] = math.inf
+        before = full_parameters(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = full_parameters(model)
+        found += [
+            scaler.get_scale(),
+            float(any((after[name] != before[name]).any() for name in after)),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_an_overflow_in_what_one_rank_holds_skips_the_step_of_all(
+    spawn: Spawn, mesh_shape: tuple[int, ...]
+) -> None:
+    expected = [1024.0, 1.0, 512.0, 0.0, 512.0, 1.0]
+    for found in spawn(scales_of_an_overflow_in_one_piece, math.prod(mesh_shape), mesh_shape):
+        assert found == expected
+
+
 class WithPlainHead(nn.Module):
     """Half of it is to be sharded; the head, in another dtype, is each rank's own."""
 
