@@ -11,14 +11,20 @@ _PROCESSES = Path("/proc/self/ns/pid")
 
 
 def machine_id() -> str:
+    """Return `boot_and_namespace`; where that is not known the host name, which may mislead."""
+    return boot_and_namespace() or socket.gethostname()
+
+
+def boot_and_namespace() -> str:
     """Return what processes have in common that can look at each other by their ids.
 
-    Host names do not tell: clones and containers may all have the same one.
+    Host names do not tell: clones and containers may all have the same one. Empty: it is not
+    known, where there is no Linux or no /proc.
     """
     try:
-        return f"{_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
-    except OSError:  # No Linux, or no /proc.
-        return socket.gethostname()
+        return f"{_BOOT.read_text()}{_PROCESSES.readlink()}"
+    except OSError:
+        return ""
 
 
 def process_state(pid: int) -> str:

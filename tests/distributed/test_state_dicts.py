@@ -18,7 +18,7 @@ from checkpoints import (
     whole_state,
 )
 from reference import full, make_mesh
-from shardkit import ShardedTensor, fully_shard
+from shardkit import CheckpointError, ShardedTensor, fully_shard
 from shardkit.checkpoint import (
     StateDictOptions,
     get_model_state_dict,
@@ -168,6 +168,69 @@ def test_another_shape_is_found_before_anything_is_set(
     for error in spawn_errors(other_shape, 2, from_rank_0, with_optimizer):
         assert error.type_name == "CheckpointError"
         assert "has shape (3,) in the state dict" in error.message
+
+
+class Turned(nn.Module):
+    """Its weight was saved transposed by an earlier version; a scale as torch 0.3 saved numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 4))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.register_load_state_dict_pre_hook(turn)
+
+
+def turn(module: nn.Module, state_dict: typing.Any, prefix: str, *_: object) -> None:
+    if isinstance(module, Turned):
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+
+
+@on_ranks(2)
+def test_hooks_of_modules_may_give_values_another_shape() -> None:
+    model = nn.Sequential(Turned(), nn.Linear(2, 2))
+    fully_shard(model)
+    state = whole(model.state_dict())
+    saved = torch.arange(12.0).view(4, 3)
+    state |= {"0.weight": saved, "0.scale": torch.ones(1)}
+    set_model_state_dict(model, state)
+    assert torch.equal(full(model[0].weight), saved.t())
+    assert full(model[0].scale).item() == 1.0
+    state["1.weight"] = saved
+    with pytest.raises(CheckpointError, match=r"'1\.weight' has shape \(4, 3\)"):
+        set_model_state_dict(model, state)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True])
+@on_ranks(2)
+def test_a_model_on_meta_and_its_optimizer(from_rank_0: bool) -> None:
+    """The optimizer's state comes to where the parameters are by then."""
+    case, model, optimizer = trained("mlp", (2,))
+    options = StateDictOptions(full_state_dict=True)
+    state, optim = get_state_dict(model, optimizer, options=options)
+    with torch.device("meta"):
+        empty = fully_shard(case.make(), make_mesh((2,)))
+    other = type(optimizer)(empty.parameters())
+    options.broadcast_from_rank0 = from_rank_0
+    both = {"model_state_dict": state, "optim_state_dict": optim}
+    set_state_dict(empty, other, **both, options=options)
+    assert_same(whole_state(empty, other), whole_state(model, optimizer))
+    losses = train_on_shares(case, model, optimizer, range(2, 4))
+    assert train_on_shares(case, empty, other, range(2, 4)) == losses
+
+
+@on_ranks(2)
+def test_what_cannot_be_copied_leaves_parameter_and_gradient() -> None:
+    _, model, _ = trained("mlp", (2,))
+    param = next(model.parameters())
+    gradient = torch.rand(param.shape)
+    param.grad = torch.zeros_like(param).copy_(gradient)
+    kept, flat, values = param.grad, param.flat, full(param)
+    with pytest.raises(NotImplementedError, match="meta"):
+        param.data = torch.empty(param.shape, dtype=torch.bfloat16, device="meta")
+    assert param.grad is kept
+    assert param.flat is flat
+    assert torch.equal(full(param.grad), gradient)
+    assert torch.equal(full(param), values)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -45,6 +45,14 @@ def rnn_restore_weight_refs(module: torch.nn.RNNBase) -> None:
     ]
 
 
+def loads_its_own_way(module: torch.nn.Module) -> bool:
+    """Return whether what is loaded into a module passes code of others than torch and shardkit."""
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    functions = (type(module)._load_from_state_dict, *hooks)
+    names = {getattr(each, "__module__", None) or "" for each in functions}
+    return not {name.partition(".")[0] for name in names} <= {"torch", "shardkit"}
+
+
 def state_dict_hooks(module: torch.nn.Module) -> list[Any]:
     """Return the hooks that run after a module's `state_dict`; there is no public way to ask."""
     return list(module._state_dict_hooks.values())

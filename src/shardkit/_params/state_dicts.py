@@ -310,7 +310,9 @@ def _cut_received(state: dict[str, Any], sharded: Mapping[str, ShardedTensor]) -
 def _decoded(whole: Any, local: ShardedTensor) -> Any:
     """Return the numbers of what an optimizer of torchao keeps coded: no collective takes codes."""
     plain = (Tensor, nn.Parameter, ShardedTensor)
+    # A DTensor has a whole of its own.
     is_coded = isinstance(whole, Tensor) and type(whole) not in plain
+    is_coded &= not hasattr(whole, "full_tensor")
     if not is_coded or local.spec.packing is not None or local.spec.subclass is not None:
         return whole
     return torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)

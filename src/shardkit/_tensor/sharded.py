@@ -326,13 +326,16 @@ class ShardedTensor(ClientAnswers):
         if value.dtype == self.dtype and not self.is_meta:
             self.copy_(value)
             return
-        spec, before = self.spec, self.local_piece
+        spec, before, grad = self.spec, self.local_piece, self.grad
+        flat, flat_start = self.flat, self.flat_start
         piece = torch.empty(spec.piece_numel, dtype=value.dtype, device=spec.device)
         self.replace_piece(piece)
         try:
             self.copy_(value)  # By the operator, which notes what was written to a parameter.
         except BaseException:
+            self.grad = None
             self.replace_piece(before)
+            self.grad, self.flat, self.flat_start = grad, flat, flat_start
             raise
 
     @torch.no_grad()

@@ -93,6 +93,10 @@ class Replicate:
         """The class, or the one that is answered to."""
         return Replicate.claimed or Replicate
 
+    def __hash__(self) -> int:
+        """Return the number that torch's ``Replicate`` has, to which this one may be equal."""
+        return hash(-1)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Be pickled as what it is."""
         return Replicate, ()

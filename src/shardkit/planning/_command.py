@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,7 +91,7 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
             config.json of transformers or of its folder, for a causal language model.
 
     Raises:
-        ConfigError: There is no such thing.
+        ConfigError: There is no such thing, or the function raises an `OSError`.
     """
     path = Path(text)
     if path.exists():
@@ -113,8 +114,13 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
             f"{text!r} is of type {type(make).__name__}. Write a function that makes it."
         )
         raise ConfigError(msg)
-    with torch.device("meta"):
-        made = make()
+    try:
+        with torch.device("meta"):
+            made = make()
+    except OSError as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        msg = f"{text} failed at line {where.lineno} of {where.filename}: {error}."
+        raise ConfigError(msg) from error
     if isinstance(made, tuple):
         return made
     return made, None

@@ -66,6 +66,9 @@ def with_batch():
     return model(), torch.empty(8, 64)
 
 made = nn.Linear(2, 2)
+
+def without_its_file():
+    return open("no-such-weights.json")
 """
 
 
@@ -151,6 +154,7 @@ def test_a_config_without_ranks_needs_a_mesh(
         ("planned_module:made", "must name a function that returns a model"),
         ("no_such_module:model", "must be module:function"),
         ("planned_module:model", "--batch must be given"),
+        ("planned_module:without_its_file", "failed at line 14 of"),
     ],
 )
 def test_what_cannot_be_planned_exits_with_1(

@@ -281,7 +281,7 @@ def test_placements_say_that_no_dim_is_cut() -> None:
     assert not isinstance(copied, torch.distributed.tensor.Replicate)
     with shardkit.install():  # Norms are summed over all axes but those of torch's Replicate.
         assert isinstance(copied, torch.distributed.tensor.Replicate)
-        assert copied == torch.distributed.tensor.Replicate()
+        assert len({copied, torch.distributed.tensor.Replicate()}) == 1
         assert type(pickle.loads(pickle.dumps(copied))) is type(copied)
     assert (cut.is_replicate(), cut.is_shard(), cut.is_partial()) == (False, True, False)
     assert not hasattr(cut, "dim")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardkit._errors import CheckpointError, ShardkitError
-from shardkit._processes import machine_id, start_of
+from shardkit._processes import boot_and_namespace, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -405,8 +405,8 @@ def own() -> Owner:
 
 
 def _place() -> str:
-    is_known = start_of(os.getpid()) != "0"
-    return f"{zlib.crc32(machine_id().encode()):08x}" if is_known else "0" * 8
+    place = boot_and_namespace()
+    return f"{zlib.crc32(place.encode()):08x}" if place else "0" * 8
 
 
 def _last_written(path: Path) -> float:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from shardkit._compat import torch_modules
 from shardkit._errors import CheckpointError
 from shardkit._params.state_dicts import STATE_NUMBERS, check_shape, map_leaves, whole_tensor
 from shardkit._tensor.sharded import ShardedTensor
@@ -419,7 +420,8 @@ def set_model_state_dict(
 
     Raises:
         CheckpointError: A sharded parameter has another shape; with ``broadcast_from_rank0`` on all
-            ranks. Nothing has been changed then.
+            ranks. Nothing has been changed then. What passes hooks or methods of the user's own
+            modules is compared behind them, by torch.
         RuntimeError: As `nn.Module.load_state_dict` does.
 
     Cost: with ``broadcast_from_rank0`` a broadcast of every 16 MiB of each tensor, and memory
@@ -441,12 +443,17 @@ def _checked_model(
         found: Mapping[str, Any] = sent.infos
     else:
         found = _by_names_of(model, given)
+    changed = () if sent is not None else _prefixes_of_own_ways(model)
     for name, value in found.items():
         target = by_name.get(name)
-        if isinstance(target, ShardedTensor) and isinstance(value, Tensor | TensorInfo):
-            packing = target.spec.packing  # Values of the class are packed when they are loaded.
-            if packing is None or not isinstance(value, packing.cls):
-                check_shape(name, tuple(value.shape), tuple(target.shape))
+        if not isinstance(target, ShardedTensor) or not isinstance(value, Tensor | TensorInfo):
+            continue
+        packing = target.spec.packing  # Values of the class are packed when they are loaded.
+        if packing is not None and isinstance(value, packing.cls):
+            continue
+        is_number = sent is None and not target.shape and len(value.shape) == 1  # Torch takes it.
+        if not is_number and not keys[name].startswith(changed):
+            check_shape(name, tuple(value.shape), tuple(target.shape))
 
     def target_of(name: str, info: TensorInfo) -> Any:
         target = by_name.get(name)
@@ -462,6 +469,16 @@ def _checked_model(
         return model.load_state_dict(state, strict=options.strict, assign=is_meta)  # type: ignore[no-any-return]
 
     return load
+
+
+def _prefixes_of_own_ways(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of names whose values other code may change when they are loaded."""
+    modules = model.named_modules(remove_duplicate=False)
+    return tuple(
+        f"{name}." if name else ""
+        for name, module in modules
+        if torch_modules.loads_its_own_way(module)
+    )
 
 
 def set_optimizer_state_dict(
@@ -511,10 +528,16 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """Load the state of a model and of its optimizers; see the functions for each."""
+    """Load the state of a model and of its optimizers; see the functions for each.
+
+    Shapes of sharded parameters are compared first, then the state of optimizers is loaded, then
+    the model, of which names and plain tensors are compared only now. A model on meta is loaded
+    first: the state of its optimizers goes where its parameters are.
+    """
     load_model = _checked_model(model, model_state_dict, options or StateDictOptions())
+    loaded = load_model() if any(param.is_meta for param in model.parameters()) else None
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return load_model()
+    return loaded if loaded is not None else load_model()
 
 
 def _infos(state: Mapping[str, Any]) -> dict[str, dict[str, TensorInfo | None]]:
