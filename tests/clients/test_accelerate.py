@@ -35,8 +35,8 @@ FILE: dict[str, typing.Any] = {
     "same_network": True,
     "use_cpu": True,
 }
-# With FSDP2 itself SIZE_BASED_WRAP fails, for a list of layers cannot be sharded; so does loading
-# with fsdp_offload_params, which pins memory, where there is no accelerator.
+# With FSDP2 itself SIZE_BASED_WRAP fails, for a list of layers cannot be sharded; so does
+# fsdp_offload_params, which pins memory, where there is no accelerator: it trains without.
 SETTINGS = {
     "recomputed layers, files of pieces": {
         "fsdp_activation_checkpointing": True,
@@ -45,6 +45,12 @@ SETTINGS = {
         "fsdp_reshard_after_forward": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_version": 2,
+    },
+    "parameters on the host": {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_offload_params": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_version": 2,
     },
 }
@@ -91,12 +97,13 @@ def difference(found: dict[str, typing.Any], wanted: dict[str, typing.Any]) -> f
 def test_a_launched_script_trains_and_goes_on_as_with_fsdp2(
     tmp_path: pathlib.Path, tell: Callable[[str, str, str], None], settings: str
 ) -> None:
-    file = tmp_path / "accelerate.yaml"
-    file.write_text(yaml.safe_dump({**FILE, "fsdp_config": SETTINGS[settings]}))
+    file, their_file = tmp_path / "accelerate.yaml", tmp_path / "fsdp2.yaml"
+    for path, changed in ((file, {}), (their_file, {"fsdp_offload_params": False})):
+        path.write_text(yaml.safe_dump({**FILE, "fsdp_config": SETTINGS[settings] | changed}))
     theirs, ours = str(tmp_path / "fsdp2"), str(tmp_path / "shardkit")
-    wanted = launch(file, "fsdp2", "--save", theirs)
+    wanted = launch(their_file, "fsdp2", "--save", theirs)
     found = launch(file, "shardkit", "--save", ours, "--load", ours, theirs)
-    back = launch(file, "fsdp2", "--load", ours)
+    back = launch(their_file, "fsdp2", "--load", ours)
     assert {each["class"] for each in wanted + back} == {"DTensor"}
     assert {each["class"] for each in found} == {"ShardedTensor"}
     first, second = wanted
