@@ -49,7 +49,8 @@ class Case:
         model: ``"llama3"``, ``"deepseek_v3"`` or ``"qwen3_moe"``.
         is_tied: Whether the head's weight is that of the embedding.
         is_chunked: Whether the head and the loss run chunk by chunk, as in torchtitan's configs.
-        has_exact_experts: Whether experts compute in fp32, and not in bf16 as torchtitan writes.
+        has_exact_experts: Whether experts compute in fp32, and not in bf16 as torchtitan writes,
+            and squares of gradients are summed in fp64, not in fp32 as torch does.
         steps: Number of steps.
         tolerance: Largest relative difference of losses.
         norm_tolerance: The same of norms of gradients.
@@ -160,7 +161,7 @@ def train(sharder: str, case: Case, files: Files) -> Trained:
 
     trainer.metrics_processor.log = record
     try:
-        with _in_fp32() if case.has_exact_experts else contextlib.nullcontext():
+        with _exactly() if case.has_exact_experts else contextlib.nullcontext():
             trainer.train()
         weights = {
             name: _figures(param)
@@ -174,14 +175,20 @@ def train(sharder: str, case: Case, files: Files) -> Trained:
 
 
 @contextlib.contextmanager
-def _in_fp32() -> Iterator[None]:
-    """Have the casts to bf16 that torchtitan's experts are written with keep fp32."""
-    inner = Tensor.bfloat16
+def _exactly() -> Iterator[None]:
+    """Have experts keep fp32 that cast to bf16 in torchtitan, and norms summed in fp64."""
+    narrow, total = Tensor.bfloat16, nn.utils.get_total_norm
+
+    def total_in_fp64(grads: list[Tensor], *args: typing.Any) -> Tensor:
+        return total([grad.double() for grad in grads], *args)
+
     Tensor.bfloat16 = Tensor.float
+    nn.utils.get_total_norm = total_in_fp64
     try:
         yield
     finally:
-        Tensor.bfloat16 = inner
+        Tensor.bfloat16 = narrow
+        nn.utils.get_total_norm = total
 
 
 def _fill(model: nn.Module) -> None:
