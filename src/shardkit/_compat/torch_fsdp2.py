@@ -90,6 +90,17 @@ def is_replicated(module: torch.nn.Module) -> bool:
     return "replicate" in getattr(module, _registry_key(), ())
 
 
+def is_sharded_by_torch(module: torch.nn.Module) -> bool:
+    """Whether torch's own `fully_shard` was called on a module."""
+    fsdp2: Any = sys.modules.get(_FSDP2)
+    return (
+        fsdp2 is not None
+        and isinstance(module, fsdp2.FSDPModule)
+        and not isinstance(module, stage_class())
+        and not is_replicated(module)
+    )
+
+
 def note_fully_sharded(cls: type) -> None:
     """Have torch's composable functions, `replicate` for one, leave modules of a class alone."""
     key = _registry_key()
@@ -113,9 +124,12 @@ class StageState:
         self._root_post_backward_final_callback = finish_step
 
 
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard"
+"""Not the package, whose names `install` replaces."""
+
+
 def _fsdp2() -> Any:
-    # Not the package, whose names `install` replaces.
-    return importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    return importlib.import_module(_FSDP2)
 
 
 @functools.cache

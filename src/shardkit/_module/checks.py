@@ -65,6 +65,13 @@ def check_module(module: nn.Module) -> None:
                 f"hosts pass a 2-D mesh."
             )
             raise WrapError(msg)
+        if torch_fsdp2.is_sharded_by_torch(child):
+            msg = (
+                f"torch's own fully_shard was called on {name or 'the module'} before, and shards "
+                f"its parameters. Call shardkit's alone, on a model that is not sharded; under "
+                f"shardkit.install() call that before anything imports fully_shard."
+            )
+            raise WrapError(msg)
 
 
 def check_ignored(ignored: set[nn.Parameter]) -> None:

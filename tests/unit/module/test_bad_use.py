@@ -9,6 +9,7 @@ import pytest
 import torch
 from recorded import Recorded
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from recording import recording_mesh
 from shardkit import (
@@ -102,6 +103,15 @@ def test_sharding_what_ddp_has_wrapped() -> None:
         with pytest.raises(WrapError, match=f"{name} is wrapped in DistributedDataParallel"):
             fully_shard(module, mesh)
     assert type(model) is nn.Sequential
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_sharding_what_torch_has_sharded() -> None:
+    model, mesh = make_model()
+    torch.distributed.fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    for module, name in ((model, "the module"), (nn.Sequential(model), "0")):
+        with pytest.raises(WrapError, match=f"own fully_shard was called on {name} before"):
+            fully_shard(module, mesh)
 
 
 # --- lists --------------------------------------------------------------------------------------
