@@ -168,6 +168,7 @@ def main() -> None:
         _measure(*options.measure)
         return
     folder = options.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
     profile, measured = folder / "profile.toml", folder / "measured.json"
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

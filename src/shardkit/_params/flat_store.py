@@ -525,12 +525,15 @@ class Store(ABC):
             at = 0
             for i, numel in enumerate(layout.numels):
                 start, stop = layout.owned_range(i, rank)
-                if start < stop:
-                    begin, end = layout.shard_range(i, rank)
-                    row += [(i, None, zeros[: begin - at])] if at < begin else []
-                    row.append((i, slice(start, stop) if stop - start < numel else None, None))
-                    at = end
-            row += [(0, None, zeros[: layout.shard_numel - at])] if at < layout.shard_numel else []
+                if start == stop:
+                    continue
+                begin, end = layout.shard_range(i, rank)
+                if at < begin:
+                    row.append((i, None, zeros[: begin - at]))
+                row.append((i, None if stop - start == numel else slice(start, stop), None))
+                at = end
+            if at < layout.shard_numel:
+                row.append((0, None, zeros[: layout.shard_numel - at]))
             rows.append(row)
         return rows
 

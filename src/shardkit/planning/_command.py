@@ -118,7 +118,9 @@ def read_model(text: str) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
             made = make()
     except OSError as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        file = sys.modules[module_name].__file__
+        where = next((f for f in reversed(frames) if f.filename == file), frames[-1])
         msg = f"{text} failed at line {where.lineno} of {where.filename}: {error}."
         raise ConfigError(msg) from error
     if isinstance(made, tuple):

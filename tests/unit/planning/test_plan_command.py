@@ -68,7 +68,7 @@ def with_batch():
 made = nn.Linear(2, 2)
 
 def without_its_file():
-    return open("no-such-weights.json")
+    return torch.load("no-such-weights.pt")
 """
 
 
