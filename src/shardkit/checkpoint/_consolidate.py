@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import math
 import os
 import zipfile
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from shardkit.checkpoint._files.disk import (
     check_saved_dtype,
     converted,
     dtype_name,
-    info_nbytes,
     nested,
     open_regular,
     reading,
@@ -136,7 +134,7 @@ def consolidate(  # noqa: PLR0913 - what there is to say of both sides
             arrange=lambda tensors: put_together({**tensors, **others}),
         ) as writer,
     ):
-        meter.expect(sum(info_nbytes(infos[name]) for name in kept))
+        meter.expect(sum(infos[name].nbytes for name in kept))
         for key, part in _parts(checkpoint, [names[name] for name in kept]):
             name = by_key[key]
             saved = part.to(infos[name].dtype)
@@ -188,12 +186,12 @@ def _parts(checkpoint: Source, keys: list[str]) -> Iterator[tuple[str, Tensor]]:
 
     From a checkpoint directory a tensor is read as a whole, since chunks may be any boxes of it.
     """
-    largest = max((info_nbytes(checkpoint.infos[key]) for key in keys), default=0)
+    largest = max((checkpoint.infos[key].nbytes for key in keys), default=0)
     is_whole = isinstance(checkpoint, DistributedCheckpoint)
     memory = torch.empty(largest if is_whole else min(largest, PART_NBYTES), dtype=torch.uint8)
     for key in keys:
         info = checkpoint.infos[key]
-        numel, room_numel = math.prod(info.shape), memory.numel() // info.dtype.itemsize
+        numel, room_numel = info.numel, memory.numel() // info.dtype.itemsize
         room = memory[: room_numel * info.dtype.itemsize].view(info.dtype)
         for start in range(0, numel, max(room_numel, 1)):
             read = room[: min(room_numel, numel - start)]
@@ -312,7 +310,7 @@ def _describe(source: str | os.PathLike[str], suffix: str) -> Description:
         step = None if manifest is None else manifest.header.step
     entries = [
         TensorSummary(
-            name, info.shape, dtype_name(info.dtype), info_nbytes(info), checkpoint.chunks(name)
+            name, info.shape, dtype_name(info.dtype), info.nbytes, checkpoint.chunks(name)
         )
         for name, info in sorted(checkpoint.infos.items())
     ]

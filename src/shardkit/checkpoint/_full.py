@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,6 @@ from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     converted,
-    info_nbytes,
 )
 from shardkit.checkpoint._files.full import Format, FullFile, FullWriter
 from shardkit.checkpoint._state.names import (
@@ -97,7 +95,7 @@ def save_full(
         if isinstance(value, ShardedTensor):
             value.spec.check_saved()
     others = {name: v for name, v in state.items() if not isinstance(v, Tensor)}
-    infos = {n: converted(TensorInfo(tuple(v.shape), v.dtype), dtype) for n, v in tensors.items()}
+    infos = {n: converted(TensorInfo.of(v), dtype) for n, v in tensors.items()}
     if others and (format == "safetensors" or max_shard_size is not None):
         msg = (
             f"the model has state that is no tensor ({listed(others, str)}), which {path} cannot "
@@ -126,7 +124,7 @@ def save_full(
         first.raise_error()
         meter = stack.enter_context(Meter(progress, f"saving {Path(path).name}", rank=mesh.rank))
         kept = [name for name in tensors if name not in tied]
-        meter.expect(sum(info_nbytes(infos[name]) for name in kept))
+        meter.expect(sum(infos[name].nbytes for name in kept))
         rooms: dict[torch.device, Tensor] = {}
         for name in kept:
             tensor = tensors[name].detach()
@@ -308,7 +306,7 @@ def _first_elements(source: Source, name: str) -> list[Tensor]:
     """Return what ranks compare of a tensor that they have loaded."""
     if isinstance(source, FromFirstRank):
         return [torch.zeros(1)]  # All have got the same.
-    return [source.read(name, 0, min(math.prod(source.infos[name].shape), _NUM_COMPARED))]
+    return [source.read(name, 0, min(source.infos[name].numel, _NUM_COMPARED))]
 
 
 def _nbytes_read(target: Tensor, info: TensorInfo) -> int:

@@ -480,11 +480,7 @@ class OptimizerPart:
 
 def _is_room(value: Any, info: TensorInfo | None) -> bool:
     """Whether what an optimizer has can be read into: sharded tensors; others are small."""
-    return (
-        isinstance(value, ShardedTensor)
-        and not value.is_meta
-        and info == TensorInfo(tuple(value.shape), value.dtype)
-    )
+    return isinstance(value, ShardedTensor) and not value.is_meta and info == TensorInfo.of(value)
 
 
 def _compare_names(

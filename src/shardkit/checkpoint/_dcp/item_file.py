@@ -7,7 +7,6 @@ import errno
 import fcntl
 import functools
 import io
-import math
 import mmap
 import os
 import zipfile
@@ -25,7 +24,6 @@ from shardkit.checkpoint._files.disk import (
     TensorInfo,
     bytes_of,
     copy_from_scratch,
-    info_nbytes,
     open_regular,
     without_memory,
 )
@@ -321,10 +319,10 @@ class ItemFile:
             return item
         plain = (
             raw_bytes(described) is not None
-            and TensorInfo(tuple(described.shape), described.dtype) == chunk
+            and TensorInfo.of(described) == chunk
             and described.storage_offset() == 0
             and record.compress_type == zipfile.ZIP_STORED
-            and record.file_size == info_nbytes(chunk)
+            and record.file_size == chunk.nbytes
         )
         if not plain:
             return item
@@ -365,7 +363,7 @@ class ItemFile:
         if not isinstance(loaded, torch.Tensor):
             msg = f"{self.path}: {name!r}: expected a tensor, found {type(loaded).__name__}."
             raise CheckpointError(msg)
-        if TensorInfo(tuple(loaded.shape), loaded.dtype) != chunk:
+        if TensorInfo.of(loaded) != chunk:
             msg = (
                 f"{self.path}: {name!r} has shape {tuple(loaded.shape)} and {loaded.dtype}, "
                 f"expected {chunk.shape} and {chunk.dtype}. {DAMAGED}"
@@ -387,7 +385,7 @@ class ItemFile:
         Cost: memory for the box's range of the chunk, unless its elements can go where they belong.
         """
         assert item.data_offset is not None
-        strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
+        strides = chunk.strides
         start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
         numel = 0  # From the box's first element to behind its last one.
         if 0 not in lengths:

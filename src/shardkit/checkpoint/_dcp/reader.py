@@ -323,8 +323,8 @@ class DistributedCheckpoint(Source):
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on; of a tensor's part the whole is read."""
         info = self.infos[name]
-        if out.numel() < math.prod(info.shape):
-            out.copy_(self.read(name, 0, math.prod(info.shape))[start : start + out.numel()])
+        if out.numel() < info.numel:
+            out.copy_(self.read(name, 0, info.numel)[start : start + out.numel()])
         else:
             self.fill({name: out.view(info.shape)})
 

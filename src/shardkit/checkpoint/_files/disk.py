@@ -19,7 +19,7 @@ import time
 import weakref
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -55,6 +55,26 @@ class TensorInfo:
 
     shape: tuple[int, ...]  # Shape of the whole.
     dtype: torch.dtype  # Dtype of its elements.
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def strides(self) -> list[int]:
+        """Strides of it where it is contiguous, in elements."""
+        return [math.prod(max(n, 1) for n in self.shape[i + 1 :]) for i in range(len(self.shape))]
 
 
 class Source:
@@ -139,14 +159,8 @@ def converted(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
 def without_memory(info: TensorInfo) -> Tensor:
     """Return a contiguous tensor whose memory is not touched, so that the system gives it none."""
     # Not torch.empty, which fills it where deterministic algorithms are asked for.
-    storage = torch.UntypedStorage(info_nbytes(info))
-    strides = [math.prod(max(n, 1) for n in info.shape[i + 1 :]) for i in range(len(info.shape))]
-    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, strides)
-
-
-def info_nbytes(info: TensorInfo) -> int:
-    """Return the bytes of a tensor."""
-    return math.prod(info.shape) * info.dtype.itemsize
+    storage = torch.UntypedStorage(info.nbytes)
+    return torch.empty(0, dtype=info.dtype).set_(storage, 0, info.shape, info.strides)
 
 
 def bytes_of(flat: Tensor) -> memoryview:

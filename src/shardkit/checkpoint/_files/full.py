@@ -26,7 +26,6 @@ from shardkit.checkpoint._files.disk import (
     TensorWriter,
     asides_in,
     fsync_directory,
-    info_nbytes,
     is_plain_name,
     new_aside,
     open_regular,
@@ -93,7 +92,7 @@ class SafetensorsFile(Source):
             self._offsets[name] = begin + offset
         end = 0
         for offset, name in sorted((offset, name) for name, offset in self._offsets.items()):
-            nbytes = info_nbytes(self.infos[name])
+            nbytes = self.infos[name].nbytes
             if nbytes and offset < end:  # One file would stand for any amount of memory.
                 self._refuse(f"{name!r} overlaps another one at byte {offset}")
             end = max(end, offset + nbytes)
@@ -131,9 +130,9 @@ class SafetensorsFile(Source):
         if dtype not in _DTYPES:
             self._refuse(f"{name!r} has dtype {dtype!r}, which torch has not")
         info = TensorInfo(shape, _DTYPES[dtype])
-        if stop - start != info_nbytes(info):
+        if stop - start != info.nbytes:
             self._refuse(
-                f"{name!r} of shape {shape} and dtype {dtype} takes {info_nbytes(info)} bytes, but "
+                f"{name!r} of shape {shape} and dtype {dtype} takes {info.nbytes} bytes, but "
                 f"the header gives it {stop - start}"
             )
         if stop > room:
@@ -164,7 +163,7 @@ def safetensors_writer(
                 f"format='torch', or another dtype."
             )
             raise CheckpointError(msg)
-        extents[name] = extent = Extent(end, info_nbytes(info))
+        extents[name] = extent = Extent(end, info.nbytes)
         end += extent.nbytes
         header[name] = {
             "dtype": _NAMES[info.dtype],
@@ -335,7 +334,7 @@ class FullWriter:
         self._infos = {name: info for name, info in infos.items() if name not in self._tied}
         self._format = format
         self._writers: dict[str, TensorWriter] = {}
-        self._missing = {name: math.prod(info.shape) for name, info in self._infos.items()}
+        self._missing = {name: info.numel for name, info in self._infos.items()}
         self._index: dict[str, Any] | None = None
         if format not in _STEMS:
             msg = f"format must be 'torch' or 'safetensors', got {format!r}."
@@ -401,7 +400,7 @@ class FullWriter:
         shards: list[list[str]] = [[]]
         size = 0
         for name, info in self._infos.items():
-            nbytes = info_nbytes(info)
+            nbytes = info.nbytes
             if shards[-1] and size + nbytes > limit:
                 shards.append([])
                 size = 0
@@ -416,7 +415,7 @@ class FullWriter:
         if self._format == "torch":
             weight_map |= {name: weight_map[first] for name, first in self._tied.items()}
         self._index = {
-            "metadata": {"total_size": sum(map(info_nbytes, self._infos.values()))},
+            "metadata": {"total_size": sum(info.nbytes for info in self._infos.values())},
             "weight_map": weight_map,
         }
         return {self.path / file: names for file, names in zip(files, shards, strict=True)}

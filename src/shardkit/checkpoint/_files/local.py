@@ -88,14 +88,14 @@ def piece_info(described: Mapping[str, Any]) -> TensorInfo:
     info = info_of(described)
     if described["cut"] is None:
         return info
-    start, stop = described["range"] or (0, math.prod(info.shape))
+    start, stop = described["range"] or (0, info.numel)
     return TensorInfo((stop - start,), info.dtype)
 
 
 def is_piece(value: Any, described: Mapping[str, Any]) -> bool:
     """Whether a value is the piece that is described."""
     is_tensor = isinstance(value, torch.Tensor)
-    return is_tensor and TensorInfo(tuple(value.shape), value.dtype) == piece_info(described)
+    return is_tensor and TensorInfo.of(value) == piece_info(described)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class RankFiles(Source):
             by_start.setdefault(each.start, each)
         pieces = [by_start[start] for start in sorted(by_start)]
         ends = [0, *(piece.stop for piece in pieces)]
-        begins = [*(piece.start for piece in pieces), math.prod(info.shape)]
+        begins = [*(piece.start for piece in pieces), info.numel]
         if begins != ends:
             files = f"{self.files[0]} and others"
             msg = f"the pieces of {'.'.join(path[1:])!r} in {files} do not make a whole."
@@ -236,7 +236,7 @@ class LocalFiles(RankFiles):
             if file.infos.get(saved) != piece_info(piece):
                 msg = f"{file.path}: {saved!r} is {file.infos.get(saved)}, not what it says."
                 raise CheckpointError(msg)
-            start, stop = piece["range"] or (0, math.prod(info.shape))
+            start, stop = piece["range"] or (0, info.numel)
             if start < stop:
                 ranges.append(SavedRange(start, stop, file, saved))
         self._add_tensor(path, info, ranges, is_cut=described[0]["range"] is not None)
@@ -325,7 +325,7 @@ class XlaFsdpFiles(RankFiles):
             if saved not in file.infos or file.infos[saved].dtype != dtype:
                 msg = f"{file.path} has no {saved!r} of {dtype}, as {opened[0].path} has."
                 raise CheckpointError(msg)
-            numel += math.prod(file.infos[saved].shape)
+            numel += file.infos[saved].numel
         wanted = math.prod(shard["_orig_size"])
         if numel < wanted:
             msg = (
@@ -355,8 +355,8 @@ class XlaFsdpFiles(RankFiles):
             raise CheckpointError(msg)
         ranges, begin = [], -start
         for file in files:
-            end = begin + math.prod(file.infos[saved].shape)
-            low, high = max(begin, 0), min(end, math.prod(info.shape))
+            end = begin + file.infos[saved].numel
+            low, high = max(begin, 0), min(end, info.numel)
             if low < high:
                 ranges.append(SavedRange(low, high, file, saved, low - begin))
             begin = end

@@ -31,7 +31,6 @@ from shardkit.checkpoint._files.disk import (
     Source,
     TensorInfo,
     TensorWriter,
-    info_nbytes,
     open_regular,
     read_at,
     without_memory,
@@ -158,7 +157,7 @@ class TorchFile(Source):
                 f"elements to read. Save it as a dense one."
             )
             raise CheckpointError(msg)
-        return TensorInfo(tuple(tensor.shape), tensor.dtype)
+        return TensorInfo.of(tensor)
 
 
 def _load(path: Path) -> Any:
@@ -256,7 +255,7 @@ def torch_writer(
     entries = _storage_entries(path)
     assert len(entries) == len(position)
     places = {n: entries[position[_storage_address(empty)]] for n, empty in empties.items()}
-    assert all(places[name].nbytes == info_nbytes(info) for name, info in infos.items())
+    assert all(places[name].nbytes == info.nbytes for name, info in infos.items())
     return TensorWriter(os.open(path, os.O_RDWR | os.O_CLOEXEC), places)
 
 

@@ -543,7 +543,7 @@ def set_state_dict(
 def _infos(state: Mapping[str, Any]) -> dict[str, dict[str, TensorInfo | None]]:
     return {
         name: {
-            key: TensorInfo(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            key: TensorInfo.of(value) if isinstance(value, Tensor) else None
             for key, value in entries.items()
         }
         for name, entries in state.items()
@@ -578,7 +578,7 @@ def _placed(
             )
             raise CheckpointError(msg)
         return value
-    info = TensorInfo(tuple(value.shape), value.dtype)
+    info = TensorInfo.of(value)
     room = room_for(param, key, info, saved)
     if isinstance(room, ShardedTensor):
         return room.copy_(value.detach())

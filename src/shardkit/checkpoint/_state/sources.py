@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -120,7 +119,7 @@ class StateInMemory(Source):
                     f"broadcast_from_rank0."
                 )
                 raise CheckpointError(msg)
-            self.infos[name] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            self.infos[name] = TensorInfo.of(tensor)
         self._flat: tuple[str, Tensor] | None = None
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -166,7 +165,7 @@ class FromFirstRank(Source):
     def copy_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out` from `start` on. Collective: all ranks get all parts of the tensor."""
         info, stop = self.infos[name], start + out.numel()
-        numel, room = math.prod(info.shape), self._parts.view(info.dtype)
+        numel, room = info.numel, self._parts.view(info.dtype)
         for begin in range(0, numel, room.numel()):
             part = room[: min(room.numel(), numel - begin)]
             if self._source is not None and self.first.error is None:
